@@ -46,8 +46,14 @@ def communicator(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """The communicator to use: the one given, or for None that of all ranks of the job.
 
     Raises:
+        RuntimeError: MPI is not initialized, or was finalized.
         LauncherError: a launcher started several processes, and MPI knows only this one. `MPI.COMM_SELF` is not checked.
     """
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        when = "after MPI.Finalize()" if MPI.Is_initialized() else "before MPI.Init_thread()"
+        raise RuntimeError(
+            f"MPI is to be used {when}: where mpi4py.rc.initialize is False, call MPI.Init_thread(MPI.THREAD_MULTIPLE) first"
+        )
     if comm is None:
         comm = MPI.COMM_WORLD
     if MPI.COMM_WORLD.Get_size() == 1 and MPI.Comm.Compare(comm, MPI.COMM_SELF) != MPI.IDENT:

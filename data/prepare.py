@@ -162,8 +162,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("source", type=Path, help="Folder with etc/ and wav/, the recordings as WAV or raw files")
     add("--partial", action="store_true", help="Accept fewer than 948 training and 130 test utterances")
 
-    text = "Plain text, packed for BERT."
-    add = data_set("text", text, "text articles -o text.h5 --vocabulary-size 30522").add_argument
+    text = "Plain text, packed for BERT, or for models of the next token."
+    for_gpt = "text articles -o gpt.h5 --contiguous --length 512 --vocabulary-size 16384"
+    add = data_set("text", text, "text articles -o text.h5", for_gpt).add_argument
     add("source", type=Path, help="Folder or file of UTF-8 text; a blank line ends a document")
     text = "Tokens per sequence, at least 8; default: %(default)s"
     add("--length", type=int, default=Recipe.length, help=text)
@@ -179,6 +180,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--held-out-files", metavar="PATTERN", default="", help=text)
     text = "Seed of the random sentence pairs; default: %(default)s"
     add("--seed", type=int, default=Recipe.seed, help=text)
+    text = "Keep the words of the text in their order, for models of the next token; default: pairs of segments for BERT"
+    add("--contiguous", action="store_true", help=text)
     return top.parse_args(arguments)
 
 

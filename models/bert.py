@@ -5,7 +5,8 @@ import math
 import torch
 from torch import nn
 
-HEAD = 64
+from models.transformer import HEAD, check_hidden
+
 VOCABULARY = 30_522
 POSITIONS = 512
 
@@ -48,8 +49,7 @@ class BERT(nn.Module):
         ):
             if value < least:
                 raise ValueError(f"{name} {value} is not at least {least}")
-        if hidden < HEAD or hidden % HEAD:
-            raise ValueError(f"hidden {hidden} is not a positive multiple of {HEAD}")
+        check_hidden(hidden)
         if not (math.isfinite(dropout) and 0.0 <= dropout < 1.0):
             raise ValueError(f"dropout {dropout} is not in [0, 1)")
         # seconds to import, and images do without it

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-HEAD = 64
+from models.transformer import Layer, check_hidden
+
 CLASSES = 1000
 IMAGE = 224
 PATCH = 32
@@ -51,15 +52,14 @@ class ViT(nn.Module):
         ):
             if value < 1:
                 raise ValueError(f"{name} {value} is not at least 1")
-        if hidden < HEAD or hidden % HEAD:
-            raise ValueError(f"hidden {hidden} is not a positive multiple of {HEAD}")
+        check_hidden(hidden)
         if image < patch or image % patch:
             raise ValueError(f"image {image} is not a positive multiple of the patch's {patch} pixels")
         self.shape = in_channels, image, image
         self.patches = nn.Conv2d(in_channels, hidden, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, hidden))
         self.positions = nn.Parameter(torch.empty(1, (image // patch) ** 2 + 1, hidden))
-        self.layers = nn.Sequential(*(Layer(hidden) for _ in range(layers)))
+        self.layers = nn.Sequential(*(Layer(hidden, eps=1e-6) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden, eps=1e-6)
         self.classifier = nn.Linear(hidden, classes)
         self._initialise()
@@ -90,30 +90,3 @@ class ViT(nn.Module):
         tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.positions
         scores: torch.Tensor = self.classifier(self.norm(self.layers(tokens)[:, 0]))
         return scores
-
-
-class Layer(nn.Module):
-    """One layer of the encoder: x + attention(norm(x)), then x + feed_forward(norm(x)), on float32[batch, tokens, hidden].
-
-    Args:
-        hidden: channels, a positive multiple of 64.
-    """
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(hidden, eps=1e-6)
-        self.attention_input = nn.Linear(hidden, 3 * hidden)
-        self.attention_output = nn.Linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden, eps=1e-6)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        batch, count, hidden = tokens.shape
-        joint = self.attention_input(self.attention_norm(tokens))
-        query, key, value = joint.view(batch, count, 3, hidden // HEAD, HEAD).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        tokens = tokens + self.attention_output(attended.transpose(1, 2).reshape(batch, count, hidden))
-        result: torch.Tensor = tokens + self.feed_forward(self.norm(tokens))
-        return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ from collectives.sparse import ENTRY
 ENTRIES = types.Array(numba.from_dtype(ENTRY), 1, "C", aligned=False)
 VECTOR = types.float32[::1]
 INT, FLOAT, BOOL, NONE = types.int64, types.float64, types.boolean, types.none
+
+UNCACHED = "Numba can write to no folder for compiled kernels, neither beside the packages nor under HOME: set NUMBA_CACHE_DIR"
 
 _kernels: list[tuple[Any, tuple[tuple[Any, ...], ...]]] = []
 
@@ -48,21 +51,47 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any
         file = sys.modules[function.__module__].__file__
         assert file is not None
         function.__qualname__ += f"_{_digest(Path(file))}"
-        kernel = njit(cache=True, nogil=True)(function)  # a backward pass may run beside it
+        kernel = _compiler(function)
         _kernels.append((kernel, signatures))
         return kernel
 
     return decorate
 
 
+def _compiler(function: Callable[..., Any]) -> Any:
+    """A kernel, which a backward pass may run beside; with a cache where there is a place for it."""
+    try:
+        return njit(cache=True, nogil=True)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        _say_uncached()
+        return njit(nogil=True)(function)
+
+
+@cache
+def _say_uncached() -> None:
+    warnings.warn(
+        f"{UNCACHED}: every process compiles kernels anew, which takes its first steps some 10 s",
+        stacklevel=2,
+    )
+
+
 @cache
 def load() -> None:
     """Load what the cache has of all kernels, so that no step waits for it. Compiles nothing where a cache was not filled."""
     for kernel, signatures in _kernels:
+        if kernel.stats.cache_path is None:
+            continue
         path, name = Path(kernel.stats.cache_path), kernel.py_func.__qualname__
         if signatures and any(path.glob(f"*.{name}-*.nbi")):
             for signature in signatures:
                 kernel.compile(signature)
+
+
+def cache_problem() -> str:
+    """Why compiled kernels are not kept, in a sentence; "" if they are."""
+    return "" if all(kernel.stats.cache_path for kernel, _ in _kernels) else UNCACHED
 
 
 def fill() -> int:

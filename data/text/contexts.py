@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Resident
+from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
 from data.sharding import CONTEXTS, ShardedBatches, epoch_draws, evaluation_batches
 from data.text.file import TextSet
 from data.text.masking import GOLDEN, POSITIVE, mixed
+from data.text.tokens import Tokens
 
 _POWER = 0.75
 """Of a word's count, for its chance to be drawn."""
@@ -30,7 +31,7 @@ class ContextBatch(NamedTuple):
     words: torch.Tensor
 
 
-class Contexts(Resident):
+class Contexts(Tokens):
     """Where pairs of adjacent words stand in packed text, and what stands beside them.
 
     Each pair of words of a sequence gets one context, a word at most `window` words before or after it. A pair is left out
@@ -51,14 +52,11 @@ class Contexts(Resident):
     def __init__(
         self, texts: TextSet, counts: NDArray[np.float64], *, rows: int, window: int, negatives: int
     ) -> None:
-        super().__init__(f"{texts.path}: {len(texts)} sequences")
-        self.texts = texts
+        super().__init__(texts)
         self._rows, self._window = rows, window
         self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         chances = np.cumsum(counts**_POWER)
         self._ends = torch.from_numpy(np.ceil(chances / chances[-1] * _CHANCES).astype(np.int64))
-        self._tokens = torch.from_numpy(texts.sequences.tokens.view(np.int16))
-        self._columns = torch.arange(texts.length)
         self._draws = GOLDEN * (torch.arange(negatives) + 2)
 
     def cut(self, plan: tuple[NDArray[np.int64], NDArray[np.uint64]]) -> ContextBatch:
@@ -68,7 +66,7 @@ class Contexts(Resident):
             plan: int64[batch], sequences of the split, and uint64[batch], 64 random bits for each.
         """
         samples, draws = plan
-        tokens = self._tokens[torch.tensor(samples, device=self.device)].long() & 0xFFFF
+        tokens = self.tokens(torch.tensor(samples, device=self.device))
         bits = torch.from_numpy(draws.view(np.int64)).to(self.device)
         present = torch.ones_like(tokens, dtype=torch.bool)
         for special in self._apart:

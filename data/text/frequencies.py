@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data.text.file import TextSet
-from data.text.masking import IGNORED, TextEvaluationLoader
+from data.text.masking import TextEvaluationLoader
+from data.text.tokens import IGNORED
 
 SAMPLED = 1 << 14
 """Training sequences that are counted at most, spread evenly."""

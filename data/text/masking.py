@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import BlockLoader, HeldOut, HeldOutPlace, Place, Resident
+from data.batches import BlockLoader, HeldOut, HeldOutPlace, Place
 from data.sharding import MASKING, ShardedBatches, epoch_draws, evaluation_batches
 from data.text.file import TextSet
+from data.text.tokens import IGNORED, Tokens
 
 PART = 0.15
-IGNORED = -100
 BLOCK = 2**18
 """Tokens that are cut together, where a batch has fewer: all batches among them share the some hundred small kernels of it."""
 
@@ -38,8 +38,8 @@ class TextBatch(NamedTuple):
     follows: torch.Tensor
 
 
-class MaskedText(Resident):
-    """Packed text, from which batches are cut; on the host its tokens stay mapped.
+class MaskedText(Tokens):
+    """Packed text, from which batches are cut.
 
     15 % of a sequence's words (one at least) are to be predicted: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
     ones, is a function of a random number per sequence, and the same on every device.
@@ -51,17 +51,14 @@ class MaskedText(Resident):
     """
 
     def __init__(self, texts: TextSet) -> None:
-        super().__init__(f"{texts.path}: {len(texts)} sequences")
+        super().__init__(texts)
         self.count = max(1, round(PART * texts.length))
         self._words = len(texts.vocabulary)
         self._mask = texts.number("[MASK]")
         self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         sequences = texts.sequences
-        # torch cannot index uint16 everywhere; the sign is taken off after the cut
-        self._tokens = torch.from_numpy(sequences.tokens.view(np.int16))
         self._spans = torch.from_numpy(sequences.spans.astype(np.int64))
         self._follows = torch.from_numpy(sequences.follows.astype(np.int64))
-        self._columns = torch.arange(texts.length)
 
     def cut(self, plan: torch.Tensor) -> TextBatch:
         """A batch.
@@ -70,7 +67,7 @@ class MaskedText(Resident):
             plan: int64[2, batch]: sequences of the split, and 64 random bits for each.
         """
         samples, draws = plan.to(self.device)
-        tokens = self._tokens[samples].long() & 0xFFFF
+        tokens = self.tokens(samples)
         spans = self._spans[samples]
         present = self._columns < spans[:, 1:]
         segments = ((self._columns >= spans[:, :1]) & present).long()

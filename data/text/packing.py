@@ -1,4 +1,4 @@
-"""Packs documents of numbered words into sequences of a fixed length, as pairs of segments where possible."""
+"""Packs documents of numbered words into sequences of a fixed length: as pairs of segments, or in the order of the text."""
 
 import random
 from collections.abc import Sequence
@@ -150,6 +150,21 @@ class Packer:
             front = self._random.randint(0, cut)
             del longer[:front]
             del longer[len(longer) - (cut - front) :]
+
+
+def contiguous(documents: Sequence[Sentences], frame: Frame) -> Sequences:
+    """All words of some documents one after the other, a [SEP] behind each document, cut into sequences without a pair.
+
+    The last sequence is padded; a single word that is left over is dropped.
+    """
+    words = [token for document in documents for token in (*_joined(document), frame.sep)]
+    if len(words) % frame.length == 1:
+        del words[-1]
+    starts = np.arange(0, len(words), frame.length)
+    tokens = np.full((len(starts), frame.length), frame.pad, np.uint16)
+    tokens.reshape(-1)[: len(words)] = words
+    ends = np.minimum(len(words) - starts, frame.length).astype(np.uint16)
+    return Sequences(tokens, np.stack([ends, ends], axis=1), np.full(len(starts), NO_PAIR, np.int8))
 
 
 def _joined(sentences: Sentences) -> list[int]:

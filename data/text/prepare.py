@@ -26,7 +26,7 @@ from data.text.file import (
     open_text_file,
     write_text_file,
 )
-from data.text.packing import Frame, Packer, Sequences
+from data.text.packing import Frame, Packer, Sequences, contiguous
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,6 +49,8 @@ class Recipe:
         held_out: part of the documents that is never trained on, in (0, 1), spread evenly.
         held_out_files: instead of it: the files whose names match this pattern.
         seed: of the pairs.
+        contiguous: sequences of words as they stand in the text, a [SEP] behind each document, for models of the next token;
+            else pairs of segments, half of them made up, for BERT.
 
     Raises:
         DataError: an argument out of bounds.
@@ -60,6 +62,7 @@ class Recipe:
     held_out: float = 0.05
     held_out_files: str = ""
     seed: int = 0
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         Frame(self.length, 0, 0, 0)
@@ -109,7 +112,7 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
             for documents, nbytes in _blocks(recipe.splits(files)):
                 for split in SPLITS:
                     seed = f"{recipe.seed} {blocks} {split}"
-                    sequences = _packed(tokenizer, documents[split], frame, seed)
+                    sequences = _packed(tokenizer, documents[split], frame, recipe.contiguous, seed)
                     counts[split] += len(sequences)
                     for column in LAYOUT.columns:
                         np.save(packed, getattr(sequences, column))
@@ -139,7 +142,10 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
 def origin(source: Path, recipe: Recipe) -> dict[str, str]:
     """Name and source, in words, of what `prepare_text` writes."""
     files, name = text_files(source), source.resolve().name
-    settings = ", ".join(f"{key} {value}" for key, value in vars(recipe).items() if value not in (None, ""))
+    given = {
+        key: value for key, value in vars(recipe).items() if value not in (None, "") and value is not False
+    }
+    settings = ", ".join(f"{key} {value}" for key, value in given.items())
     nbytes = sum(path.stat().st_size for path in files)
     return {"name": name, "source": f"{len(files)} files of {name}, {nbytes} bytes, {settings}"}
 
@@ -207,14 +213,15 @@ def _blocks(documents: Iterator[tuple[str, str, int]]) -> Iterator[tuple[dict[st
         yield block, taken
 
 
-def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, seed: str) -> Sequences:
+def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, in_a_row: bool, seed: str) -> Sequences:
     sentences = [split_sentences(document) for document in documents]
     encoded = iter(
         tokenizer.encode_batch([one for document in sentences for one in document], add_special_tokens=False)
     )
     # a sentence of nothing that the vocabulary can number has no tokens
     numbered = [[ids for _ in document if (ids := next(encoded).ids)] for document in sentences]
-    return Packer(frame, seed).pack([document for document in numbered if document])
+    kept = [document for document in numbered if document]
+    return contiguous(kept, frame) if in_a_row else Packer(frame, seed).pack(kept)
 
 
 def description(train: TextSet, test: TextSet) -> str:

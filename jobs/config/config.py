@@ -39,7 +39,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Self:
-        reads_text = self.model.name in ("bert", "skipgram")
+        reads_text = self.model.name in ("bert", "gpt", "skipgram")
         if self.model.name != "own" and reads_text != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
         if self.training.label_smoothing and self.task != "images":
@@ -108,7 +108,7 @@ class Config(Section):
         """The task of the network; with one's own network, of the data set."""
         if self.model.name == "skipgram":
             return "embeddings"
-        if self.model.name in ("lstm", "bert"):
+        if self.model.name in ("lstm", "bert", "gpt"):
             return "speech" if self.model.name == "lstm" else "text"
         if self.model.name == "own" and self.data.name in ("an4", "text"):
             return "speech" if self.data.name == "an4" else "text"
@@ -122,7 +122,6 @@ class Config(Section):
 _GONE: dict[str, dict[str, object]] = {
     "model": {"recompute": False},
     "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
-    "schedule": {"final": 0.0},
     "training": {"compile": "", "beam": 1},
 }
 """Keys of earlier versions, with their defaults."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TRAINING_MODES = ("nccl", "ddp", "powersgd")
-"""Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's;
+TRAINING_MODES = ("nccl", "ddp", "powersgd", "sparseloco")
+"""Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's, and sparseloco;
 see jobs.train.reduce."""
 
 DENSE_OVLP = "dense-ovlp"

@@ -53,20 +53,22 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "vit", "skipgram", "own"] = "vgg16"
+    name: Literal["vgg16", "lstm", "bert", "gpt", "vit", "skipgram", "own"] = "vgg16"
     """The network to train; `own` is the one that `factory` makes"""
     width: float = Field(default=1.0, gt=0.0, le=8.0)
     """For vgg16 and lstm: factor on the channels of every layer"""
     layers: int = Field(default=12, ge=1)
-    """For bert and vit: number of layers of the encoder"""
+    """For bert, gpt and vit: number of layers"""
     hidden: int = Field(default=768, ge=64, multiple_of=64)
-    """For bert and vit: number of channels, 64 to a head; for skipgram elements of a row"""
+    """For bert, gpt and vit: number of channels, 64 to a head; for skipgram elements of a row"""
     patch: int = Field(default=32, ge=1)
     """For vit: pixels per side of a patch"""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     """For bert: probability of dropout in every layer"""
     vocabulary: int = Field(default=0, ge=0)
-    """For bert: words that the text file must have; 0: as many as it has"""
+    """For bert and gpt: words that the text file must have; 0: as many as it has"""
+    positions: int = Field(default=0, ge=0)
+    """For gpt: tokens that the sequences of the text file must have; 0: as many as they have"""
     rows: int = Field(default=200_000, ge=1)
     """For skipgram: rows of the table of word pairs, which share rows by hashing"""
     sparse: bool = True
@@ -83,10 +85,12 @@ class ModelConfig(Section):
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
-        "layers": ("bert", "vit"),
-        "hidden": ("bert", "vit", "skipgram"),
+        "layers": ("bert", "gpt", "vit"),
+        "hidden": ("bert", "gpt", "vit", "skipgram"),
         **dict.fromkeys(("rows", "sparse", "window", "negatives"), ("skipgram",)),
-        **dict.fromkeys(("dropout", "vocabulary"), ("bert",)),
+        "dropout": ("bert",),
+        "vocabulary": ("bert", "gpt"),
+        "positions": ("gpt",),
         "patch": ("vit",),
         **dict.fromkeys(("factory", "arguments"), ("own",)),
     }
@@ -134,7 +138,7 @@ def _is_json(value: Any) -> bool:
 class DataConfig(Section):
     """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
 
-    `an4` is for lstm, `text` for bert and skipgram, all others are images.
+    `an4` is for lstm, `text` for bert, gpt and skipgram, all others are images.
     """
 
     name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
@@ -216,7 +220,7 @@ class OptimizerConfig(Section):
     decay_vectors: bool = True
     """Whether biases and the weights of norms decay as well"""
     clip_norm: float = Field(default=0.0, ge=0.0)
-    """Largest Euclidean norm of the reduced gradient, equal on all ranks; 0: no clipping"""
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco of a rank's own; 0: no clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -234,7 +238,7 @@ class ScheduleConfig(Section):
 
     warmup and milestones count in `unit`, of which "run" is the whole run. The warm-up rises linearly from
     warmup_start (a fraction, or "1/ranks") to 1; then `step` multiplies by gamma at each milestone and
-    `exponential` after each unit of the run, `cosine` and `linear` fall to 0 at the last step. `one-cycle` is
+    `exponential` after each unit of the run, `cosine` and `linear` fall to `final` at the last step. `one-cycle` is
     `cosine` with a warm-up along a cosine.
     """
 
@@ -250,6 +254,8 @@ class ScheduleConfig(Section):
     """For step: where the rate is multiplied by gamma, ascending, in `unit`"""
     gamma: float = Field(default=0.1, gt=0.0, le=1.0)
     """For step and exponential: factor that the rate is multiplied by"""
+    final: float = Field(default=0.0, ge=0.0, le=1.0)
+    """For cosine, linear and one-cycle: factor at the last step"""
 
     @field_validator("warmup_start")
     @classmethod
@@ -291,8 +297,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`, `row_density`
-    and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`,
+    `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -329,11 +335,13 @@ class ReductionConfig(Section):
     """For powersgd: rank of the matrices that approximate a parameter's gradient"""
     powersgd_start: int = Field(default=1000, ge=2)
     """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
+    sparseloco_steps: int = Field(default=15, ge=1)
+    """For sparseloco: number of steps that each rank takes alone before an exchange"""
     row_density: float = Field(default=1.0, gt=0.0, le=1.0)
     """For tables with sparse gradients: part of a table's rows that a rank sends a step at most, those with the largest norms;
     the rest waits in a residual"""
     nccl_p2p: bool = True
-    """For nccl, ddp and powersgd: let NCCL copy from GPU to GPU; false: through host memory
+    """For nccl, ddp, powersgd and sparseloco: let NCCL copy from GPU to GPU; false: through host memory
     (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
 
     @field_validator("method")

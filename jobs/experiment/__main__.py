@@ -2,12 +2,14 @@
 
     python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540
     python -m jobs.experiment bert --data text.h5 -o bert --steps 2000
+    python -m jobs.experiment gpt --data gpt.h5 -o gpt --steps 3000
     python -m jobs.experiment vit -o vit --steps 500
 
 Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
-batches; bert also trains Ok-Topk with other intervals and densities, vit also PowerSGD and DDP with its bfloat16 hook. It prints
-what it is about to do and how long that takes, skips the runs whose files are complete, stops before a run that would not end
-within --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
+batches; bert also trains Ok-Topk with other intervals and densities, vit also PowerSGD and DDP with its bfloat16 hook; gpt trains
+dense, Ok-Topk, PowerSGD and SparseLoCo. It prints what it is about to do and how long that takes, skips the runs whose files are
+complete, stops before a run that would not end within --budget, and writes the report, its figures as CSV and the tables as
+Markdown into DIR/report.
 
 Several jobs may fill one table at the same time, each with --methods, --kinds or --runs of its own; the command for all of it,
 given last, writes the report of all.

@@ -1,4 +1,4 @@
-"""Claims of the BERT experiment: held-out losses of masked words, and times."""
+"""Claims of the experiments on text: held-out losses, and times."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the dev
 def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
     """The claims on loss, volume and time; those on time for each size of batches that speeds were compared at."""
     dense, oktopk = only(groups, "dense"), only(groups, "oktopk")
-    dense_loss, loss = figure(dense, "held_out_loss"), figure(oktopk, "held_out_loss")
-    by_frequency = _frequency_loss(dense)
+    dense_loss, by_frequency = figure(dense, "held_out_loss"), _frequency_loss(dense)
     learnt = f"dense's held-out loss is {LEARNT} nats or more below that of word frequencies alone"
-    close = f"Ok-Topk's held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds"
-    near, above = loss <= (1 + LOSS_MARGIN) * dense_loss, loss / dense_loss - 1
     claims = [
         # before that, all methods look alike
         claim(learnt, dense_loss <= by_frequency - LEARNT, "{:.4f} and {:.4f}", dense_loss, by_frequency),
-        claim(close, near, "{:+.2%}: {:.4f} and {:.4f}", above, loss, dense_loss),
+        _close("Ok-Topk", oktopk, dense),
         *(_sooner(oktopk, only(groups, method), method) for method in ("dense", "dense-ovlp")),
         *volume_claims(groups),
     ]
@@ -43,6 +40,21 @@ def language_claims(experiment: Experiment, groups: Sequence[Group], fast: Seque
         where = f", batches of {batch}" if batch else ""
         claims += [*_reduction_claims(alike, where), step_claim(alike, where)]
     return claims
+
+
+def next_token_claims(experiment: Experiment, groups: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """The claims on the loss of each way to reduce, and on Ok-Topk's volume and step."""
+    dense = only(groups, "dense")
+    reduced = [group for group in groups if group.method != "dense" and group.counted[0].complete]
+    closes = [_close(group.label, group, dense) for group in reduced]
+    return [*closes, *volume_claims(groups), step_claim(fast)]
+
+
+def _close(name: str, group: Group | None, dense: Group | None) -> Claim:
+    loss, dense_loss = (figure(each, "held_out_loss") for each in (group, dense))
+    text = f"{name}'s held-out loss is at most {LOSS_MARGIN:.0%} above dense's after as many steps, means over the seeds"
+    near, above = loss <= (1 + LOSS_MARGIN) * dense_loss, loss / dense_loss - 1
+    return claim(text, near, "{:+.2%}: {:.4f} and {:.4f}", above, loss, dense_loss)
 
 
 def _frequency_loss(group: Group | None) -> float:

@@ -19,8 +19,8 @@ class Experiment:
         config: file in jobs/configs that all runs start from; settings: "section.key" -> value, on top of it.
         methods: trained to the end, in this order; repeated: those of them that are trained with every seed.
         fast: methods that are compared by their speed.
-        rivals: name -> "section.key" -> value, of further ways to reduce that are trained with one seed and compared by speed;
-            they need GPUs.
+        rivals: name -> "section.key" -> value, of further ways to reduce that are trained, with one seed unless `repeated`, and
+            compared by speed. Those by another method than the library's need GPUs.
         buckets: "reduction.bucket_mb" that the speeds of rivals are compared at; empty: the configuration's.
         claims: what the runs are to show, of the groups trained to the end and those compared by speed.
         target: held-out accuracy that dense must reach, and to which times are taken; None where a loss is compared.

@@ -30,7 +30,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Start no run that would end later than so many seconds from now; default: no limit"
     add("--budget", type=float, metavar="SECONDS", help=text)
     length = parser.add_mutually_exclusive_group()
-    for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert, vit")):
+    for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert, gpt, vit")):
         shortened = (
             "schedule, dense warm-up and evaluations" if unit == "steps" else "schedule and dense warm-up"
         )
@@ -40,9 +40,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Number of seeds of dense and oktopk, at least 1; default: 3, for bert and vit 2"
     add("--seeds", type=int, help=text)
     add("--methods", nargs="+", metavar="METHOD", help="Methods to train and time; default: all")
-    text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert and vit --ranks alone"
+    text = "Numbers of ranks to compare speeds on; default: 1, 2, 4 … up to --ranks, for bert, gpt and vit --ranks alone"
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
-    text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert and vit 148"
+    text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert, gpt and vit 148"
     add("--speed-steps", type=int, metavar="STEPS", help=text)
     text = "Steps of the runs that compare balanced with equal regions, for lstm; 0: no such runs; default: %(default)s"
     add("--region-steps", type=int, default=500, metavar="STEPS", help=text)

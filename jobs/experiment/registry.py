@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jobs.experiment.claims import WORD_ERROR_RATE, sparse_claims, speech_claims
-from jobs.experiment.language_claims import language_claims
+from jobs.experiment.language_claims import language_claims, next_token_claims
 from jobs.experiment.model import Experiment
 from jobs.experiment.trials import SUMMED_ELSEWHERE
 
@@ -25,6 +25,15 @@ RIVALS: dict[str, dict[str, Any]] = {
             "reduction.powersgd_rank": rank,
         }
         for rank in (1, 2, 4)
+    },
+}
+
+NEXT_TOKEN_RIVALS: dict[str, dict[str, Any]] = {
+    "powersgd-4": RIVALS["powersgd-4"],
+    "sparseloco-15": {
+        "reduction.method": "sparseloco",
+        "reduction.gradient_type": "float32",
+        "reduction.sparseloco_steps": 15,
     },
 }
 
@@ -64,6 +73,21 @@ EXPERIMENTS: dict[str, Experiment] = {
         staged=True,
         swept={"reduction.threshold_interval": (32, 64, 128, 256), "reduction.density": (0.001, 0.01, 0.05)},
         **_COMMON,
+    ),
+    "gpt": Experiment(
+        title="GPT pre-training with sparse and dense allreduce, PowerSGD and SparseLoCo",
+        config="gpt.toml",
+        claims=next_token_claims,
+        step_seconds=0.1,
+        speed_steps=ONE_PERIOD,
+        scaling=False,
+        rivals=NEXT_TOKEN_RIVALS,
+        **{
+            **_COMMON,
+            "methods": ("dense", "oktopk"),
+            "repeated": ("dense", "oktopk", *NEXT_TOKEN_RIVALS),
+            "fast": ("dense", "oktopk", "nccl"),
+        },
     ),
     "vit": Experiment(
         title="ViT-L/32 with sparse and dense allreduce, and PowerSGD",

@@ -70,9 +70,15 @@ def trials(
         for method in experiment.methods:
             if method in methods and (not seed or method in experiment.repeated):
                 planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, own.get(method, {})))
-    rivals = {name: settings for name, settings in experiment.rivals.items() if elsewhere and name in methods}
+    rivals = {
+        name: settings
+        for name, settings in experiment.rivals.items()
+        if name in methods and (elsewhere or settings["reduction.method"] in METHODS)
+    }
     for name, settings in rivals.items():
-        planned.append(_trial(f"{name}-0", "train", settings["reduction.method"], ranks, 0, settings))
+        for seed in range(options.seeds if name in experiment.repeated else 1):
+            called, method = f"{name}-{seed}", settings["reduction.method"]
+            planned.append(_trial(called, "train", method, ranks, seed, settings))
     if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in methods:
         for balanced in (True, False):
             # with the dense warm-up: regions that are cut by the very first gradients say little of later ones

@@ -166,7 +166,7 @@ def task(run: Run) -> str:
     training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "schedule"))
     length = f"{training['epochs']} epochs" if training.get("epochs") else f"{training.get('steps')} steps"
     size = f"width {model.get('width')}"
-    if model.get("name") in ("bert", "vit"):
+    if model.get("name") in ("bert", "gpt", "vit"):
         size = f"{model.get('layers')} layers of {model.get('hidden')}"
     if model.get("name") == "skipgram":
         size = f"{model.get('rows')} {'sparse' if model.get('sparse') else 'dense'} rows of {model.get('hidden')}"

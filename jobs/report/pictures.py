@@ -39,13 +39,14 @@ TIME = Over(
     "training_seconds",
     lambda run: run.training_seconds,
 )
-WORDS = Over(
-    "words",
-    "words sent",
-    "payload words sent per rank (4 bytes each)",
-    "words_sent",
-    lambda run: run.words_sent,
+BYTES = Over(
+    "bytes",
+    "bytes sent",
+    "bytes sent per rank, control messages included",
+    "bytes_sent",
+    lambda run: run.bytes_sent,
 )
+TOKENS = Over("tokens", "tokens", "tokens trained on", "tokens", lambda run: run.tokens)
 
 
 def _curves(groups: Sequence[Group], over: Values, values: Values, **how: Any) -> tuple[Line, ...]:
@@ -57,8 +58,8 @@ def _curves(groups: Sequence[Group], over: Values, values: Values, **how: Any) -
 def _over(
     over: Over, file: str, what: str, note: str, column: str, lines: Sequence[Line], **look: Any
 ) -> LinePanel:
-    # words of a rank alone are zero: there is no such axis
-    drawn = tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
+    # bytes of a rank alone are zero: there is no such axis
+    drawn = tuple(line for line in lines if over is not BYTES or line.x[-1] > 0)
     return LinePanel(
         f"{file}-over-{over.name}",
         f"{what.capitalize()} over {over.title}",
@@ -67,7 +68,7 @@ def _over(
         what,
         (over.column, column),
         drawn,
-        log_x=over is WORDS,
+        log_x=over is BYTES,
         **look,
     )
 
@@ -79,9 +80,9 @@ def _by_step(
 
 
 def loss(groups: Sequence[Group], over: Over) -> LinePanel:
-    """Training loss over steps, time or words."""
+    """Training loss over steps or tokens, time or bytes."""
     lines = _curves(groups, over.values, lambda run: run.steps["loss"])
-    lines = tuple(line for line in lines if over is not WORDS or line.x[-1] > 0)
+    lines = tuple(line for line in lines if over is not BYTES or line.x[-1] > 0)
     least = min((line.y[line.y > 0].min(initial=np.inf) for line in lines), default=1.0)
     largest = max((line.y.max(initial=0.0) for line in lines), default=1.0)
     # near its end a good run is a hair above zero: a linear axis would show nothing of it
@@ -96,13 +97,13 @@ def _band(groups: Sequence[Group]) -> list[str]:
 
 
 def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -> LinePanel:
-    """Held-out accuracy over steps, time or words."""
+    """Held-out accuracy over steps or tokens, time or bytes."""
     levels = () if target is None else (Level(target, f"target {100 * target:.4g}%"),)
     return _held_out(groups, over, "accuracy", "accuracy", levels=levels, percent=True)
 
 
 def held_out_loss(groups: Sequence[Group], over: Over) -> LinePanel:
-    """Held-out loss over steps, time or words."""
+    """Held-out loss over steps or tokens, time or bytes."""
     return _held_out(groups, over, "held-out-loss", "loss")
 
 

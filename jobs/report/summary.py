@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
-from collectives.traffic import lower_bound, upper_bound
+from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
 from jobs.report.style import title_of
 from jobs.run.columns import PHASES, Columns
 from jobs.run.file import RunFileError, RunInfo
@@ -82,6 +82,27 @@ class Run:
     def words_sent(self) -> NDArray[np.float64]:
         """float64[count]: payload words sent per rank from the first step on."""
         return np.cumsum(self.steps["words"])
+
+    @property
+    def bytes_sent(self) -> NDArray[np.float64]:
+        """float64[count]: bytes sent per rank from the first step on: payload, rows and control messages, mean over the ranks.
+
+        As many are received, so that it is (sent + received) / 2, too.
+        """
+        words = self.steps["words"] + self.steps["control_words"]
+        return np.cumsum(WORD_BYTES * words + self.steps["row_bytes"])
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of all ranks in a step."""
+        accumulated: int = self.config.get("training", {}).get("accumulate", 1)
+        return self.info.batch_size * self.info.ranks * accumulated
+
+    @property
+    def tokens(self) -> NDArray[np.float64]:
+        """float64[count]: tokens of all ranks from the first step on; 0 where the configuration does not name their number."""
+        per_sample = self.config.get("model", {}).get("positions", 0)
+        return np.asarray(self.steps["step"] * self.samples_per_step * per_sample, np.float64)
 
     @property
     def lower_bound(self) -> float | None:
@@ -244,6 +265,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
     xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
+    volume, ring = _last(run.bytes_sent), run.count * (run.dense_words or 0.0) * WORD_BYTES / 2
     sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
         "run": run.label,
@@ -269,6 +291,8 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
+        "megabytes": None if volume is None else volume / 1e6,
+        "share_of_bfloat16_ring": volume / ring if volume is not None and ring else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
         "fill_in": _mean(fill_in),
@@ -282,8 +306,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     step = run.warm(run.step_seconds)
     result["step_seconds"] = _mean(step)
     result["step_seconds_median"] = float(np.median(step)) if len(step) else None
-    samples = run.info.batch_size * run.info.ranks * run.config.get("training", {}).get("accumulate", 1)
-    result["samples_per_second"] = float(samples / step.mean()) if len(step) else None
+    result["samples_per_second"] = float(run.samples_per_step / step.mean()) if len(step) else None
     for name, values in run.parts().items():
         result[f"part_{name}_seconds"] = _mean(run.warm(values))
     for phase in PHASES:

@@ -89,6 +89,11 @@ SPEECH = [
 WORDS = Column(
     "Words", "per rank and step", pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format)
 )
+BYTES = Column(
+    "MB",
+    "per rank, the whole run",
+    pair("megabytes", "{:,.1f}".format, "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's".format),
+)
 STEP = Column(
     "Step, ms", "mean; median", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds)
 )
@@ -143,6 +148,7 @@ def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool
         columns.append(Column(head, "training time", partial(_to_target, target)))
     columns += [
         WORDS,
+        *([BYTES] if reads_text(groups) else []),
         STEP,
         Column("Compute", "ms", mean("part_compute_seconds")),
         Column("Selection", "ms", mean("part_selection_seconds")),

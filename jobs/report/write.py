@@ -126,7 +126,8 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = T
 
 def _sections(groups: Sequence[Group], target: float | None, folded: str = "") -> list[Section]:
     """The pictures of the page; those with nothing to show are left out. folded: see Section, of the paper's measures."""
-    over = (pictures.STEPS, pictures.TIME, pictures.WORDS)
+    counted = all(run.tokens.any() for group in groups for run in group.runs)
+    over = (pictures.TOKENS if counted else pictures.STEPS, pictures.TIME, pictures.BYTES)
     losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
     sections = [
         Section("Held-out loss", losses),

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ class TrainingLoop:
                     self.safeguard.before_evaluation()
                     self._evaluate(step + 1)
                 elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
-                    check_same_parameters(self.workload.model, self.comm, step + 1, buffers=False)
+                    self._check_same_parameters(step + 1)
                 before = functools.partial(self._before_checkpoint, step + 1)
                 last = step + 1 == self.steps
                 self.safeguard.after_step(step + 1, last=last, capture=self._capture, before=before)
@@ -156,8 +157,17 @@ class TrainingLoop:
 
     def _before_checkpoint(self, done: int) -> None:
         # a restart would take the common part of it for every rank's
-        check_same_parameters(self.workload.model, self.comm, done, buffers=False)
+        self._check_same_parameters(done)
         self._write()
+
+    def _check_same_parameters(self, done: int) -> None:
+        with self._agreed():
+            check_same_parameters(self.workload.model, self.comm, done, buffers=False)
+
+    def _agreed(self) -> AbstractContextManager[None]:
+        """Within it the model has what all ranks agree on, where their parameters differ between two exchanges."""
+        agreed: Callable[[], AbstractContextManager[None]] = getattr(self.optimizer, "agreed", nullcontext)
+        return agreed()
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return capture(self.workload.model, self.optimizer, self.batches.position)
@@ -263,8 +273,9 @@ class TrainingLoop:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
         average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
-        check_same_parameters(self.workload.model, self.comm, done)
-        mine = self.workload.score()
+        with self._agreed():
+            check_same_parameters(self.workload.model, self.comm, done)
+            mine = self.workload.score()
         sums = np.array(dataclasses.astuple(mine), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         loss, correct, samples, character_errors, characters = sums.tolist()

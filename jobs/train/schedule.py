@@ -35,10 +35,10 @@ def learning_rate_factor(
         return float(schedule.gamma**passed)
     if schedule.name == "exponential":
         return float(schedule.gamma ** (step // scale))
-    # The last step gets 0; a decay of a single step stays at 1.
+    # The last step gets `final` itself; a decay of a single step stays at 1.
     progress = min(1.0, (step - warmup) / max(1.0, steps - 1 - warmup))
     if schedule.name in ("cosine", "one-cycle"):
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return schedule.final + (1.0 - schedule.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if schedule.name == "linear":
-        return 1.0 - progress
+        return 1.0 - (1.0 - schedule.final) * progress
     return 1.0

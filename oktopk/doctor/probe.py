@@ -54,9 +54,14 @@ def mpi() -> dict[str, Any]:
 
 def cpu() -> dict[str, Any]:
     """Compiles the kernels of CPU ranks into Numba's cache, and counts those that it lacked."""
-    from oktopk.cpu import compile_kernels
+    from collectives.cpu.compiled import cache_problem
+    from oktopk.cpu import (
+        compile_kernels,
+        kernels,  # noqa: F401 - what is to be compiled
+    )
 
-    return {"problem": "", "compiled": compile_kernels()}
+    uncached = cache_problem()
+    return {"problem": "", "uncached": uncached, "compiled": 0 if uncached else compile_kernels()}
 
 
 def _compile() -> dict[str, Any]:

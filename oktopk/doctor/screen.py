@@ -73,6 +73,8 @@ def _cpu(machine: dict[str, Any], kernels: dict[str, Any]) -> str:
     text = f"{machine['cpu']}{f', vectors of {bits} bits' if bits else ''}"
     if kernels.get("problem"):
         return f"{text}; kernels do not compile: {kernels['problem']}"
+    if uncached := kernels.get("uncached"):
+        return f"{text}; compiled kernels are not kept: {uncached}"
     if compiled := kernels.get("compiled"):
         return f"{text}; {compiled} kernels compiled now, for all jobs to come"
     return f"{text}; kernels are compiled" if kernels else text

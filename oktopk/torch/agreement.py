@@ -6,14 +6,15 @@ import gc
 import hashlib
 import inspect
 import math
+import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
@@ -57,6 +58,7 @@ class _Mine(NamedTuple):
     layout: bytes
     clip_norm: float
     broadcast: bool
+    sends: str
     state: bytes
     values: bytes
 
@@ -80,12 +82,9 @@ def wrapping_problem(
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
     first = parameters[0]
+    if problem := type_problem(parameters):
+        return problem
     for parameter in parameters:
-        if parameter.dtype not in GRADIENT_TYPES.values():
-            return (
-                f"a parameter is {parameter.dtype} on {parameter.device}, "
-                "not torch.float32, torch.bfloat16 or torch.float16"
-            )
         if parameter.dtype != first.dtype:
             return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
         if parameter.device != first.device:
@@ -103,12 +102,87 @@ def wrapping_problem(
     return ""
 
 
+def type_problem(parameters: Iterable[Tensor]) -> str:
+    """Why gradients of these parameters' types are not reduced, in a sentence; "" if they are."""
+    for parameter in parameters:
+        if parameter.dtype not in GRADIENT_TYPES.values():
+            parts = (
+                ": keep its real and imaginary parts in one of those, by torch.view_as_real"
+                if parameter.is_complex()
+                else ""
+            )
+            return (
+                f"a parameter is {parameter.dtype} on {parameter.device}, "
+                f"not torch.float32, torch.bfloat16 or torch.float16{parts}"
+            )
+    return ""
+
+
+def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[dict[str, Any]]]:
+    """What gives the groups of optimizers, of those that are still there, and keeps none of them alive."""
+    kept = [weakref.ref(optimizer) for optimizer in optimizers]
+    return lambda: [group for each in kept if (held := each()) is not None for group in held.param_groups]
+
+
+def reduced_twice_warning(parameters: Iterable[Tensor]) -> str:
+    """What to say where a DDP reduces gradients of some of these parameters in its backward pass; "" if none does."""
+    if not torch.distributed.is_available():
+        return ""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = set(map(id, parameters))
+    for held in gc.get_objects():
+        if not issubclass(type(held), DistributedDataParallel) or held.process_group.size() == 1:
+            continue
+        hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
+        if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
+            return (
+                "a DistributedDataParallel reduces gradients of these parameters densely in its backward pass, so that they are "
+                "reduced twice: train its module without it, or leave the optimizer as it is and register oktopk.torch.ddp_hook"
+            )
+    return ""
+
+
+def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
+    """The torch optimizers of this process that have any of these parameters, one for those that share their groups."""
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    gc.collect()  # a scheduler leaves a cycle
+    found: dict[int, tuple[int, torch.optim.Optimizer]] = {}
+    for held in gc.get_objects():
+        if issubclass(type(held), torch.optim.Optimizer) and "param_groups" in vars(held):
+            known = [places[id(p)] for group in held.param_groups for p in group["params"] if id(p) in places]
+            if known:
+                found[id(held.param_groups)] = min(known), held
+    return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
+
+
+def rescaled_warning(parameters: Iterable[Tensor]) -> str:
+    """What to say where a module's forward pass changes some of these parameters, each rank by its own batch; "" if none does."""
+    known = set(map(id, parameters))
+    names = {
+        type(module).__name__
+        for module in gc.get_objects()
+        if issubclass(type(module), nn.Module)
+        and isinstance(vars(module).get("max_norm"), int | float)
+        and id(vars(module).get("_parameters", {}).get("weight")) in known
+    }
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}(max_norm=...) rescales rows of its weight in each forward pass, on each rank those of its "
+        "own batch, so that the ranks' parameters part: build it without max_norm, and after step() call "
+        "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm)) on all ranks"
+    )
+
+
 def disagreement(
     transport: Transport,
     optimizer: torch.optim.Optimizer,
     parameters: list[Tensor],
     clip_norm: float,
     broadcast: bool,
+    sends: str,
     problem: str,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
@@ -116,6 +190,7 @@ def disagreement(
     Args:
         optimizer, parameters, clip_norm: as `wrapping_problem`.
         broadcast: whether parameters may have other values than on rank 0.
+        sends: "gradients" or "updates".
         problem: what is wrong on this rank; the reducer tells it.
 
     Returns:
@@ -132,7 +207,8 @@ def disagreement(
         hashlib.blake2b(layout, digest_size=8).digest(),
         clip_norm,
         broadcast,
-        b"" if problem else _digest(_plain_state(optimizer)),
+        sends,
+        b"" if problem else _digest(_plain_state(optimizer, moments=sends == "gradients")),
         b"" if problem else _digest(parameters),
     )
     everyone = transport.allgather_objects(mine)
@@ -140,7 +216,7 @@ def disagreement(
         return "", []  # of these the reducer tells more
     if len({theirs.layout for theirs in everyone}) > 1:
         return "the parameters' shapes, order or memory layouts differ between ranks", []
-    for name in ("clip_norm", "broadcast"):
+    for name in ("clip_norm", "broadcast", "sends"):
         given = {getattr(theirs, name) for theirs in everyone}
         if len(given) > 1:
             return f"ranks disagree on {name}: {sorted(given)}", []
@@ -193,12 +269,12 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _plain_state(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """State and settings of all groups, in the order of the parameters."""
+def _plain_state(optimizer: torch.optim.Optimizer, moments: bool) -> list[Any]:
+    """Settings of all groups, and if asked for the state of their parameters, in the order of these."""
     state: list[Any] = []
     for group in optimizer.param_groups:
         state.append({name: value for name, value in group.items() if name != "params"})
-        state += [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+        state += [optimizer.state[p] for p in group["params"] if moments and p in optimizer.state]
     return state
 
 

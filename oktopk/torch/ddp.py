@@ -1,7 +1,10 @@
 """Ok-Topk as the communication hook of torch's DistributedDataParallel: buckets are reduced while the backward pass goes on."""
 
+import copy
 import gc
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -9,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -18,10 +22,23 @@ from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
-from oktopk.torch.agreement import GRADIENT_TYPES, reducer_of, register_reducer, unregister_reducer
+from oktopk.step import Spans
+from oktopk.torch.agreement import (
+    GRADIENT_TYPES,
+    groups_of,
+    optimizers_of,
+    reducer_of,
+    register_reducer,
+    rescaled_warning,
+    type_problem,
+    unregister_reducer,
+)
+from oktopk.torch.as_wrapped import AsWrapped
+from oktopk.torch.gradients import is_dense
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
+from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
 from oktopk.worker import CommunicationThread
 
@@ -79,7 +96,7 @@ class OkTopkState:
     Every rank must use it in every step: DDP itself asks for that.
 
     Args:
-        comm: the ranks of the DDP; None: torch's default process group.
+        comm: the ranks of the DDP; None: those of its process group.
         method: a name in `oktopk.METHODS`.
         row_density: of tables with sparse gradients, see `oktopk.rows.RowSparseAllreduce`.
         share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
@@ -113,6 +130,7 @@ class OkTopkState:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
         if problem := settings_problem(settings, OkTopkState, *beside):
             raise ValueError(problem)
+        self._given_comm = comm
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
@@ -132,11 +150,11 @@ class OkTopkState:
             Tensor, tuple[int, int]
         ] = {}  # parameter -> its bucket, and where it begins in that
         self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
+        self._orders: dict[Tensor, tuple[int, ...]] = {}  # strides that DDP has been seen to keep to
+        self._watch: _Watch | None = None
+        self._agreement = StepAgreement(list)
         self._moves_to: _Layout | None = None
         self._loaded: dict[str, Any] | None = None
-        self._finds_unused = (
-            True  # whether DDP may leave gradients as they were; not known where a module is given
-        )
         self._steps_here = 0  # since construction or a load
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
@@ -206,7 +224,8 @@ class OkTopkState:
             self._check_complete()
             assert self._reducer is not None
             self._reducer.end_started()
-            _after_backward(self._set_unused)
+            if self._watch is not None:
+                self._watch.next_step()
         reduced: torch.futures.Future[Tensor] = given.done.then(given.result)
         return reduced
 
@@ -263,7 +282,12 @@ class OkTopkState:
 
     def _begin_step(self, device: torch.device) -> None:
         self._finish_step()
+        if self._watch is not None:
+            self._watch.came = True
+        if self._reducer is not None:
+            self._agreement.hear(self._reducer.tokens, self._reducer.transport)
         self._given, self._vectors, self._table_reports = [], {}, {}
+        self._problem = ""  # of this step, on this rank
         if not self._names:
             self._names = self._parameter_names()
             self._memory, self._table_memory = memory_of(device, beside=True), memory_of(device, beside=True)
@@ -287,6 +311,7 @@ class OkTopkState:
         assert self._reducer is not None
         missing = [parameter for parameter in given.parameters if parameter not in self._places]
         if missing:
+            self._found_ddp()  # raises where there are two
             raise ValueError(
                 f"DDP reduces a parameter of shape {tuple(missing[0].shape)} that it had not in earlier steps: after the model "
                 "has changed, make a new DDP and a new OkTopkState"
@@ -294,6 +319,7 @@ class OkTopkState:
         places = [self._places[parameter] for parameter in given.parameters]
         given.waits_for = {number for number, _ in places}
         first = places[0][0]
+        self._problem = self._problem or self._order_problem(given)
         if _same([given.parameters], [self._layout[first]]) and given.buffer.dtype == self._dtype:
             self._vectors[first] = given.buffer
             self._copies.pop(first, None)
@@ -310,10 +336,35 @@ class OkTopkState:
                 return
             self._start(number, self._vectors[number] if number in self._vectors else self._copies[number])
 
+    def _order_problem(self, given: _Given) -> str:
+        """Whether DDP gives gradients in another order than it takes them back, in a sentence; "" if it does not.
+
+        It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
+        residuals.
+        """
+        for parameter, piece in zip(given.parameters, given.pieces(), strict=True):
+            strides = parameter.stride()
+            if self._orders.get(parameter) == strides or parameter.dim() < 2:
+                continue
+            gradient = parameter.grad
+            if gradient is None or not is_dense(parameter):
+                continue
+            there = piece.as_strided(parameter.size(), strides, piece.storage_offset())
+            if parameter in self._orders or not torch.allclose(there, gradient, 0, 0, equal_nan=True):
+                return (
+                    f"the parameter {self._names[parameter]!r} is laid out otherwise in memory than when DistributedDataParallel "
+                    "was made: call model.to(memory_format=...) before"
+                )
+            self._orders[parameter] = strides
+        return ""
+
     def _start(self, number: int, vector: Tensor) -> None:
         assert self._reducer is not None
         waiting = [given for given in self._given if number in given.waits_for]
-        future = self._reducer.start(self._memory.array(vector), self._memory.after_current())
+        beside: dict[str, Any] = {"absent": self._unused(self._layout[number]), "problem": self._problem}
+        if number == len(self._layout) - 1:
+            beside["token"] = self._agreement.tell()
+        future = self._reducer.start(self._memory.array(vector), self._memory.after_current(), **beside)
         future.add_done_callback(partial(self._reduced, number, waiting))
 
     def _reduced(self, number: int, waiting: Sequence[_Given], future: Future[StepReport]) -> None:
@@ -338,15 +389,18 @@ class OkTopkState:
                     piece.copy_(self._updates[number][start : start + len(piece)])
             given.done.set_result(given.buffer)
 
-    def _set_unused(self) -> None:
-        """Make the gradients of parameters that no rank used what their residuals gave: DDP leaves them as they were."""
-        for given in self._given:
-            for parameter, gradient in zip(given.parameters, given.gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                elif self._finds_unused and parameter.grad.data_ptr() != gradient.data_ptr():
-                    with torch.no_grad():
-                        parameter.grad.copy_(gradient)
+    def _unused(self, parameters: Sequence[Tensor]) -> Spans:
+        """Where in a bucket no backward pass of this step has left a gradient on this rank."""
+        spans: list[tuple[int, int]] = []
+        watch = self._watch
+        for parameter in parameters:
+            used = (
+                parameter in watch.used if watch is not None and watch.whole else parameter.grad is not None
+            )
+            if not used and parameter.numel():
+                begin = self._places[parameter][1]
+                spans.append((begin, begin + parameter.numel()))
+        return tuple(spans)
 
     def _check_all_came(self) -> None:
         """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
@@ -390,8 +444,9 @@ class OkTopkState:
     def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""
         every = [parameter for parameters in layout for parameter in parameters]
+        first = self._reducer is None and not loading
         types = {parameter.dtype for parameter in every}
-        problem = ""
+        problem = type_problem(every)
         if reducer_of(every, DistributedOptimizer) is not None:
             problem = (
                 "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
@@ -413,6 +468,7 @@ class OkTopkState:
             **arguments,
         )
         register_reducer(self, every)
+        self._look_around(every, first)
         # a rank without a state would reduce while the others load theirs
         self._reducer.transport.agree({"whether a state was loaded": loading})
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
@@ -516,17 +572,79 @@ class OkTopkState:
             raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
         return [[known[name] for name in bucket] for bucket in names]
 
+    def _look_around(self, parameters: Sequence[Tensor], first: bool) -> None:
+        """Find the optimizers of these parameters; warn of what parts ranks or loses residuals.
+
+        Args:
+            first: the state is new, and was not loaded.
+        """
+        if self._watch is None:
+            self._watch = _Watch([parameter for parameter in parameters if parameter.requires_grad])
+        found = optimizers_of(parameters)
+        self._agreement = StepAgreement(groups_of(found))
+        assert self._reducer is not None
+        if not first or self._reducer.transport.rank:
+            return
+        if any(held.state for held in found):
+            warnings.warn(
+                "the optimizer has a state, as of a training that goes on, and OkTopkState has none: residuals start empty. Save "
+                "OkTopkState.state_dict() on every rank, and load it before the first backward pass",
+                stacklevel=2,
+            )
+        if warning := rescaled_warning(parameters):
+            warnings.warn(warning, stacklevel=2)
+
     def _parameter_names(self) -> dict[Tensor, str]:
-        module = self._module
-        for held in gc.get_objects() if module is None else ():
-            if issubclass(type(held), DistributedDataParallel) and _has_state(held, self):
-                module = held.module
-                self._finds_unused = held.find_unused_parameters
+        ddp, module = self._found_ddp(), self._module
+        if ddp is not None:
+            module = module or ddp.module
+            group = ddp.process_group
+            if self._arguments["comm"] is None:
+                self._arguments["comm"] = group
+            elif problem := group_problem(self._arguments["comm"], group):
+                raise ValueError(problem)
         if module is None:
             raise RuntimeError(
                 "no DistributedDataParallel was found that has this OkTopkState: pass OkTopkState(module=model)"
             )
         return {parameter: name for name, parameter in module.named_parameters()}
+
+    def _found_ddp(self) -> DistributedDataParallel | None:
+        """The DDP that has this state; None where none is found.
+
+        Raises:
+            ValueError: several have it.
+        """
+        found = _with_state(self)
+        if len(found) > 1:
+            found = []
+            gc.collect()  # one that is not used any more may be in a cycle
+            found = _with_state(self)
+        if len(found) > 1:
+            raise ValueError(
+                f"{len(found)} DistributedDataParallel have one OkTopkState: register the hook with one of its own for each"
+            )
+        return found[0] if found else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What can be saved: settings and `state_dict`. The communicator belongs to this process."""
+        return {
+            "arguments": {name: value for name, value in self._arguments.items() if name != "comm"},
+            "row_density": self._of_tables["row_density"],
+            "state": self.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any], comm: Any = None, module: nn.Module | None = None) -> None:
+        self.__init__(  # type: ignore[misc]
+            comm, module=module, row_density=state["row_density"], **state["arguments"]
+        )
+        self.load_state_dict(state["state"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OkTopkState":
+        copied = type(self).__new__(type(self))
+        module = None if self._module is None else copy.deepcopy(self._module, memo)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo), self._given_comm, module)
+        return copied
 
     def close(self) -> None:
         """Free what the reducer holds, residuals too. Collective. A further backward pass begins anew."""
@@ -542,6 +660,9 @@ class OkTopkState:
             unregister_reducer(self, self._places)
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}
+            if self._watch is not None:
+                self._watch.remove()
+                self._watch = None
 
 
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
@@ -550,10 +671,87 @@ def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Ten
     return state.reduce(bucket)
 
 
-def _after_backward(call: Callable[[], None]) -> None:
-    """Call when the backward pass that runs now has ended, and DDP with it: its own call is queued after its last bucket."""
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-    queue(partial(queue, call))
+class _Watch:
+    """Which parameters the backward passes of a step have reached, and whether DDP has given their gradients.
+
+    Args:
+        parameters: of a DDP.
+
+    Attributes:
+        used: those that a gradient was accumulated for since the last step.
+        whole: this step has begun since they are watched.
+        came: DDP has begun to give buckets in the backward pass that runs, or ran last.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.used: set[Tensor] = set()
+        self.came, self.whole = True, False
+        self._as_wrapped = AsWrapped(parameters)
+        self._running = False
+        own = weakref.ref(self)
+        self._hooks: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(partial(_accumulated, own))
+            for parameter in parameters
+        ]
+
+    def accumulated(self, parameter: Tensor) -> None:
+        """Note a gradient, and look at the end of the pass whether it was given."""
+        self.used.add(parameter)
+        if not self._running:
+            self._running, self.came = True, False
+            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def next_step(self) -> None:
+        """All gradients of a step are there."""
+        self.used.clear()
+        self.whole = True
+
+    def _ended(self) -> None:
+        self._running = False
+        if self.came:
+            return
+        self._as_wrapped.look()
+        if problem := self._as_wrapped.problem:
+            raise RuntimeError(
+                f"DistributedDataParallel reduces no gradient any more: {problem}, in a new DistributedDataParallel with a new "
+                "OkTopkState"
+            )
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _accumulated(watch: weakref.ref[_Watch], parameter: Tensor) -> None:
+    if (own := watch()) is not None:
+        own.accumulated(parameter)
+
+
+def group_problem(comm: Any, group: dist.ProcessGroup) -> str:
+    """Why a communicator is not that of a DDP's process group, in a sentence; "" if nothing shows that."""
+    theirs = dist.get_process_group_ranks(group)
+    if isinstance(comm, dist.ProcessGroup):
+        mine = dist.get_process_group_ranks(comm)
+        same, told = mine == theirs, f"ranks {mine}"
+    else:
+        size = getattr(comm, "size", len(theirs))  # what is no communicator is refused later
+        same, told = size == len(theirs), f"{size} ranks"
+    if same:
+        return ""
+    return (
+        f"OkTopkState has {told}, and its DistributedDataParallel reduces over ranks {theirs}: leave comm out, or pass the "
+        "process_group of the DistributedDataParallel"
+    )
+
+
+def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:
+    """The DDPs of this process that have a state."""
+    return [
+        held
+        for held in gc.get_objects()
+        if issubclass(type(held), DistributedDataParallel) and _has_state(held, state)
+    ]
 
 
 def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:

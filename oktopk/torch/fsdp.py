@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,10 +17,11 @@ from oktopk.allreduce import GradientAllreduce
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.settings import settings_problem, timeout_of
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import GRADIENT_TYPES, groups_of, optimizers_of, rescaled_warning
 from oktopk.torch.interop import memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
+from oktopk.torch.step_agreement import StepAgreement
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -35,7 +37,8 @@ class OkTopkReplicas:
     group of the first one. Each module that `fully_shard` was called on has a reducer of its own, whose residual is of this
     rank's shard. Every rank of the group must hold the same shard and take the same steps. Needs torch 2.6 or later.
 
-    The backward pass waits for each module's step; nothing overlaps with it.
+    The backward pass waits for each module's step; nothing overlaps with it. After `set_requires_all_reduce(False)` the gradients
+    of a pass are kept for the next one that reduces.
 
     A gradient that is not finite on some replica becomes NaN on all, as with a dense allreduce: where `clip_grad_norm_` gives
     NaN, call `skip` in place of the optimizer's step.
@@ -73,9 +76,12 @@ class OkTopkReplicas:
         self._reducers: dict[str, GradientAllreduce] = {}
         self._types: dict[str, torch.dtype] = {}
         self._loaded: dict[str, Any] = {}
-        self._names = set(modules)
+        self._names, self._modules = set(modules), modules
+        self._partial: dict[str, Tensor] = {}  # gradients that were not reduced over the replicas yet
+        self._agreement = StepAgreement(list)
+        self._telling: str | None = None  # the module whose messages take the token along
         self.reports: dict[str, StepReport] = {}
-        parameters = list(model.parameters())
+        parameters = self._parameters = list(model.parameters())
         if not modules:
             problem = problem or "the model has no module that fully_shard was called on"
         if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
@@ -91,12 +97,22 @@ class OkTopkReplicas:
             self._transport.agree({"shards": shapes}, problem)
             broadcast_tensors((_local(p) for p in parameters), self._transport)
             opened.pop_all()
+        if self._transport.rank == 0 and (warning := rescaled_warning(parameters)):
+            warnings.warn(warning, stacklevel=2)
         for name, module in modules.items():
             module.set_all_reduce_hook(partial(self._reduce, name))
 
     def _reduce(self, name: str, shard: Tensor) -> None:
         """Make the gradient of a module's shard the mean over the replicas. Collective."""
         memory = memory_of(shard.device)
+        if name in self._partial:
+            shard += self._partial.pop(name)
+        if not self._modules[name]._get_fsdp_state()._fsdp_param_groups[0].all_reduce_grads:
+            self._partial[name] = (
+                shard.clone()
+            )  # of several backward passes, as set_requires_all_reduce(False) asks for
+            shard.zero_()
+            return
         if name not in self._reducers:
             types = {dtype: key for key, dtype in GRADIENT_TYPES.items() if memory.device != "cpu"}
             gradient_type = types.get(shard.dtype, "float32")
@@ -105,10 +121,24 @@ class OkTopkReplicas:
             self._reducers[name] = GradientAllreduce(
                 self._transport, shard.numel(), gradient_type=gradient_type, **arguments
             )
+            if self._telling is None:
+                self._telling = name
+                self._agreement = StepAgreement(groups_of(optimizers_of(self._parameters)))
             if name in self._loaded:
                 self._reducers[name].load_state_dict(as_arrays(self._loaded.pop(name)))
-        reducer = self._reducers[name]
-        report = self.reports[name] = reducer.step(memory.array(shard.to(self._types[name])))
+        reducer, problem = self._reducers[name], ""
+        if shard.numel() != reducer.length:
+            problem = (
+                f"the gradient of module {name!r} has {shard.numel()} elements on this rank, and had {reducer.length}: some of "
+                "its parameters have none any more, as they were frozen or not used. Call fully_shard on those apart"
+            )
+        gradient = shard.new_zeros(reducer.length) if problem else shard
+        token = self._agreement.tell() if name == self._telling else None
+        report = self.reports[name] = reducer.step(
+            memory.array(gradient.to(self._types[name])), problem=problem, token=token
+        )
+        if token is not None:
+            self._agreement.hear(reducer.tokens, reducer.transport)
         shard.copy_(memory.tensor(reducer.writable_update))
         if report.skipped:
             shard.fill_(torch.nan)

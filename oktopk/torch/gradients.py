@@ -133,6 +133,28 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def missing_spans(
+    sizes: Sequence[int], present: Sequence[int | bool], starts: Sequence[int] | None = None
+) -> Spans:
+    """Where in a vector of several parts those lie that are not present.
+
+    Args:
+        sizes: elements of the parts.
+        present: of each, whether it is.
+        starts: where the parts begin; None: one after the other.
+    """
+    starts = [0, *accumulate(sizes)][:-1] if starts is None else starts
+    found: list[tuple[int, int]] = []
+    for begin, size, here in zip(starts, sizes, present, strict=True):
+        if here or not size:
+            continue
+        end = begin + size
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)
+
+
 class GradientsInPlace:
     """The gradients of all parameters where autograd left them.
 
@@ -205,15 +227,9 @@ class GradientsInPlace:
     def missing(self, bucket: int = 0) -> Spans:
         """Where in a bucket, from its first element, no `p.grad` is."""
         numbers = range(len(self._parameters))[self._ranges[bucket]]
-        found: list[tuple[int, int]] = []
-        for number in numbers:
-            if self._parameters[number].grad is not None or not self._sizes[number]:
-                continue
-            begin = self._starts[number] - self._starts[numbers[0]]
-            if found and found[-1][1] == begin:
-                begin = found.pop()[0]
-            found.append((begin, self._starts[number] - self._starts[numbers[0]] + self._sizes[number]))
-        return tuple(found)
+        present = [self._parameters[number].grad is not None for number in numbers]
+        starts = [self._starts[number] - self._starts[numbers[0]] for number in numbers]
+        return missing_spans([self._sizes[number] for number in numbers], present, starts)
 
     def tensors(self, bucket: int = 0, problem: str = "") -> tuple[GradientTensors, bool]:
         """The gradients of a bucket as they are now, each where it lies; a missing one counts as zero.

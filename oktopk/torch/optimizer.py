@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,9 +30,12 @@ from oktopk.settings import timeout_of, unknown_setting
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
     disagreement,
+    groups_of,
+    reduced_twice_warning,
     reducer_of,
     register_reducer,
     replaced_warning,
+    rescaled_warning,
     states_difference,
     unregister_reducer,
     wrapping_problem,
@@ -90,7 +94,7 @@ class DistributedOptimizer(WrappedOptimizer):
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
         clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
-            gradient, equal on all ranks, not of what one rank computed.
+            gradient, equal on all ranks, not of what one rank computed; with updates that of the rank's own gradient.
         broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there: on a GPU on a
@@ -104,6 +108,12 @@ class DistributedOptimizer(WrappedOptimizer):
             is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.
         sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
         row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
+        sends: "gradients": the ranks sum gradients, then each wrapped optimizer steps on the mean. "updates": each wrapped
+            optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
+            `oktopk.torch.updates.UpdatesOptimizer`. Take updates for AdamW, which does not train well on sparse gradients.
+        every: steps between two exchanges of updates, >= 1.
+        local_share: with updates the share of its residual that a rank's own parameters hold, in [0, 1]; None: 1/P, as much as
+            its updates count once they are applied.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -132,6 +142,18 @@ class DistributedOptimizer(WrappedOptimizer):
     report: StepReport | None = None
     """The last step: what was selected, sent and timed; None before the first one."""
 
+    _kinds: ClassVar[dict[str, type[DistributedOptimizer]]] = {}  # by what they send
+    _sends = "gradients"
+
+    def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if sends:
+            cls._sends = sends
+            DistributedOptimizer._kinds[sends] = cls
+
+    def __new__(cls, *arguments: Any, sends: str = "gradients", **keywords: Any) -> Any:
+        return super().__new__(DistributedOptimizer._kinds.get(sends, cls))
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -147,14 +169,17 @@ class DistributedOptimizer(WrappedOptimizer):
         order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
         row_density: float = 1.0,
+        sends: str = "gradients",
+        every: int = 1,
+        local_share: float | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
         comm = communicator(comm)
         super().__init__(optimizer)
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in every if p.requires_grad]
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in owned if p.requires_grad]
         places = {id(p): place for place, p in enumerate(trained)}
         used = None if order is None else list(order)
         unordered = "" if used is None else order_problem(used, trained)
@@ -171,27 +196,41 @@ class DistributedOptimizer(WrappedOptimizer):
         self._trained = trained
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
-        self._every, self._frozen = every, [p for p in every if not p.requires_grad]
+        self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         memory = TensorMemory()
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        problem = problem or self._sends_problem(sends, every, local_share)
+        asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
+        problem = problem or self._refused(settings | asked | {"every": every, "tables": tables})
         problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
         if not problem:
-            gradient_type = gradient_type or _type_name(self._parameters[0].dtype)
+            gradient_type = gradient_type or self._selected_type()
             try:
                 memory = memory_of(self._parameters[0].device, beside=overlap)
             except ValueError as error:
                 problem = str(error)
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
+        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
+        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "share": share}
+        self._arguments |= {
+            "row_density": row_density,
+            "sends": sends,
+            "every": every,
+            "local_share": local_share,
+        }
         with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
-            differs, strangers = disagreement(transport, optimizer, trained, clip_norm, broadcast, problem)
+            differs, strangers = disagreement(
+                transport, optimizer, trained, clip_norm, broadcast, sends, problem
+            )
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
-            options |= {"problem": problem or differs}
+            options |= {"problem": problem or differs} | self._options()
             if not problem:  # a keyword that is refused may be one of these
                 options |= settings
             self.reducer: GradientAllreduce | BucketedAllreduce
@@ -213,11 +252,42 @@ class DistributedOptimizer(WrappedOptimizer):
                 broadcast_tensors(trained, transport)
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
-        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
-        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "share": share}
-        self._arguments |= {"row_density": row_density}
         self._memory = memory
+        self._prepare(gradient_type, overlap)
+        register_reducer(self, trained)
+        if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
+            warnings.warn(warning, stacklevel=2)
+        for parameter in trained:
+            parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
+
+    def _sends_problem(self, sends: str, every: int, local_share: float | None) -> str:
+        """What is wrong with these arguments, in a sentence; "" if nothing is."""
+        known = ["gradients", *self._kinds]
+        if sends not in known:
+            return f"sends {sends!r} is not one of {', '.join(map(repr, known))}"
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            return f"every {every!r} is not an integer >= 1"
+        number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
+        if local_share is not None and not (number and 0 <= local_share <= 1):
+            return f"local_share {local_share!r} is not in [0, 1]"
+        if every > 1 and sends == "gradients":
+            return f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
+        return ""
+
+    def _refused(self, settings: dict[str, Any]) -> str:
+        """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
+        return ""
+
+    def _options(self) -> dict[str, Any]:
+        """What the reducer is told where the user says nothing else."""
+        return {}
+
+    def _selected_type(self) -> str:
+        """The type of what is selected, where the user names none."""
+        return _type_name(self._parameters[0].dtype)
+
+    def _prepare(self, gradient_type: str, overlap: bool) -> None:
+        """Set up what a step reads and writes, once there is a reducer. Collective."""
         self._buckets: BackwardBuckets | None = None
         self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
         self._array: Any = None  # of the vector, once a step takes it
@@ -228,12 +298,9 @@ class DistributedOptimizer(WrappedOptimizer):
         self._updates: list[Tensor] = []  # views of what is applied, made by the first step
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
-        self._counted = [*self._parameters, *tables]  # whose gradients may be missing
-        self._agreement = StepAgreement(optimizer, len(self._counted))
+        self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
+        self._agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
         self._version = -1  # of the update, when it was handed out; -1: it is not
-        register_reducer(self, trained)
-        for parameter in trained:
-            parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
     def _make_tables(
         self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
@@ -242,7 +309,8 @@ class DistributedOptimizer(WrappedOptimizer):
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         try:
-            self.reducer.transport.agree({"tables with sparse gradients": len(tables)})
+            exchanged = {name: self._arguments[name] for name in ("every", "local_share")}
+            self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
             if not tables:
                 return None
             return SparseTables(comm, tables, memory, **shared, **options)
@@ -288,6 +356,11 @@ class DistributedOptimizer(WrappedOptimizer):
             raise
 
     @property
+    def _table_list(self) -> list[Tensor]:
+        """The tables with sparse gradients."""
+        return [] if self._tables is None else self._tables.tables
+
+    @property
     def table_reports(self) -> list[RowReport]:
         """The last step of each table with sparse gradients, in the order of the parameters."""
         return [] if self._tables is None else list(self._tables.reports)
@@ -314,10 +387,14 @@ class DistributedOptimizer(WrappedOptimizer):
         """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
         return self._buckets if self._arguments["overlap"] else None
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None."""
-        if self._buckets is not None:
-            self._buckets.check_nothing_started("zero_grad()")
+        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None.
+
+        With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
+        """
+        if self._buckets is not None and self._buckets.started:
+            self.abandon()
         self._gradients.zero()
         if self._tables is not None:
             self._tables.zero_grad()
@@ -332,6 +409,7 @@ class DistributedOptimizer(WrappedOptimizer):
             with self._memory.before_torch():
                 self._buckets.abandon()
 
+    @torch._disable_dynamo
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -393,6 +471,7 @@ class DistributedOptimizer(WrappedOptimizer):
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
         return not transport.allreduce_control(np.array([moving], np.int64))[0]
 
+    @torch._disable_dynamo
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
         """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
 
@@ -444,6 +523,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._version = self._update._version
         return report
 
+    @torch._disable_dynamo
     def apply(self) -> None:
         """The second half of a step: the wrapped optimizer's own, unless the step was skipped."""
         if self._version < 0:
@@ -465,6 +545,9 @@ class DistributedOptimizer(WrappedOptimizer):
         one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
         """
         problem = self._changed()
+        first = self.report is None and self.reducer.transport.rank == 0
+        if first and (warning := reduced_twice_warning(self._trained)):
+            warnings.warn(warning, stacklevel=4)
         present = bytes(parameter.grad is not None for parameter in self._counted)
         token = self._agreement.tell(present)
         if self._buckets is not None:
@@ -593,7 +676,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _unwrapped_parameters(self) -> str:
         """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
         now = list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
-        if len(now) == len(self._every) and all(map(operator.is_, now, self._every)):
+        if len(now) == len(self._owned) and all(map(operator.is_, now, self._owned)):
             unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
         else:
             wrapped = set(self._trained)
@@ -667,7 +750,7 @@ class DistributedOptimizer(WrappedOptimizer):
             problem = self._order_problem(reducer)
         given = {"whether the state has residuals": reducer is not None}
         self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
-        if problem := states_difference(self.reducer.transport, state):
+        if problem := self._states_difference(state):
             raise ValueError(problem)
         if reducer is None:
             self.reducer.reset()
@@ -681,6 +764,10 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._tables is not None:
             self._tables.load(tables)
         load_state(self.inner, state)
+
+    def _states_difference(self, state: dict[str, Any]) -> str:
+        """How the wrapped optimizer's states that ranks are about to load differ, in a sentence; "" if they may. Collective."""
+        return states_difference(self.reducer.transport, state)
 
     def _order_problem(self, reducer: Any) -> str:
         groups = sorted(self._order)  # what earlier versions took, and did not say
@@ -710,10 +797,9 @@ class DistributedOptimizer(WrappedOptimizer):
         self.reducer.transport.expect_all("deepcopy", self.reducer.settings.timeout)
         self.reducer.transport.barrier()
         inner = copy.deepcopy(self.inner, memo)
-        tables = [] if self._tables is None else self._tables.tables
         order = None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
         copied = type(self)(
-            inner, order=order, sparse=[memo[id(table)] for table in tables], **self._arguments
+            inner, order=order, sparse=[memo[id(table)] for table in self._table_list], **self._arguments
         )
         copied.reducer.load_state_dict(self.reducer.state_dict())
         if self._tables is not None and copied._tables is not None:
@@ -733,6 +819,13 @@ class DistributedOptimizer(WrappedOptimizer):
     def __repr__(self) -> str:
         library = self.reducer.transport.library
         return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
+
+
+# of `__init__`: `inspect` and the reference would take that of `__new__`
+_OF_INIT = inspect.signature(DistributedOptimizer.__init__)
+DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defined]
+    parameters=list(_OF_INIT.parameters.values())[1:]
+)
 
 
 def clip_(vectors: Sequence[Tensor], norm: float) -> None:

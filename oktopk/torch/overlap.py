@@ -185,6 +185,7 @@ class BackwardBuckets:
         self._recorded: Recorded | None = None  # the pass that is being recorded
         # parameter -> version of its gradient, when the backward pass had accumulated it
         self._versions: dict[int, int] = {}
+        self._taken: dict[int, Tensor | None] = {}  # the gradients of these
         self._parameters = parameters
         self._hooks: list[Any] = []
         if overlapped:
@@ -196,17 +197,22 @@ class BackwardBuckets:
     def accumulated(self, bucket: int, number: int) -> None:
         """Take the gradient of a parameter, which the backward pass has accumulated, and start buckets that are complete.
 
+        One that the user has taken away since then is forgotten, with all that was started. Every rank must do so then.
+
         Raises:
             RuntimeError: it is the second one since the last step.
         """
         if not self._armed:
             return
+        gradient = self._parameters[number].grad
+        if number in self._taken and gradient is not self._taken[number]:
+            self.abandon()  # as after model.zero_grad(): what was started is of gradients that are gone
         if not self._missing[bucket]:
             raise RuntimeError(
                 "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
                 "into no_sync()"
             )
-        self._versions[number] = self._version(number)
+        self._versions[number], self._taken[number] = self._version(number), gradient
         self._missing[bucket] -= 1
         if self._recorded is None and self._postponed():
             return
@@ -360,7 +366,7 @@ class BackwardBuckets:
     def forget(self) -> None:
         """Let the next backward pass start anew, after one of which nothing is to be reduced."""
         self._missing = list(self._sizes)
-        self._versions = {}
+        self._versions, self._taken = {}, {}
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from collectives.tokens import parts_of, token_of
 from collectives.transport import Transport
+
+REFERENCE = "reference"
+"""A number that stands for parameters which all ranks agree on: a group of its own, see `numbers_of`."""
 
 _MOST_KEPT = 64
 _PLAIN = (bool, int, float, str, type(None))
@@ -40,21 +42,22 @@ def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
     """Which number differs between ranks, in a sentence that names group and values; "" if none does.
 
     Args:
-        ranks: `numbers_of` of each.
+        ranks: `numbers_of` of each; where they have unlike numbers of groups, nothing is told.
     """
-    for number, groups in enumerate(zip(*ranks, strict=False)):
+    for number, groups in enumerate(zip(*ranks, strict=True) if len(set(map(len, ranks))) == 1 else ()):
         for name in groups[0]:
             values = [group.get(name) for group in groups]
             if any(repr(value) != repr(values[0]) for value in values):
                 listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                if name == REFERENCE:
+                    return (
+                        f"the parameters that all ranks agree on have parted: their hash is {listed}. Write the same into them "
+                        "on all ranks, within `with optimizer.agreed():`"
+                    )
                 return (
                     f"{name!r} of the optimizer's group {number} differs between ranks: {listed}. Change it alike on all ranks: "
                     "give a scheduler a loss that is averaged over them, and load one state on all"
                 )
-    if len({len(groups) for groups in ranks}) > 1:
-        return (
-            f"the optimizers have {', '.join(str(len(groups)) for groups in ranks)} groups on ranks 0, 1, ..."
-        )
     return ""
 
 
@@ -72,26 +75,27 @@ class StepAgreement:
     Only where tokens differ in a way that has not been seen lately the ranks exchange what is behind them.
 
     Args:
-        optimizer: whose groups are compared.
+        groups: gives the optimizer's groups, whose numbers are compared.
         parameters: how many there are of which some may have no gradient.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: int) -> None:
-        self._optimizer = optimizer
+    def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], parameters: int = 0) -> None:
+        self._groups = groups
+        self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
         self._told = [_Told(-1, bytes([1]) * parameters, [])] * 2  # in this step, and in the last one
         self._anywhere = self._told[0].present
         self._known: dict[
             tuple[int, ...], bytes
         ] = {}  # checksums of `present` on all ranks -> on any of them
 
-    def tell(self, present: bytes) -> int:
+    def tell(self, present: bytes = b"") -> int:
         """The token of a step.
 
         Args:
             present: for each parameter 1 if it has a gradient on this rank, else 0.
         """
         last = self._told[0]
-        numbers = numbers_of(self._optimizer.param_groups)
+        numbers = numbers_of(self._groups())
         token = last.token
         if present != last.present or numbers != last.numbers or token < 0:
             token = token_of(present, repr(numbers).encode())
@@ -116,10 +120,11 @@ class StepAgreement:
             return self._anywhere
         mine = parts_of(told.token)
         present, numbers = zip(*map(parts_of, tokens), strict=True)
-        if any(each != mine[1] for each in numbers):
+        if any(each != mine[1] for each in numbers) and numbers != self._ignored:
             problem = groups_difference(transport.allgather_objects(told.numbers))
             if problem:
                 raise ValueError(problem)
+            self._ignored = numbers
         if all(each == mine[0] for each in present):
             self._anywhere = told.present
         elif present in self._known:

@@ -23,6 +23,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         # what the base class sets up beside groups, state and defaults: hooks, and the `step` that calls them
         super().__setstate__({})
 
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped optimizer has, as `train` and `eval` of schedule-free ones."""
+        if name == "inner" or name.startswith("__"):  # before construction, and while it is copied
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.inner, name)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's."""

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numba import types
 
+from collectives.cpu import compiled
 from tests.launched import ROOT, run_alone, run_ranks
 
 SUM = """
@@ -95,8 +98,8 @@ def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
     script.write_text(STEPS)
     set_up, job = run_alone("-c", SET_UP), run_ranks(4, str(script))
     assert (set_up.returncode, job.returncode) == (0, 0), set_up.stderr + job.stderr
-    called, compiled = (set(done.stdout.splitlines()) for done in (job, set_up))
-    assert len(called) > 30 and called <= compiled
+    called, ready = (set(done.stdout.splitlines()) for done in (job, set_up))
+    assert len(called) > 30 and called <= ready
     assert (
         "mpi4py.MPI was imported" not in job.stderr
     )  # before oktopk, as import sorters put it: on CPUs that is well
@@ -110,6 +113,30 @@ def test_after_set_up_a_job_adds_no_file_to_the_cache(
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     assert run_alone("-m", "oktopk.cpu").stdout.startswith("kernels for this CPU: ")
-    compiled = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
+    files = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
     assert run_ranks(4, str(script)).returncode == 0
-    assert compiled and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == compiled
+    assert files and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == files
+
+
+def test_kernels_run_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages and home of a container may be read-only."""
+    original = compiled.njit
+
+    def njit(cache: bool = False, **options: Any) -> Any:
+        if cache:
+            raise RuntimeError(
+                "cannot cache function 'twice': no locator available for file '/packages/kernels.py'"
+            )
+        return original(**options)
+
+    monkeypatch.setattr(compiled, "njit", njit)
+    monkeypatch.setattr(compiled, "_kernels", [])
+    compiled._say_uncached.cache_clear()
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    with pytest.warns(UserWarning, match="Numba can write to no folder .* set NUMBA_CACHE_DIR"):
+        kernel = compiled.compiled((types.int64,))(twice)
+    compiled.load.__wrapped__()
+    assert kernel(21) == 42 and compiled.cache_problem() == compiled.UNCACHED

@@ -16,8 +16,9 @@ from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
 from data.text.frequencies import frequency_loss
 from data.text.masking import IGNORED, TextEvaluationLoader, TextTrainingLoader
-from data.text.packing import FOLLOWS, Frame, Packer, Sequences
+from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
+from data.text.tokens import TokenEvaluationLoader, TokenTrainingLoader
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)
 WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
@@ -141,6 +142,32 @@ def test_no_sentence_is_lost_between_the_pairs() -> None:
     }
 
 
+def test_contiguous_sequences_are_the_text_and_each_token_is_told_the_next() -> None:
+    documents = [[[5, 6, 7], [8]], [[9] * 20], [[10]], [[11] * 7]]
+    text = [5, 6, 7, 8, 3, *[9] * 20, 3, 10, 3, *[11] * 7, 3]
+    packed = contiguous(documents, FRAME)
+    ends = packed.spans[:, 1].tolist()
+    assert ends == [16, 16, 4] and (packed.follows == -1).all()
+    assert [
+        token for row, end in zip(packed.tokens.tolist(), ends, strict=True) for token in row[:end]
+    ] == text
+    texts = TextSet(packed, WORDS, "made.h5")
+    shares = [b for rank in (0, 1) for b in TokenEvaluationLoader(texts, batch_size=2, rank=rank, size=2)]
+    tokens, labels = (torch.cat(parts) for parts in zip(*shares, strict=True))
+    assert tokens.tolist() == packed.tokens.tolist()
+    for row, told, end in zip(tokens.tolist(), labels.tolist(), ends, strict=True):
+        assert told == [*row[1:end], *[IGNORED] * (17 - end)]
+    seen = {
+        tuple(batch.tokens[0].tolist())
+        for rank in range(3)
+        for batch in TokenTrainingLoader(texts, batch_size=1, rank=rank, size=3, seed=1).epoch(0)
+    }
+    assert seen == set(map(tuple, packed.tokens.tolist()))
+    # a word that is left over has none behind it
+    assert contiguous([[[5] * 16]], FRAME).tokens.tolist() == [[5] * 16]
+    assert contiguous([], FRAME).tokens.shape == (0, 16)
+
+
 def test_a_corpus_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, output = corpus(tmp_path / "text"), tmp_path / "out.h5"
     words = ["text", str(folder), "-o", str(output), "--length", "32", "--vocabulary-size", "60"]
@@ -159,6 +186,11 @@ def test_a_corpus_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "out.h5: exists and holds 'text' of" in capsys.readouterr().err
     assert main([*words, "--seed", "1", "--force"]) == 0
     assert [path.name for path in tmp_path.glob(".*")] == []
+    assert main([*words, "--contiguous"]) == 1
+    assert main([*words, "--contiguous", "--force"]) == 0
+    for split in open_text_file(output, verify=True):
+        assert (split.sequences.spans[:-1] == 32).all()
+        assert "[CLS]" not in {split.vocabulary[token] for token in np.unique(split.sequences.tokens)}
 
 
 def test_files_can_be_held_out_by_name(tmp_path: Path) -> None:

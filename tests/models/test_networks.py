@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import BERT, LSTM, VGG16, ViT
+from models import BERT, GPT, LSTM, VGG16, ViT
 
 Network = Callable[..., nn.Module]
 
@@ -24,6 +24,9 @@ Network = Callable[..., nn.Module]
         (LSTM, {}, 27_569_568),
         (BERT, {}, 133_547_324),
         (ViT, {"layers": 24, "hidden": 1024}, 306_535_400),
+        (GPT, {"layers": 4, "hidden": 192}, 5_023_872),
+        (GPT, {}, 17_135_616),
+        (GPT, {"layers": 12, "hidden": 768}, 98_032_128),
     ],
 )
 def test_networks_have_the_published_number_of_parameters(
@@ -60,6 +63,13 @@ def text_loss(model: nn.Module) -> torch.Tensor:
     )
 
 
+def next_token_loss(model: nn.Module) -> torch.Tensor:
+    tokens = torch.randint(0, 10, (20, 12)).sort(1).values
+    scores = model(tokens)
+    assert scores.shape == (20, 12, 10)
+    return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor], float]] = {
     "vgg16": (lambda: VGG16(width=0.0625), images_loss, math.log(10)),
     "lstm": (lambda: LSTM(labels=10, width=0.0625), speech_loss, math.nan),
@@ -68,6 +78,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tens
         text_loss,
         math.log(10) + math.log(2),
     ),
+    "gpt": (lambda: GPT(10, layers=2, hidden=64, positions=12), next_token_loss, math.log(10)),
     "vit": (
         lambda: ViT(10, layers=2, hidden=64, patch=8, image=16),
         partial(images_loss, size=16),
@@ -124,6 +135,8 @@ def test_a_seed_fixes_the_weights_every_parameter_gets_a_gradient_and_steps_lowe
             (ViT, {name: 0}, f"{name} 0 is not at least 1")
             for name in ("classes", "layers", "patch", "in_channels")
         ),
+        *((GPT, {name: 0}, f"{name} 0 is not at least 1") for name in ("vocabulary", "layers", "positions")),
+        (GPT, {"hidden": 100}, "hidden 100 is not a positive multiple of 64"),
         (ViT, {"hidden": 100}, "hidden 100 is not a positive multiple of 64"),
         *(
             (ViT, {"image": image}, f"image {image} is not a positive multiple of the patch's 32")
@@ -173,3 +186,22 @@ def test_vits_scores_do_not_depend_on_other_images_and_do_on_the_order_of_patche
     images = torch.randn(3, 1, 16, 16)
     assert torch.allclose(model(images)[1], model(images[1:2])[0], atol=1e-6)
     assert not torch.allclose(model(images), model(images.flip(2)), atol=1e-6)
+
+
+def test_gpts_scores_depend_on_earlier_tokens_and_their_order_but_on_no_later_one() -> None:
+    model, tokens = SMALL["gpt"][0](), torch.arange(12)[None] % 10
+    scores = model(tokens)
+    changed = tokens.clone()
+    changed[0, 7] = 9
+    torch.testing.assert_close(model(changed)[:, :7], scores[:, :7])
+    torch.testing.assert_close(model(tokens[:, :7]), scores[:, :7])
+    swapped = tokens[:, [1, 0, *range(2, 12)]]
+    for other in (changed, swapped):
+        assert not torch.allclose(model(other)[:, 7:], scores[:, 7:], atol=1e-6)
+    # the embedding decodes: a word that is no input learns, too
+    model(torch.zeros(1, 12, dtype=torch.long)).logsumexp(2).sum().backward()
+    assert model.tokens.weight.grad.any(1).all()
+    with pytest.raises(
+        ValueError, match=r"tokens of shape \(1, 13\) are not \[batch, length of at most 12\]"
+    ):
+        model(torch.zeros(1, 13, dtype=torch.long))

@@ -212,4 +212,20 @@ MUTANTS = (
         "dropped remainder: some held-out samples are on no rank",
         f"{_ALONE} tests/data/test_sharding.py",
     ),
+    Mutant(
+        "next-token",
+        "data/text/tokens.py",
+        "tokens.roll(-1, dims=1)",
+        "tokens.roll(-2, dims=1)",
+        "off by one: a token is told the one after the next",
+        f"{_ALONE} tests/data/test_text.py",
+    ),
+    Mutant(
+        "rounded-away",
+        "jobs/train/reduce/sparseloco.py",
+        "self._residual.sub_(own)",
+        "self._residual[own != 0] = 0.0",
+        "what a value lost by rounding leaves the residual",
+        f"{_ON_THREE} tests/jobs/train/test_sparseloco.py",
+    ),
 )

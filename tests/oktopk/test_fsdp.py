@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
+from torch import nn
 
 from tests.conftest import NO_GPU
 from tests.launched import ROOT, run_torchrun
@@ -171,3 +176,102 @@ def test_replicas(tmp_path: Path, device: str, ranks: int, script: str) -> None:
     done = run_torchrun(ranks, str(path), device, str(tmp_path / "checkpoint"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == ranks
+
+
+# On ranks that are up, each a replica
+
+
+@pytest.fixture
+def replicas(comm: MPI.Intracomm, group: Any) -> Any:
+    """Makes a model that is sharded over one rank, and its replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from oktopk.torch import OkTopkReplicas
+
+    mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("replicate", "shard"))
+    made: list[OkTopkReplicas] = []
+
+    def make(**settings: Any) -> tuple[Any, OkTopkReplicas, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2))
+        fully_shard(model[0], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        made.append(OkTopkReplicas(model, mesh["replicate"].get_group(), **settings))
+        return model, made[-1], torch.optim.SGD(model.parameters(), lr=0.1)
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def backward(model: Any, rank: int, number: int, share: float = 1.0) -> None:
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + rank))
+    (model(inputs).square().mean() * share).backward()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_are_reduced_once_where_they_are_accumulated(
+    comm: MPI.Intracomm, replicas: Any, how: str
+) -> None:
+    model, made, optimizer = replicas(method="dense")
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2))
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for part in range(3):
+            getattr(model, how)(part == 2)
+            backward(model, comm.rank, 3 * step + part)
+            for rank in range(comm.size):
+                backward(plain, rank, 3 * step + part, 1 / comm.size)
+        optimizer.step()
+        alone.step()
+    assert [reducer.steps for reducer in made._reducers.values()] == [3, 3]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert np.allclose(mine.full_tensor().detach(), theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.mpi
+def test_parameters_that_are_frozen_later_are_named_or_stay(comm: MPI.Intracomm, replicas: Any) -> None:
+    model, _, optimizer = replicas(density=0.2)
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model[0].requires_grad_(False)  # a module of its own
+    before = model[0].weight.full_tensor().clone()
+    backward(model, comm.rank, 1)
+    optimizer.step()
+    assert torch.equal(model[0].weight.full_tensor(), before)
+    model[3].requires_grad_(False)  # a part of one
+    with pytest.raises(
+        Exception, match=r"the gradient of module '' has 18 elements .* had 26: .* fully_shard on those"
+    ):
+        backward(model, comm.rank, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rates_of_replicas_that_part_are_named(comm: MPI.Intracomm, replicas: Any) -> None:
+    model, _, optimizer = replicas(density=0.2)
+    optimizer.param_groups[0]["lr"] = 0.5 if comm.rank else 0.25
+    with pytest.raises(
+        Exception, match=r"'lr' of the optimizer's group 0 differs between ranks: 0\.25 on rank 0, 0\.5 on"
+    ):
+        backward(model, comm.rank, 0)
+
+
+@pytest.mark.mpi
+def test_a_table_of_replicas_that_the_forward_pass_rescales_is_warned_of(
+    comm: MPI.Intracomm, group: Any
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from oktopk.torch import OkTopkReplicas
+
+    mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), mesh=mesh["shard"])
+    with pytest.warns(UserWarning, match=r"Embedding\(max_norm") if comm.rank == 0 else nullcontext():
+        OkTopkReplicas(model, mesh["replicate"].get_group()).close()

@@ -486,3 +486,45 @@ def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
         optimizer.apply()
         assert parameter.grad is made
         assert (gradients._flat is not None) == measure
+
+
+@on_gpus
+@pytest.mark.mpi
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("method", ["oktopk", "dense"])
+def test_where_no_message_travels_unused_parameters_stay_and_rates_that_part_are_named(
+    comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, method: str, deferred: bool
+) -> None:
+    """Ranks on the GPUs of a host learn of each other through the memory of the host."""
+    all_deferred(monkeypatch)
+    model = Network().to(place)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    optimizer = DistributedOptimizer(inner, comm, method, density=0.05, deferred=deferred)
+    drawn = torch.Generator().manual_seed(comm.rank)
+    unused = model.unused.weight.detach().clone()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        images = torch.randn(4, 3, 8, 8, generator=drawn).to(place)
+        model(images, number).square().mean().backward()
+        optimizer.step()
+
+    for number in (1, 1, 1):
+        step(number)
+    assert torch.equal(model.unused.weight, unused)
+    for number in (0, 0):
+        sometimes = model.sometimes.detach().clone()
+        step(number)  # without it; a deferred step knows that when the next one begins
+    assert torch.equal(model.sometimes, sometimes)
+    step(1 if comm.rank == 0 else 0)
+    step(1)
+    assert not torch.equal(model.sometimes, sometimes)
+    parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu().numpy()
+    assert np.array_equal(parameters, comm.bcast(parameters))
+    if comm.size > 1:
+        optimizer.param_groups[0]["lr"] = 0.02 + 0.01 * comm.rank
+        with pytest.raises(
+            ValueError, match=r"'lr' of the optimizer's group 0 differs between ranks: 0\.02 on rank 0"
+        ):
+            for _ in range(1 + deferred):
+                step(1)

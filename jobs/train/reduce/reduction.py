@@ -16,6 +16,7 @@ from jobs.train.placement import Placement
 from jobs.train.reduce.background import WireError, allow_p2p, start_process_group
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
+from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import METHODS, DistributedOptimizer
 from oktopk.settings import DEFAULT_BUCKET_MB
 
@@ -78,7 +79,7 @@ def _build_mode(
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
-    taken = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",)}
+    taken = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",), "sparseloco": ("float32",)}
     if kind and kind not in taken.get(method, (kind,)):
         raise WireError(
             f"reduction.gradient_type {kind!r} is not for {method!r}: {' or '.join(taken[method])}"
@@ -94,6 +95,8 @@ def _build_mode(
         return NcclTraining(
             inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap, order=order
         )
+    if method == "sparseloco":
+        return SparseLocoTraining(inner, clip_norm, comm.size, settings.sparseloco_steps)
     common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
     if method == "ddp":
         compressed = kind == "bfloat16"

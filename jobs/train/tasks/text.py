@@ -1,7 +1,8 @@
-"""Masked words and the next sentence by BERT: one rank's side of it."""
+"""Language: the next token by GPT, masked words and the next sentence by BERT: one rank's side of it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -9,29 +10,60 @@ import torch
 from torch import nn
 
 from data.text.file import TextSet, open_text_file
-from data.text.masking import IGNORED, TextBatch, TextEvaluationLoader, TextTrainingLoader
+from data.text.masking import TextBatch, TextEvaluationLoader, TextTrainingLoader
+from data.text.packing import NO_PAIR
+from data.text.tokens import IGNORED, TokenBatch, TokenEvaluationLoader, TokenTrainingLoader
 from jobs.config.config import Config
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import (
+    Batch,
+    Task,
+    WorkloadError,
+    autocast,
+    held_out_place,
+    naming,
+    training_place,
+)
 from models.bert import BERT
+from models.gpt import GPT
 
 
-class MaskedLanguage(Task[TextBatch]):
-    """Words that were masked, and whether the second segment follows the first, both by cross entropy.
+class Language(Task[Batch]):
+    """Words to predict, by cross entropy. Held-out text is scored by these words: they are a Score's samples."""
 
-    Held-out text is scored by its masked words alone: a Score's samples are words. The model is as models.bert.BERT.
-    """
+    @abstractmethod
+    def _words(self, network: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float[m, vocabulary], scores, and int64[m], the words, IGNORED where there is none."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Mean cross entropy of a batch's words."""
+        return _cross_entropy(*self._words(self.network, batch))
+
+    def _counts(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scores, words = self._words(self.model, batch)
+        loss = _cross_entropy(scores, words, reduction="sum")
+        return loss, (scores.argmax(dim=1) == words).sum(), (words != IGNORED).sum()
+
+
+class NextToken(Language[TokenBatch]):
+    """What follows each token. The model is as models.gpt.GPT."""
+
+    def _words(self, network: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, labels = batch
+        with autocast(self._precision, tokens.device):
+            scores: torch.Tensor = network(tokens)
+        return scores.flatten(0, 1), labels.flatten()
+
+
+class MaskedLanguage(Language[TextBatch]):
+    """Words that were masked, and whether the second segment follows the first. The model is as models.bert.BERT."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Mean cross entropy of a batch's masked words, and that of its pairs of segments where there are any."""
         text = TextBatch(*batch)
         words, follows = self._scores(self.network, text)
-        masked = nn.functional.cross_entropy(
-            words.flatten(0, 1).float(), text.labels.flatten(), ignore_index=IGNORED
-        )
-        pairs = nn.functional.cross_entropy(
-            follows.float(), text.follows, ignore_index=IGNORED, reduction="sum"
-        )
+        pairs = _cross_entropy(follows, text.follows, reduction="sum")
+        masked = _cross_entropy(words.flatten(0, 1), text.labels.flatten())
         return masked + pairs / (text.follows != IGNORED).sum().clamp(min=1)
 
     def _scores(self, network: nn.Module, text: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,35 +73,42 @@ class MaskedLanguage(Task[TextBatch]):
             )
         return scores
 
-    def _counts(self, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        words, labels = self._scores(self.model, batch)[0].flatten(0, 1), batch.labels.flatten()
-        loss = nn.functional.cross_entropy(words.float(), labels, ignore_index=IGNORED, reduction="sum")
-        return loss, (words.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
+    def _words(self, network: nn.Module, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._scores(network, batch)[0].flatten(0, 1), batch.labels.flatten()
 
 
-def build_language(config: Config, *, rank: int, size: int) -> MaskedLanguage:
+def _cross_entropy(scores: torch.Tensor, classes: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.float(), classes, ignore_index=IGNORED, reduction=reduction)
+
+
+def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     """The workload of a rank; the weights are equal on all ranks, dropout is each rank's own.
 
     Raises:
         DataError: text that is missing, broken, or too little for the ranks.
-        WorkloadError: a vocabulary or a length that does not go with the model.
+        WorkloadError: a vocabulary, a length or pairs of segments that do not go with the model.
     """
     training, held_out = open_text_file(config.data.path)
-    model = call_factory(config) if config.model.factory else build_bert(config, training)
-    with naming("data"):
-        loader = TextTrainingLoader(training, **training_place(config.training, rank, size))
-    place = held_out_place(config.training, rank, size)
-    held_out_loader = TextEvaluationLoader(held_out, most=config.data.eval_sequences, **place)
+    model = call_factory(config) if config.model.factory else build_model(config, training)
+    place, most = held_out_place(config.training, rank, size), config.data.eval_sequences
+    own = training_place(config.training, rank, size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    return MaskedLanguage(model, loader, held_out_loader, config.training.precision)
+    with naming("data"):
+        if config.model.name == "gpt":
+            evaluated = TokenEvaluationLoader(held_out, most=most, **place)
+            return NextToken(
+                model, TokenTrainingLoader(training, **own), evaluated, config.training.precision
+            )
+        masked = TextEvaluationLoader(held_out, most=most, **place)
+        return MaskedLanguage(model, TextTrainingLoader(training, **own), masked, config.training.precision)
 
 
-def build_bert(config: Config, texts: TextSet) -> BERT:
+def build_model(config: Config, texts: TextSet) -> BERT | GPT:
     """The network for a text, seeded by training.seed.
 
     Raises:
-        WorkloadError: its vocabulary or length does not fit.
+        WorkloadError: its vocabulary, length or pairs of segments do not fit.
     """
     settings, words = config.model, len(texts.vocabulary)
     if settings.vocabulary not in (0, words):
@@ -77,9 +116,23 @@ def build_bert(config: Config, texts: TextSet) -> BERT:
             f"{texts.path}: a vocabulary of {words} words, but model.vocabulary is {settings.vocabulary}: "
             "0 takes that of the file"
         )
+    if settings.positions not in (0, texts.length):
+        raise WorkloadError(
+            f"{texts.path}: sequences of {texts.length} tokens, but model.positions is {settings.positions}: "
+            "0 takes those of the file"
+        )
+    shape = {"layers": settings.layers, "hidden": settings.hidden}
     torch.manual_seed(config.training.seed)
+    if settings.name == "gpt":
+        if (texts.sequences.follows != NO_PAIR).any():
+            raise WorkloadError(
+                f"{texts.path}: pairs of segments, and the second may be from elsewhere: gpt takes text that "
+                "data.prepare wrote with --contiguous"
+            )
+        with naming("model"):
+            return GPT(words, positions=texts.length, **shape)
     with naming("model"):
-        model = BERT(words, layers=settings.layers, hidden=settings.hidden, dropout=settings.dropout)
+        model = BERT(words, dropout=settings.dropout, **shape)
     if texts.length > model.positions:
         raise WorkloadError(
             f"{texts.path}: sequences of {texts.length} tokens are longer than the model's {model.positions}"

@@ -43,6 +43,7 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "bucket_mb",
         "powersgd_rank",
         "powersgd_start",
+        "sparseloco_steps",
         "row_density",
         "nccl_p2p",
         *(f.name for f in dataclasses.fields(Settings)),
@@ -145,11 +146,11 @@ def test_what_is_shown_without_a_file_is_the_defaults_with_the_overrides() -> No
 
 def test_keys_of_another_network_or_data_set_are_refused() -> None:
     networks = {"width": 0.5, "layers": 3, "hidden": 128, "patch": 8, "dropout": 0.5, "vocabulary": 9}
-    networks |= {"rows": 7, "sparse": False, "window": 2, "negatives": 2}
+    networks |= {"rows": 7, "sparse": False, "window": 2, "negatives": 2, "positions": 9}
     of_networks = ModelConfig._OWNERS
     assert {*networks} == {*of_networks} - {"factory", "arguments"}
     for key, value in networks.items():
-        for name in ("vgg16", "lstm", "bert", "vit", "skipgram"):
+        for name in ("vgg16", "lstm", "bert", "gpt", "vit", "skipgram"):
             if name in of_networks[key]:
                 assert getattr(ModelConfig(name=name, **{key: value}), key) == value
                 continue
@@ -388,10 +389,11 @@ def test_one_cycle_rises_and_falls_along_cosines() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_a_decay_falls_from_one_to_zero_with_the_last_step(name: str) -> None:
-    rates = [factor(step, name=name, warmup=10) for step in range(10, 100)]
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_a_decay_falls_from_one_to_its_final_factor_with_the_last_step(name: str, final: float) -> None:
+    rates = [factor(step, name=name, warmup=10, final=final) for step in range(10, 100)]
     assert rates[0] == 1.0
-    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
+    assert rates[-1] == pytest.approx(final, abs=1e-12)
     assert all(after < before for before, after in itertools.pairwise(rates))
 
 
@@ -404,7 +406,7 @@ def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
 
 
 def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
-    for mode in ("nccl", "ddp", "powersgd"):
+    for mode in ("nccl", "ddp", "powersgd", "sparseloco"):
         assert with_overrides(f"reduction.method={mode}").reduction.method == mode
         for override in (
             "reduction.nonfinite=skip",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jobs.config.config import Config
 from jobs.config.file import validate
 from jobs.config.modes import is_replayed
 from jobs.experiment.__main__ import main
-from jobs.experiment.language_claims import language_claims
+from jobs.experiment.language_claims import language_claims, next_token_claims
+from jobs.experiment.model import Experiment
 from jobs.experiment.options import parse
 from jobs.experiment.plan import measured_pace, plan
 from jobs.experiment.registry import EXPERIMENTS
@@ -25,7 +28,7 @@ from jobs.run.reader import RunReader
 from tests.documents import write_documents
 from tests.jobs.report.test_report import rows, write_run
 
-BERT = EXPERIMENTS["bert"]
+BERT, GPT = EXPERIMENTS["bert"], EXPERIMENTS["gpt"]
 STAGES_MS = {"step": 2.0, "select": 4.0, "exchange": 0.5, "reduce": 1.0, "gather and apply": 1.5}
 SWEPT = ["density-0.001", "density-0.05", *(f"threshold_interval-{interval}" for interval in (32, 64, 256))]
 
@@ -141,6 +144,38 @@ def test_losses_are_compared_after_equal_steps_and_after_equal_time(tmp_path: Pa
         sparse = timed(tmp_path / f"{loss}-{seconds}.h5", "oktopk", loss, seconds)
         assert verdicts([dense, overlapped, sparse], [])[:3] == expected, (loss, seconds)
     assert verdicts([dense], [])[:3] == ["open"] * 3
+
+
+def test_a_language_model_is_trained_by_each_rival_with_every_seed(tmp_path: Path) -> None:
+    words = ["gpt", "--data", "x.h5", "-o", str(tmp_path), "--steps", "2000", "--seeds", "2"]
+
+    def planned(experiment: Experiment, *more: str) -> dict[str, Config]:
+        planned = plan(experiment, parse([*words, *more]))
+        return {each.trial.name: validate(each.document) for each in planned}
+
+    trained = planned(GPT, "--kinds", "train")
+    names = ("dense", "oktopk", "powersgd-4", "sparseloco-15")
+    assert sorted(trained) == sorted(f"{name}-{seed}" for name in names for seed in (0, 1))
+    for config in trained.values():
+        assert (config.training.steps, config.training.eval_every) == (2000, 125)
+        assert config.reduction.powersgd_start == 200  # a tenth
+    assert trained["sparseloco-15-1"].training.seed == 1
+    assert trained["sparseloco-15-1"].reduction.method == "sparseloco"
+    # a way that is a method of the library needs no GPU
+    denser = {"reduction.method": "oktopk", "reduction.density": 0.05}
+    more = dataclasses.replace(GPT, rivals={**GPT.rivals, "oktopk-dense": denser})
+    alone = planned(more, "--kinds", "train", "--no-gpu-methods")
+    assert sorted(alone) == ["dense-0", "dense-1", "oktopk-0", "oktopk-1", "oktopk-dense-0"]
+    assert alone["oktopk-dense-0"].reduction.density == 0.05
+
+
+def test_the_loss_of_each_rival_is_held_against_denses(tmp_path: Path) -> None:
+    losses = (("dense", 4.0), ("oktopk", 5.4), ("powersgd", 4.03), ("sparseloco", 4.05))
+    runs = [write_run(tmp_path / f"{name}.h5", method=name, held_out_loss=loss) for name, loss in losses]
+    claims = next_token_claims(GPT, group_runs(read_runs(runs)), [])[:3]
+    assert [claim.verdict for claim in claims] == ["failed", "held", "failed"]
+    assert claims[1].text.startswith("PowerSGD's held-out loss is at most 1% above dense's")
+    assert claims[2].measured == "+1.25%: 4.0500 and 4.0000"
 
 
 def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None:

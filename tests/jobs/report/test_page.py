@@ -111,6 +111,30 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     assert "jobs.train oktopk-1.toml" in text
 
 
+def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat16_ring_sends(
+    tmp_path: Path,
+) -> None:
+    more = {"positions": 512, "control_words": np.full(50, 15.0), "row_bytes": np.full(50, 8.0)}
+    paths = [write_run(tmp_path / f"{method}.h5", method=method, **more) for method in ("dense", "oktopk")]
+    report(paths, tmp_path / "out")
+    for curve in ("held-out-loss", "accuracy"):
+        assert [row["tokens"] for row in rows(tmp_path / "out" / f"{curve}-over-tokens.csv")][
+            -1
+        ] == "1638400.0"
+    for curve in ("held-out-loss", "accuracy", "loss"):
+        assert (tmp_path / "out" / f"{curve}-over-time.csv").exists()
+        assert not (tmp_path / "out" / f"{curve}-over-steps.csv").exists()
+    last = rows(tmp_path / "out" / "held-out-loss-over-bytes.csv")[-1]
+    sent = 50 * (4 * (60 + 15) + 8)
+    assert (last["series"], float(last["bytes_sent"]), float(last["loss"])) == ("Ok-Topk", sent, 0.5)
+    table = markdown(methods_table(group_runs(read_runs(paths))))
+    assert f"{sent / 1e6:.1f} ({sent / (50 * 2 * DENSE_WORDS):.2%} of a bfloat16 ring's)" in table
+    # where one run does not tell its tokens, steps are compared
+    report([*paths, write_run(tmp_path / "untold.h5", method="topka")], tmp_path / "steps")
+    assert (tmp_path / "steps" / "loss-over-steps.csv").exists()
+    assert not (tmp_path / "steps" / "loss-over-tokens.csv").exists()
+
+
 @pytest.mark.pictures
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
@@ -337,7 +361,7 @@ def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growt
     figure = Figure()
     with mpl.rc_context(PAGE):
         axes = figure.subplots()
-        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.WORDS))
+        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.BYTES))
         figure.draw_without_rendering()
     low, high = axes.get_xlim()
     shown = [

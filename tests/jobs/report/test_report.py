@@ -43,6 +43,7 @@ def write_run(
     time_stages: bool = False,
     cuda_graph: bool = False,
     held_out_loss: float = 0.5,
+    positions: int = 0,
     stages: dict[str, NDArray[Any]] | None = None,
     **replaced: NDArray[Any],
 ) -> Path:
@@ -52,6 +53,7 @@ def write_run(
             "training": {"seed": seed, "batch_size": batch, **({"cuda_graph": True} if cuda_graph else {})},
             "reduction": {"method": method, **(settings or {})},
             "run": {"time_stages": time_stages},
+            **({"model": {"positions": positions}, "data": {"name": "text"}} if positions else {}),
         }
     )
     info = RunInfo(

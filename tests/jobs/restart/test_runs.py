@@ -221,8 +221,17 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
 
 
 @pytest.mark.long("`make test` has a run of Ok-Topk that was stopped")
-def test_powersgd_ends_as_if_it_had_not_been_stopped(comm: MPI.Intracomm, path: Path) -> None:
-    settings = ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"]
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"],
+        ["reduction.method=sparseloco", "reduction.sparseloco_steps=7"],
+    ],
+    ids=["powersgd", "sparseloco"],
+)
+def test_a_mode_ends_as_if_it_had_not_been_stopped(
+    comm: MPI.Intracomm, path: Path, settings: list[str]
+) -> None:
     whole = path.with_name("whole.h5")
     assert train(comm, whole, settings)[0] == 0
     interrupted(comm, path, settings=settings)

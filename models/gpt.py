@@ -1,0 +1,64 @@
+"""GPT-2's network: it predicts each token from those before it."""
+
+import torch
+from torch import nn
+
+from models.transformer import Layer, check_hidden
+
+
+class GPT(nn.Module):
+    """Tokens and learned positions through layers with the norm first; the embedding of the tokens decodes as well (tied).
+
+    With a vocabulary of 16,384 and 512 positions: 4 layers of 192 have 5,023,872 parameters, 6 of 384 (the default) 17,135,616
+    and 12 of 768 98,032,128. There is no dropout, and no bias in the decoder.
+
+    Initial weights come from torch's global generator (normal, 0.02); seed it before.
+
+    Args:
+        vocabulary: words, at least 1.
+        layers: at least 1.
+        hidden: channels, a positive multiple of 64.
+        positions: tokens of the longest sequence, at least 1.
+
+    Raises:
+        ValueError: an argument out of bounds.
+
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
+    """
+
+    def __init__(
+        self, vocabulary: int = 16_384, *, layers: int = 6, hidden: int = 384, positions: int = 512
+    ) -> None:
+        super().__init__()
+        for name, value in (("vocabulary", vocabulary), ("layers", layers), ("positions", positions)):
+            if value < 1:
+                raise ValueError(f"{name} {value} is not at least 1")
+        check_hidden(hidden)
+        self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
+        self.layers = nn.Sequential(*(Layer(hidden, causal=True) for _ in range(layers)))
+        self.norm = nn.LayerNorm(hidden)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the word that follows each token.
+
+        Args:
+            tokens: int64[batch, length], each in [0, vocabulary); length at most `positions`.
+
+        Returns:
+            float[batch, length, vocabulary], logits; those of a token depend on it and on the tokens before it.
+
+        Raises:
+            ValueError: tokens that are not of two dimensions, or too long.
+        """
+        longest = self.positions.num_embeddings
+        if tokens.ndim != 2 or tokens.shape[1] > longest:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)} are not [batch, length of at most {longest}]"
+            )
+        states = self.layers(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        return nn.functional.linear(self.norm(states), self.tokens.weight)

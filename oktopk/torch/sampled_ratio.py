@@ -1,0 +1,98 @@
+"""How much smaller the mean gradient is than the ranks' own, measured on a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.transport import Transport
+from oktopk.torch.interop import TensorMemory
+
+_SHARE, _LEAST, _MOST = 1000, 4096, 65536  # one element in so many; elements at least and at most
+_FOLLOWED = 0.2  # weight of a new measurement
+
+
+class SampledRatio:
+    """The squared norm of the mean gradient over the mean of the ranks' squared norms, in [1/P, 1].
+
+    It is 1/P where the ranks' gradients are noise alone, and 1 where they are equal. An optimizer that divides by the size of a
+    rank's own gradient takes steps that are too short by the root of it: the mean of P steps is as short as the mean gradient,
+    and what it was divided by is not.
+
+    Args:
+        parameters: whose gradients are sampled: every m-th element, other ones in each measurement.
+        transport: of the ranks. Collective.
+        memory: of the parameters.
+        timeout: seconds that a rank may come late.
+
+    Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], transport: Transport, memory: TensorMemory, timeout: float
+    ) -> None:
+        self._parameters, self._transport, self._memory = parameters, transport, memory
+        sizes = [parameter.numel() for parameter in parameters]
+        self._starts = [0, *accumulate(sizes)][:-1]
+        length = sum(sizes)
+        self._stride = max(1, length // min(max(length // _SHARE, _LEAST), _MOST))
+        # the sample, then its squared norm and 1 for a rank that has one
+        self._sample = torch.zeros(-(-length // self._stride) + 2, device=parameters[0].device)
+        with memory.stream_scope():
+            self._sum = transport.dense_allreduce(memory.array(self._sample), timeout)
+        self.measured = 0
+        self.squares: tuple[float, float] = (0.0, 0.0)
+        """Of the mean gradient and of the ranks', averaged over the measurements."""
+
+    @property
+    def scale(self) -> float:
+        """One over the root of the ratio; 1 before the first measurement."""
+        of_mean, mean = self.squares
+        if not mean > 0:
+            return 1.0
+        return 1 / math.sqrt(min(max(of_mean / mean, 1 / self._transport.size), 1.0))
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Measure the gradients as they are now. Collective. A rank whose gradient is not finite is left out."""
+        sample, offset = self._sample, self.measured * 7919 % self._stride
+        self.measured += 1
+        pieces = []
+        for parameter, start in zip(self._parameters, self._starts, strict=True):
+            first, size = (offset - start) % self._stride, parameter.numel()
+            if parameter.grad is not None:
+                pieces.append(parameter.grad.reshape(-1)[first :: self._stride].float())
+            elif first < size:
+                pieces.append(sample.new_zeros(-(-(size - first) // self._stride)))
+        mine = torch.cat(pieces)
+        square = mine.square().sum()
+        here = torch.isfinite(square)
+        sample.zero_()
+        sample[: len(mine)] = torch.where(here, mine, 0.0)
+        sample[-2], sample[-1] = torch.where(here, square, 0.0), here
+        with self._memory.stream_scope():
+            self._sum.run()
+        total, ranks = sample[-2:].tolist()
+        if not ranks or not math.isfinite(total):
+            return
+        new = float(sample[:-2].square().sum()) / ranks**2, total / ranks
+        weight = _FOLLOWED if self.squares[1] else 1.0
+        of_mean, mean = (old + weight * (now - old) for old, now in zip(self.squares, new, strict=True))
+        self.squares = of_mean, mean
+
+    def state(self) -> dict[str, Any]:
+        """What `load` continues from."""
+        return {"measured": self.measured, "squares": list(self.squares)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`."""
+        self.measured, self.squares = state["measured"], tuple(state["squares"])
+
+    def close(self) -> None:
+        """Free what the library holds. Collective."""
+        self._sum.free()

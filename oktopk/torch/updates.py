@@ -1,0 +1,530 @@
+"""Updates in place of gradients: each rank's optimizer steps first, then what it changed is selected and summed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.elastic import of_rank
+from oktopk.results import StepReport
+from oktopk.torch.agreement import groups_of
+from oktopk.torch.as_wrapped import AsWrapped
+from oktopk.torch.gradients import missing_spans
+from oktopk.torch.optimizer import DistributedOptimizer
+from oktopk.torch.reference import Reference
+from oktopk.torch.sampled_ratio import SampledRatio
+from oktopk.torch.states import by_rank
+from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
+
+__all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
+
+_FIRST, _EVERY = (
+    20,
+    10,
+)  # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
+
+
+class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
+    """What `DistributedOptimizer(optimizer, sends="updates")` makes: the optimizer stands before the selection.
+
+    In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
+    of the residuals are summed over the ranks, and all ranks subtract the mean from the *reference*: float32 values of all
+    parameters, equal on all ranks, bit for bit.
+
+        optimizer steps                     x, what the parameters hold, becomes x'
+        residual := residual + (x - x')
+        u := the largest sums of the largest entries of all residuals       # each residual loses what it sent
+        reference := decay · (reference - u / P)
+        parameters := round(reference - local_share · residual)
+
+    So a rank's own parameters hold a share of what it has not sent yet, by default 1/P, as much as it will count, and differ a
+    little from those of other ranks. Without it a rank computes a hundred gradients before it sees what the first of them did.
+    `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
+
+    Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
+
+    - beta2 becomes beta2^(1/P), so that a second moment averages over as many batches as in a dense step;
+    - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
+      squared norm of the ranks' gradients, see `SampledRatio`.
+
+    Decoupled weight decay (of torch's AdamW and Muon, and of groups with `decoupled_weight_decay`) acts on the reference, on
+    parameters that have had a gradient on some rank since the last exchange. Coupled decay is part of the gradient. What else an
+    optimizer does is part of its update.
+
+    Where a gradient is not finite, this rank's optimizer does not step. With nonfinite="skip" the others go on. With "raise" all
+    ranks raise in the exchange; those that stepped keep their update in the residual.
+
+    Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
+    write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
+    parameter's steps since the last exchange. Ranks that part are named within ten exchanges.
+
+    Memory: beside the reducer's 8n bytes 8n, the reference and scratch.
+    Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
+        every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values.
+    Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
+    """
+
+    reducer: GradientAllreduce
+
+    def _refused(self, settings: dict[str, Any]) -> str:
+        for name in ("overlap", "bucket_mb", "momentum_correction", "deferred"):
+            if settings.get(name):
+                return f"{name}={settings[name]!r} is for sends='gradients'"
+        if settings.get("average") is False:
+            return "average=False is for sends='gradients': updates are averaged"
+        if settings["method"] == "dense":
+            return "method='dense' is for sends='gradients': updates need a method that selects"
+        if settings.get("levels") == "hosts":
+            return "levels='hosts' is for sends='gradients': each rank exchanges its own updates"
+        if settings["gradient_type"] not in ("", "float32"):
+            return (
+                f"gradient_type={settings['gradient_type']!r} is for sends='gradients': updates are float32"
+            )
+        if settings["tables"] and settings["every"] > 1:
+            return f"every={settings['every']} is not for tables with sparse gradients, which are summed in each step"
+        return _refused_optimizer(self.inner)
+
+    def _options(self) -> dict[str, Any]:
+        return {"levels": "flat"}
+
+    def _selected_type(self) -> str:
+        return "float32"
+
+    def _prepare(self, gradient_type: str, overlap: bool) -> None:
+        self._buckets = None
+        self._interval: int = self._arguments["every"]
+        share = self._arguments["local_share"]
+        self._as_wrapped = AsWrapped(self._parameters)
+        self._reference = Reference(
+            self._parameters, 1 / self.reducer.transport.size if share is None else share
+        )
+        self._residual_array: Any = None
+        self._ratio: SampledRatio | None = None
+        if _adaptive(self.inner):
+            timeout = self.reducer.settings.timeout
+            self._ratio = SampledRatio(self._parameters, self.reducer.transport, self._memory, timeout)
+        self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
+        self._exchanges = 0
+        self._begin_window()
+        self._counted = [*self._parameters, *self._table_list]
+        groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
+        shown = self._hash  # compared over the ranks in each exchange, as the groups are
+        self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
+
+    def _begin_window(self) -> None:
+        self._steps = 0  # since the last exchange
+        self._broken = False  # a gradient was not finite, and all ranks are to raise
+        self._present = bytearray(len(self._parameters))  # has had a gradient
+        self._factors = [1.0] * len(self.param_groups)  # of decay
+
+    # a step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's."""
+        self.inner.zero_grad(set_to_none)
+
+    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
+        """Refused: the optimizer steps before anything is reduced.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("reduce() and apply() are for sends='gradients': call step()")
+
+    def apply(self) -> None:
+        """As `reduce`."""
+        self.reduce()
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Step on this rank's gradient; in each `every`-th call exchange, which is collective. `report` is of the last one.
+
+        Args:
+            closure: as `DistributedOptimizer.step`.
+            measure: take the paper's measures of this exchange; where none is due it does nothing.
+            grad_scaler: passed by `GradScaler.step(optimizer)`. Where it finds an Inf this rank does not step, its own scaler
+                backs off, and the other ranks go on.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            NonFiniteGradientError: on every rank alike, in the exchange, if settings say so.
+            ValueError: on some rank parameters have changed, or need a gradient that did not, so that no step is possible; or
+                the ranks' settings or references have parted. On every rank alike.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._as_wrapped.look()
+        problem = self._as_wrapped.problem or self._unwrapped_parameters()
+        finite = False
+        if not problem:
+            self._take_written()
+            finite = self._finite(grad_scaler)
+        if self._tables is None:
+            if finite:
+                self._step_alone()
+        elif not self._step_with_tables(finite, problem):
+            return loss
+        self._steps += 1
+        self._count_decay()
+        if self._steps == self._interval:
+            self._exchange(measure, problem)
+        else:
+            self._reference.watch()
+        return loss
+
+    @torch.no_grad()
+    def _finite(self, scaler: GradScaler | None) -> bool:
+        """Whether this rank's gradients are finite, after unscaling; then they are clipped."""
+        if scaler is not None:
+            if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+                scaler.unscale_(self)
+            if any(bool(flag.item()) for flag in scaler._found_inf_per_device(self).values()):
+                return False
+        elif hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
+            )
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return True
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        if not bool(torch.isfinite(norms).all()):
+            self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
+            return False
+        if self.clip_norm:
+            torch._foreach_mul_(gradients, (self.clip_norm / (norms.norm() + 1e-6)).clamp(max=1.0))
+        return True
+
+    def _step_with_tables(self, finite: bool, problem: str) -> bool:
+        """Sum the tables' gradients, then step; a rank whose gradients are not finite steps on the tables alone. Collective.
+
+        Returns:
+            False where the step is skipped on all ranks, since a table's gradient is not finite.
+        """
+        assert self._tables is not None
+        dense = [(p, p.grad) for p in self._parameters]
+        with self._memory.stream_scope():
+            reduced = self._tables.reduce(problem)
+        if not reduced:
+            self.report = self.reducer.skip_together(True)
+            self._reference.watch()
+            return False
+        try:
+            if not finite:
+                for parameter, _ in dense:
+                    parameter.grad = None
+            self._step_alone()
+        finally:
+            for parameter, gradient in dense:
+                parameter.grad = gradient
+            self._tables.put_back()
+        return True
+
+    def _step_alone(self) -> None:
+        """The wrapped optimizer's step on this rank's gradient, with what its groups must be for that."""
+        for number, parameter in enumerate(self._parameters):
+            self._present[number] |= parameter.grad is not None
+        held: list[dict[str, Any]] = [
+            {name: group[name] for name in ("betas", "weight_decay") if name in group}
+            for group in self.param_groups
+        ]
+        scale = 1.0 if self._ratio is None else self._ratio.scale
+        try:
+            for group in self.param_groups:
+                if _decays(self.inner, group):
+                    group["weight_decay"] = 0.0
+                if self._ratio is not None:
+                    first, second = group["betas"]
+                    group["betas"] = (first, second ** (1 / self.reducer.transport.size))
+            with _scaled_rates(self.param_groups, scale):
+                self.inner.step()
+        finally:
+            for group, before in zip(self.param_groups, held, strict=True):
+                group.update(before)
+
+    def _count_decay(self) -> None:
+        """Add this step to the decay that is due in the next exchange, whether this rank has stepped or not."""
+        for number, group in enumerate(self.param_groups):
+            if _decays(self.inner, group):
+                self._factors[number] *= 1.0 - float(group["lr"]) * group["weight_decay"]
+
+    # an exchange
+
+    @torch.no_grad()
+    def _exchange(self, measure: bool, problem: str) -> None:
+        """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
+        reference, transport = self._reference, self.reducer.transport
+        if new := self._exchanges < _FIRST or self._exchanges % _EVERY == 0:
+            self._hash[REFERENCE] = reference.digest()
+        tables = [table.grad is not None for table in self._table_list]
+        token = self._agreement.tell(bytes([*self._present, *tables]))
+        moved = reference.displacement(self._residual)
+        if problem:
+            moved.zero_()
+        elif self._broken:
+            moved.fill_(math.nan)  # the flag that all ranks see
+        absent = missing_spans([p.numel() for p in self._parameters], self._present)
+        try:
+            with self._memory.stream_scope():
+                self.report = self.reducer.step(
+                    self._memory.array(moved), measure=measure, problem=problem, absent=absent, token=token
+                )
+            anywhere = b""
+            if not self.report.skipped:
+                try:
+                    anywhere = self._agreement.hear(self.reducer.tokens, transport)
+                except ValueError:
+                    self.reducer.take_back()
+                    raise
+        except (NonFiniteGradientError, ValueError):
+            if problem:
+                self._begin_window()
+            else:
+                self._end_window(applied=False)
+            raise
+        if self._tables is not None:
+            self.report.row_bytes = sum(each.bytes for each in self._tables.reports)
+        self._end_window(not self.report.skipped, anywhere)
+        if new and self._ratio is not None:
+            self._ratio.measure()
+
+    def _end_window(self, applied: bool, anywhere: bytes = b"") -> None:
+        """Move the reference, and make the parameters what follows from it.
+
+        Where nothing was applied, what is finite of this rank's update stays in its residual.
+        """
+        reference, residual = self._reference, self._residual
+        if applied:
+            reference.vector.sub_(self._update)
+            for number, factor in self._decay_of(anywhere):
+                reference.views[number].mul_(factor)
+        elif not self._broken:
+            moved = reference.displacement(residual)
+            residual.add_(torch.where(torch.isfinite(moved), moved, 0.0))
+        reference.show(residual)
+        self._exchanges += 1
+        self._begin_window()
+
+    @property
+    def _residual(self) -> Tensor:
+        """float32[n], the reducer's, whole."""
+        held = self.reducer.residual
+        if held is not self._residual_array:
+            self._residual_array, self._residual_tensor = held, self._memory.tensor(held)
+        return self._residual_tensor
+
+    def _decay_of(self, anywhere: bytes) -> Iterator[tuple[int, float]]:
+        """The parameters that decay since the last exchange, and by which factor; equal on all ranks."""
+        factors = {
+            id(p): factor
+            for group, factor in zip(self.param_groups, self._factors, strict=True)
+            for p in group["params"]
+        }
+        for number, parameter in enumerate(self._parameters):
+            if anywhere[number] and (factor := factors.get(id(parameter), 1.0)) != 1.0:
+                yield number, factor
+
+    # what users write
+
+    @torch.no_grad()
+    def _take_written(self) -> None:
+        """Make what was written to since the last step the reference."""
+        reference, loaded = self._reference, self._loaded
+        numbers = reference.written(by_version=not self._steps)
+        if numbers and loaded is not None and self._continues(loaded):
+            numbers = []
+        self._loaded = None
+        if numbers:
+            reference.take(numbers, self._residual)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
+
+        Not collective. No step may be taken within.
+        """
+        with torch.no_grad():
+            self._take_written()
+            kept = self._reference.show_agreed()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._reference.leave_agreed(kept, self._residual)
+
+    # state
+
+    @property
+    def gradient(self) -> Any:
+        """float32[n]: this rank's gradient as it is now, on the host; zero where there is none."""
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
+
+        Between exchanges, too. Save the model within `agreed`, or each rank its own. Where the model holds either of these when
+        the state is loaded, or is loaded after it, training goes on; with each rank's own model bit for bit.
+        """
+        return super().state_dict()
+
+    def _state(self) -> dict[str, Any]:
+        rank = self.reducer.transport.rank
+        return {**super()._state(), "updates": by_rank(self._own_state(), rank)}
+
+    @torch.no_grad()
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "reference": self._reference.vector.clone(),
+            "local": self._reference.flat(),
+            "steps": self._steps,
+            "exchanges": self._exchanges,
+            "present": list(self._present),
+            "factors": list(self._factors),
+            "ratio": None if self._ratio is None else self._ratio.state(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        own = of_rank(state.pop("updates", None))
+        transport = self.reducer.transport
+        transport.expect_all("load_state_dict", self.reducer.settings.timeout)
+        problem = "" if own is None else self._state_problem(own)
+        transport.agree({"whether the state is of updates": own is not None}, problem)
+        if own is None and state.get("reducer") is not None:
+            state.pop("reducer")  # residuals of gradients, which are of another size
+        super()._load(state)
+        with torch.no_grad():
+            self._begin_window()
+            self._loaded = own
+            fits = own is not None and self._continues(own, only_look=True)
+            if own is not None and all(transport.allgather_objects(fits)):
+                self._continues(own)
+                return
+            self._reference.take(range(len(self._parameters)), None)
+            self._reference.watch()
+
+    def _continues(self, own: dict[str, Any], only_look: bool = False) -> bool:
+        """Go on from a state where the parameters hold what they did then, or its reference; whether they do."""
+        reference = self._reference
+        vector = own["reference"].to(reference.vector.device)
+        local = own["local"] is not None and torch.equal(reference.flat(), own["local"].to(vector.device))
+        if not local and not torch.equal(reference.flat(), vector.to(self._parameters[0].dtype)):
+            return False
+        if only_look:
+            return True
+        reference.vector.copy_(vector)
+        self._exchanges = own["exchanges"]
+        if self._ratio is not None and own["ratio"] is not None:
+            self._ratio.load(own["ratio"])
+        if local:
+            self._steps, self._present = own["steps"], bytearray(own["present"])
+            self._factors = list(own["factors"])
+            reference.watch()
+        else:
+            reference.show(self._residual)
+        return True
+
+    def _state_problem(self, own: Any) -> str:
+        """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
+        length = self.length
+        try:
+            for name in ("reference", "local"):
+                vector = own[name]
+                if (vector is not None or name == "reference") and vector.shape != (length,):
+                    return f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)"
+            counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
+            own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
+        except (AttributeError, KeyError, TypeError) as error:
+            return f"the state of updates is damaged: {type(error).__name__} {error}"
+        wanted = len(self._parameters), len(self.param_groups)
+        if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:
+            return (
+                f"the state has {counts[2]} parameters in {counts[3]} groups, {counts[0]} steps after an exchange; the optimizer "
+                f"has {wanted[0]} in {wanted[1]} and exchanges every {self._interval}"
+            )
+        return ""
+
+    def _states_difference(self, state: dict[str, Any]) -> str:
+        ranks = self.reducer.transport.allgather_objects(numbers_of(state["param_groups"]))
+        return groups_difference(ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
+        """As `DistributedOptimizer.__deepcopy__`. Collective."""
+        copy.deepcopy(self.inner, memo)
+        with torch.no_grad():
+            for parameter, view in zip(self._parameters, self._reference.views, strict=True):
+                memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
+        copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
+        with torch.no_grad():
+            own = copied._own_state() | {
+                name: held for name, held in self._own_state().items() if name != "local"
+            }
+            copied._continues(own | {"local": copied._reference.flat()})
+            copied._reference.hold(self._reference.flat())
+        return copied
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Free what the library holds; the parameters become round(reference). Collective."""
+        self._reference.show_agreed()
+        if self._ratio is not None:
+            self._ratio.close()
+        super().close()
+
+
+def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides by second moments as torch's Adam does."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam | torch.optim.RAdam)
+
+
+def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group has decoupled weight decay: its parameters times 1 - lr · weight_decay in each step."""
+    muon = getattr(torch.optim, "Muon", ())
+    decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, (torch.optim.AdamW, muon))
+    return bool(decoupled and group.get("weight_decay"))
+
+
+def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot step before the exchange, in a sentence; "" if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.distributed.optim"):
+        return f"{name} talks to other ranks by itself: wrap the optimizer that it is made of"
+    if any("train_mode" in group for group in optimizer.param_groups):
+        return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
+    return ""
+
+
+@contextmanager
+def _scaled_rates(groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
+    """Within, the learning rate of each group is times `scale`; one in a tensor keeps its address."""
+    before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    try:
+        for group in groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].mul_(scale)
+            else:
+                group["lr"] = group["lr"] * scale
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate

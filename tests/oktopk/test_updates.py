@@ -1,0 +1,443 @@
+"""Updates: each rank's optimizer steps first, what it changed is summed, and the reference is equal on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.torch.updates import UpdatesOptimizer
+from tests.training import flat, loss, network, train
+
+pytestmark = pytest.mark.mpi
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.1, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.1, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3)),
+}
+
+
+def wrap(model: nn.Module, comm: Any, kind: str = "adamw", **settings: Any) -> Any:
+    inner = OPTIMIZERS[kind](model.parameters())
+    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates"} | settings
+    return DistributedOptimizer(inner, comm, **given)
+
+
+def references(optimizer: Any, comm: MPI.Intracomm) -> list[bytes]:
+    return comm.allgather(optimizer._reference.vector.cpu().numpy().tobytes())
+
+
+def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
+    assert len(set(references(optimizer, comm))) == 1
+    with optimizer.agreed():
+        held = flat(model)
+        assert len(set(comm.allgather(held.tobytes()))) == 1
+        wanted = optimizer._reference.vector.to(next(model.parameters()).dtype).float()
+        assert np.array_equal(held, wanted.numpy())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("settings", [{}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"}], ids=str)
+def test_the_reference_is_equal_on_all_ranks_after_every_exchange(
+    comm: MPI.Intracomm, kind: str, settings: dict[str, Any]
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, kind, **settings)
+    assert isinstance(optimizer, UpdatesOptimizer)
+    start = flat(model)
+    for step in range(9):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        check_agreed(model, optimizer, comm)
+    assert not np.array_equal(start, flat(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost_between_the_optimizers_and_the_reference(
+    comm: MPI.Intracomm, dtype: torch.dtype
+) -> None:
+    """Of all ranks: what optimizers changed = what is in residuals + P times what the reference moved."""
+    model = network().to(dtype)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends="updates")
+    before = optimizer._reference.vector.double().clone()
+    moved = np.zeros(len(before))
+    real = inner.step
+    parameters = list(model.parameters())
+
+    def counted() -> None:
+        nonlocal moved
+        held = flat(model).astype(np.float64)
+        real()
+        moved = moved + held - flat(model)
+
+    inner.step = counted  # type: ignore[method-assign]
+    for step in range(6):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+    assert parameters[0].dtype == dtype
+    residuals = comm.allreduce(optimizer.reducer.residual.astype(np.float64))
+    applied = (before - optimizer._reference.vector.double()).numpy() * comm.size
+    assert np.abs(comm.allreduce(moved)).max() > 0.01
+    assert np.allclose(comm.allreduce(moved), residuals + applied, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
+    model = network().to(dtype)
+    optimizer = DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates"
+    )
+    held, reference = flat(model), optimizer._reference.vector.clone()
+    for _ in range(50):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert np.array_equal(flat(model), held)
+    assert torch.equal(optimizer._reference.vector, reference)
+    assert not optimizer.reducer.residual.any()
+
+
+def test_adamw_decays_the_reference_as_torch_decays_parameters_and_not_through_the_residual(
+    comm: MPI.Intracomm,
+) -> None:
+    model, alone = network(), network()
+    optimizer = wrap(model, comm)
+    plain = OPTIMIZERS["adamw"](alone.parameters())
+    for one, other in ((model, optimizer), (alone, plain)):
+        for _ in range(5):
+            for parameter in one.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            other.step()
+    assert not optimizer.reducer.residual.any()
+    assert np.allclose(flat(model), flat(alone), rtol=1e-6, atol=0)
+    assert not np.array_equal(flat(model), flat(network()))
+
+
+def test_what_has_no_gradient_stays_as_in_torch_alone(comm: MPI.Intracomm) -> None:
+    """A layer that is frozen later: parameters, reference and residual, decay included."""
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    train(model, optimizer, comm.rank, range(4))
+    last = model[3]
+    size = sum(p.numel() for p in last.parameters())
+    held = flat(last)
+    residual = optimizer.reducer.residual[-size:].copy()
+    assert residual.any() or comm.size == 1
+    last.requires_grad_(False)
+    for p in last.parameters():
+        p.grad = None
+    train(model, optimizer, comm.rank, range(4, 12))
+    assert np.array_equal(flat(last), held)
+    assert np.array_equal(optimizer.reducer.residual[-size:], residual)
+    last.requires_grad_(True)
+    train(model, optimizer, comm.rank, range(12, 14))
+    assert not np.array_equal(flat(last), held)
+    check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_that_some_ranks_use_follows_the_reference_on_all(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        if comm.rank:
+            model[3].bias.grad = None
+        optimizer.step()
+        check_agreed(model, optimizer, comm)
+    assert not np.array_equal(flat(model[3]), flat(network()[3]))
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_rank_whose_gradient_is_not_finite_does_not_step(
+    comm: MPI.Intracomm, nonfinite: str, every: int
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, nonfinite=nonfinite, every=every)
+    train(model, optimizer, comm.rank, range(2 * every))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 9).backward()
+    bad = comm.size - 1
+    if comm.rank == bad:
+        model[0].weight.grad[0, 0] = math.nan
+    moments = {n: copy.deepcopy(s) for n, s in enumerate(optimizer.inner.state.values())}
+    reference = optimizer._reference.vector.clone()
+    moves = every == 1
+    if nonfinite == "raise" and moves:
+        with pytest.raises(NonFiniteGradientError, match=f"rank.s. {bad}"):
+            optimizer.step()
+        assert torch.equal(optimizer._reference.vector, reference)
+        if comm.rank != bad:
+            assert optimizer.reducer.residual.any()
+    else:
+        optimizer.step()
+    if comm.rank == bad:
+        for before, after in zip(moments.values(), optimizer.inner.state.values(), strict=True):
+            assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
+    if nonfinite == "raise" and not moves:
+        optimizer.zero_grad()
+        loss(model, comm.rank, 10).backward()
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.step()
+    elif not moves:
+        train(model, optimizer, comm.rank, range(10, 11))
+    train(model, optimizer, comm.rank, range(11, 11 + 4 * every))
+    assert np.isfinite(flat(model)).all()
+    check_agreed(model, optimizer, comm)
+
+
+def test_an_update_that_is_not_finite_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, "sgd")
+    train(model, optimizer, comm.rank, range(2))
+    before = model[0].weight.detach().clone()
+    optimizer.zero_grad()
+    loss(model, comm.rank, 3).backward()
+    if comm.rank == 0:
+        optimizer.inner.state[model[0].weight]["momentum_buffer"].fill_(math.inf)
+    with pytest.raises(NonFiniteGradientError, match="rank.s. 0"):
+        optimizer.step()
+    assert np.isfinite(flat(model)).all()
+    if comm.rank == 0:
+        assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if step == 2 and comm.rank == 1:
+            model[0].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (512.0 if comm.rank == 1 else 1024.0)
+    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
+    assert steps == {3.0 if comm.rank == 1 else 4.0}
+    check_agreed(model, optimizer, comm)
+
+
+def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, every=4)
+    transport = optimizer.reducer.transport
+    train(model, optimizer, comm.rank, range(4))
+    transport.take_traffic()
+    for name in (
+        "allgather_objects",
+        "allreduce_control",
+        "allgather_control",
+        "alltoall_control",
+        "barrier",
+    ):
+        setattr(transport, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+    train(model, optimizer, comm.rank, range(4, 7))
+    assert transport.take_traffic().bytes == 0
+    assert optimizer.report.step == 0
+    for name in (
+        "allgather_objects",
+        "allreduce_control",
+        "allgather_control",
+        "alltoall_control",
+        "barrier",
+    ):
+        delattr(transport, name)
+    train(model, optimizer, comm.rank, range(7, 8))
+    assert optimizer.report.step == 1
+    check_agreed(model, optimizer, comm)
+
+
+# what users write
+
+
+def test_what_all_ranks_write_between_steps_stays(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    train(model, optimizer, comm.rank, range(3))
+    with optimizer.agreed(), torch.no_grad():
+        model[0].weight.clamp_(-0.05, 0.05)
+        model[3].bias.data = torch.full((7,), 0.25)
+    check_agreed(model, optimizer, comm)
+    reference = optimizer._reference
+    assert reference.views[0].abs().max() <= 0.05
+    assert torch.equal(reference.views[-1], torch.full((7,), 0.25))
+    for p in model.parameters():
+        p.grad = None
+    optimizer.step()  # nothing has a gradient: nothing moves
+    with optimizer.agreed():
+        assert model[0].weight.abs().max() <= 0.05
+        assert torch.equal(model[3].bias.data, torch.full((7,), 0.25))
+    saved = {name: held.clone() for name, held in network(7).state_dict().items()}
+    model.load_state_dict(saved)
+    train(model, optimizer, comm.rank, range(3, 4))
+    with optimizer.agreed():
+        assert np.abs(flat(model) - flat(network(7))).max() < 0.01
+    check_agreed(model, optimizer, comm)
+
+
+def test_weights_that_are_put_aside_and_back_change_nothing(comm: MPI.Intracomm) -> None:
+    """As an average of weights does for an evaluation."""
+    vectors = []
+    for swaps in (False, True):
+        model = network()
+        optimizer = wrap(model, comm, every=2)
+        for step in range(6):
+            train(model, optimizer, comm.rank, range(step, step + 1))
+            if swaps:
+                kept = [p.detach().clone() for p in model.parameters()]
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.zero_()
+                    for p, held in zip(model.parameters(), kept, strict=True):
+                        p.copy_(held)
+        vectors.append(optimizer._reference.vector.clone())
+    assert torch.equal(*vectors)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_writes_alone_is_named(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(2))
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].weight.zero_()
+    with pytest.raises(ValueError, match=r"have parted: their hash is .* on rank 0, .* on rank 1"):
+        train(model, optimizer, comm.rank, range(2, 5))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rates_that_part_are_named(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.param_groups[0]["lr"] *= 1 + comm.rank
+    with pytest.raises(ValueError, match="'lr' of the optimizer's group 0 differs"):
+        train(model, optimizer, comm.rank, range(2, 4))
+
+
+def test_another_memory_format_is_gone_on_with(comm: MPI.Intracomm) -> None:
+    vectors = []
+    for later in (False, True):
+        torch.manual_seed(1)
+        model = nn.Conv2d(3, 4, 3)
+        optimizer = wrap(model, comm, "sgd", density=0.2)
+        for step in range(4):
+            if later and step == 2:
+                model.to(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            batch = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step * 9 + comm.rank))
+            model(batch).square().mean().backward()
+            optimizer.step()
+        vectors.append(optimizer._reference.vector.clone())
+        assert later == (not model.weight.is_contiguous())
+    assert torch.allclose(*vectors, atol=1e-6)
+
+
+# state
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("saved", ["local", "agreed"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_run_goes_on_from_its_state(comm: MPI.Intracomm, every: int, saved: str, first: str) -> None:
+    model = network()
+    optimizer = wrap(model, comm, every=every)
+    steps = 5 if saved == "local" else 2 * every  # within a window, too
+    train(model, optimizer, comm.rank, range(steps))
+    state = copy.deepcopy(optimizer.state_dict())
+    if saved == "agreed":
+        with optimizer.agreed():
+            weights = copy.deepcopy(model.state_dict())
+    else:
+        weights = copy.deepcopy(model.state_dict())
+    train(model, optimizer, comm.rank, range(steps, steps + 7))
+    other = network(3)
+    loaded = wrap(other, comm, every=every)
+    if first == "model":
+        other.load_state_dict(weights)
+        loaded.load_state_dict(state)
+    else:
+        loaded.load_state_dict(state)
+        other.load_state_dict(weights)
+    train(other, loaded, comm.rank, range(steps, steps + 7))
+    if (first, saved) == (
+        "optimizer",
+        "agreed",
+    ):  # the first gradient was computed before the optimizer saw the model
+        assert np.abs(flat(other) - flat(model)).max() < 0.05
+        check_agreed(other, loaded, comm)
+        return
+    assert np.array_equal(flat(other), flat(model))
+    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+
+
+def test_a_state_of_gradients_loads_with_an_empty_residual_and_a_warning(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = network()
+    before = wrap(model, comm, sends="gradients")
+    train(model, before, comm.rank, range(3))
+    state, weights = before.state_dict(), flat(model)
+    other = network()
+    optimizer = wrap(other, comm)
+    other.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(state)
+    assert not optimizer.reducer.residual.any()
+    assert np.array_equal(optimizer._reference.vector.numpy(), weights)
+    assert any("residuals start empty" in str(w.message) for w in recwarn) == (comm.rank == 0)
+    train(other, optimizer, comm.rank, range(3, 5))
+    check_agreed(other, optimizer, comm)
+
+
+def test_a_deep_copy_goes_on_as_the_original(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(4))
+    other, copied = copy.deepcopy((model, optimizer))
+    train(other, copied, comm.rank, range(4, 7))
+    train(model, optimizer, comm.rank, range(4, 7))
+    assert np.array_equal(flat(model), flat(other))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every 0 is not an integer >= 1"),
+        ({"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
+        ({"sends": "weights"}, "sends 'weights' is not one of 'gradients', 'updates'"),
+        ({"overlap": True}, "overlap=True is for sends='gradients'"),
+        ({"method": "dense"}, "method='dense' is for sends='gradients'"),
+        ({"average": False}, "average=False is for sends='gradients'"),
+        ({"sends": "gradients", "every": 2}, "every 2 is for sends='updates'"),
+    ],
+    ids=str,
+)
+def test_what_updates_do_not_take_is_refused_in_a_sentence(
+    comm: MPI.Intracomm, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(network(), comm, "sgd", **settings)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_must_send_alike(comm: MPI.Intracomm) -> None:
+    for name, values in (("sends", ("gradients", "updates")), ("every", (1, 2))):
+        with pytest.raises(ValueError, match=f"ranks disagree on {name}"):
+            wrap(network(), comm, "sgd", **{name: values[comm.rank == 1]})
