@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
 from collectives.limit import Limit, missing_ranks, wait_within
@@ -113,9 +114,10 @@ class MpiTransport(HostTransport):
                 "their own: take an MPI that provides it, or let mpi4py ask for it (mpi4py.rc.thread_level)"
             )
 
+    @closes
     def close(self) -> None:
         # where an operation was given up, MPI may still be working on it
-        if self.comm != MPI.COMM_NULL and not self.gave_up:
+        if not self.gave_up:
             self.comm.Free()
 
     def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:

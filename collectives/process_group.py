@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from collectives.closing import closes
 from collectives.host_transport import HostTransport
 from collectives.limit import PAUSE, Limit, missing_ranks, wait_within
 from collectives.transport import MissingRanksError
@@ -152,6 +153,7 @@ class ProcessGroupTransport(HostTransport):
         # interpreter's lock, which whoever ends the threads holds.
         self._recent: deque[Any] = deque(maxlen=8)
 
+    @closes
     def close(self) -> None:
         # where an operation was given up, gloo may still be working on it
         if not self.gave_up:

@@ -1,8 +1,34 @@
-"""Builds the parser of a command: name, description, examples."""
+"""A command's parser, with examples, and what it prints, without the control characters of files and their names."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from typing import IO, Any
+
+# what moves the cursor, sets the terminal or turns the text around, and what no encoding has; lines end as they do
+_CONTROLS = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff]"
+)
+
+
+def escaped(text: str) -> str:
+    """A text with control characters and bytes that are no UTF-8 as Python writes them, such as a backslash and x1b."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escaped_values(value: Any) -> Any:
+    """Nested dicts and lists whose texts, keys too, are `escaped`."""
+    if isinstance(value, dict):
+        return {escaped_values(name): escaped_values(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [escaped_values(held) for held in value]
+    return escaped(value) if isinstance(value, str) else value
+
+
+def show(text: object, *, file: IO[str] | None = None, flush: bool = False) -> None:
+    """Print a text, `escaped`: parts of it may come from a file."""
+    print(escaped(str(text)), file=file, flush=flush)
 
 
 def command_parser(

@@ -1,9 +1,11 @@
-"""Writes files durably (fsync, atomic rename) and locks them for one writer."""
+"""Creates, locks and replaces files, on to the disk itself and through no link: every file that a job writes is opened here."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,13 +24,71 @@ def sync(path: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Path of the draft that replaces `path`; a killed process leaves it, and the next one overwrites it."""
+    """Path of the draft that replaces `path`; a killed process leaves it, and the next one removes it."""
     return path.with_name(f".{path.name}.part")
 
 
-def is_special(path: Path) -> bool:
-    """Whether `path` is a directory, a device, a pipe or a socket, which no file may replace."""
-    return path.exists() and not path.is_file()
+def obstacle(path: Path) -> str:
+    """Why no file of this program may replace what is at `path`, for a sentence about it; "" where nothing prevents it.
+
+    Links, directories, devices, pipes, sockets and other users' files are left alone.
+    """
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    if stat.S_ISLNK(status.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISREG(status.st_mode):
+        return "is not a regular file"
+    if status.st_uid != os.geteuid():
+        # some file systems give all files one owner
+        with tempfile.TemporaryFile(dir=path.parent) as mine:
+            if status.st_uid != os.fstat(mine.fileno()).st_uid:
+                return f"belongs to user {status.st_uid}"
+    return ""
+
+
+def _refuse_obstacle(path: Path) -> None:
+    if found := obstacle(path):
+        raise OSError(f"{path} {found}")
+
+
+def create(path: Path) -> int:
+    """Create a file in place of one of this user's that may be there.
+
+    Returns:
+        Its descriptor, to read and write.
+
+    Raises:
+        OSError: something else is at `path`, see `obstacle`; or it cannot be created.
+    """
+    _refuse_obstacle(path)
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+@contextmanager
+def own_folder(path: Path) -> Iterator[Path]:
+    """A folder that only this program makes, created if need be, under a name that leads to it whatever becomes of `path`.
+
+    Raises:
+        OSError: a link or a file is at `path`, or the folder around it is missing; errors of the block name `path`, too.
+    """
+    with suppress(FileExistsError):
+        path.mkdir()
+    if path.is_symlink():
+        raise OSError(f"{path} is a symbolic link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        yield Path(name)
+    except Exception as error:
+        if name not in str(error):
+            raise
+        raise OSError(str(error).replace(name, str(path))) from error
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -36,23 +96,29 @@ def replaced(path: Path) -> Iterator[Path]:
     """A draft to write within the block; at its end the draft replaces `path`, on an error it is removed.
 
     Whatever happens, a file at `path` is whole, the old one or the new one. The draft may still be open, as one that is
-    written on afterwards is.
+    written on afterwards is. Its name is valid within the block alone, and has no suffix.
 
     Raises:
-        OSError: what is at `path` is not a regular file, or the disk is full or broken.
+        OSError: a link, a device or another user's file is at `path` or where the draft goes, another process writes the
+            same file, or the disk is full or broken.
     """
-    if is_special(path):
-        raise OSError(f"{path} is not a regular file")
+    _refuse_obstacle(path)
     draft = draft_of(path)
+    descriptor = create(draft)
     try:
-        yield draft
-        sync(draft)
+        yield Path(f"/proc/self/fd/{descriptor}")
+        os.fsync(descriptor)
+        if not _is_open_at(descriptor, draft):
+            raise OSError(f"{path}: another process is writing it")
         os.replace(draft, path)
         sync(path.parent)
     except BaseException:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            if _is_open_at(descriptor, draft):
+                draft.unlink()
         raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -90,12 +156,16 @@ def take_lock(path: Path, patience: float = 0.0) -> int | None:
         Its descriptor; None while another process holds it. Where the file system has no locks nobody does.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: a link, a device or another user's file is at `path`, or the file cannot be opened.
     """
     deadline = time.monotonic() + patience
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        _refuse_obstacle(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if os.fstat(descriptor).st_nlink > 1:
+            os.close(descriptor)
+            raise OSError(f"{path} has a second name: it is no lock of this program")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open_at(descriptor, path):
@@ -113,6 +183,6 @@ def take_lock(path: Path, patience: float = 0.0) -> int | None:
 def _is_open_at(descriptor: int, path: Path) -> bool:
     """Whether the file that is open is the one that has this name now."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data import DataError
-from data.command import command_parser
+from data.command import command_parser, show
 from data.durable import exclusive
 from data.images import cifar10
 from data.images.dataset import ImageSet
@@ -192,9 +192,9 @@ def main(arguments: list[str] | None = None) -> int:
         with exclusive(options.output):
             line = _prepared(options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        show(f"error: {error}", file=sys.stderr)
         return 1
-    print(line)
+    show(line)
     return 0
 
 
@@ -218,5 +218,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        show("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

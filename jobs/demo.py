@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from data.command import command_parser
+from data.command import command_parser, show
 from jobs.launch import run_job
 from jobs.report.headline import SlowLinks
 from jobs.report.summary import read_runs
@@ -69,7 +69,7 @@ def train(options: argparse.Namespace, seed: int) -> int:
     """Train with each method on this host; returns the status of the first job that failed."""
     for method in METHODS:
         which = f", seed {seed}" if options.seeds > 1 else ""
-        print(f"{method} on {options.ranks} ranks and {available_cores()} cores{which}", flush=True)
+        show(f"{method} on {options.ranks} ranks and {available_cores()} cores{which}", flush=True)
         settings = {
             "training.steps": options.steps,
             "training.eval_every": EVALUATE_EVERY,
@@ -79,7 +79,7 @@ def train(options: argparse.Namespace, seed: int) -> int:
         arguments = training_arguments(options, method, run_path(options, method, seed), settings)
         status = run_job(options.ranks, ["-m", "jobs.train", *arguments])
         if status:
-            print(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
+            show(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
             return status
     return 0
 
@@ -99,7 +99,7 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
         return SlowLinks(problem="one rank sends nothing")
     paths = []
     for method in METHODS:
-        print(f"{method} over links of 1 Gb/s", flush=True)
+        show(f"{method} over links of 1 Gb/s", flush=True)
         paths.append(options.output / f"{method}-1gbit.h5")
         settings = {"training.steps": LINK_STEPS, "training.eval_every": LINK_STEPS, "training.device": "cpu"}
         try:
@@ -111,7 +111,7 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
             problem = str(error)
         if problem:
             problem = f"training with {method}: {problem}"
-            print(f"  not possible here: {problem}", flush=True)
+            show(f"  not possible here: {problem}", flush=True)
             return SlowLinks(problem=problem)
     return SlowLinks(paths)
 
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         links = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
         for seed in range(1, options.seeds):
             if time.monotonic() - began + took > options.time_limit:
-                print(f"no time for seed {seed}: --time-limit {options.time_limit:g}", flush=True)
+                show(f"no time for seed {seed}: --time-limit {options.time_limit:g}", flush=True)
                 break
             if status := train(options, seed):
                 return status
@@ -200,12 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             links=links,
         )
     except (LaunchError, RunFileError) as error:
-        print(f"jobs.demo: {error}", file=sys.stderr)
+        show(f"jobs.demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    print(f"\n{table}\n")
-    print(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
+    show(f"\n{table}\n")
+    show(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
     return 0
 
 

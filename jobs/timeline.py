@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from data.command import command_parser
+from data.command import command_parser, escaped, show
 from data.durable import replaced
 from jobs.report.style import COLOURS, GREY, STAGES
 from jobs.run.columns import BETWEEN, BUCKET, PHASES, Columns
@@ -59,7 +59,7 @@ def read_timeline(path: Path) -> tuple[Columns, str]:
         raise RunFileError(
             f"{path} has no timeline: train with --set run.timeline=true for more than run.timeline_after steps"
         )
-    spans["name"] = np.char.decode(spans["name"])
+    spans["name"] = np.char.decode(spans["name"], errors="backslashreplace")
     return spans, f"{path.name}: {info.method} on {info.ranks} ranks, {info.host}, {info.started}"
 
 
@@ -216,13 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = [stem.with_name(f"{stem.name}{end}") for end in (".json.gz", ".html")]
         content = gzip.compress(json.dumps(trace(spans, title)).encode(), mtime=0)
         last = steps[min(len(steps), steps.index(first) + STEPS_SHOWN) - 1]
-        for path, data in zip(written, (content, page(spans, title, first, last).encode()), strict=True):
+        for path, data in zip(
+            written, (content, escaped(page(spans, title, first, last)).encode()), strict=True
+        ):
             with replaced(path) as draft:
                 draft.write_bytes(data)
     except (RunFileError, OSError) as error:
-        print(f"jobs.timeline: {error}", file=sys.stderr)
+        show(f"jobs.timeline: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*summary(spans), *map(str, written)]))
+    show("\n".join([*summary(spans), *map(str, written)]))
     return 0
 
 

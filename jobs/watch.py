@@ -26,7 +26,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from data.command import command_parser
+from data.command import command_parser, escaped, show
 from jobs.report.summary import Run, read_runs
 from jobs.run.columns import PHASES
 from jobs.run.file import RunFileError
@@ -84,7 +84,12 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
         rows.add_row("held-out", f"{accuracy[-1]:.2%} after step {after[-1]}, best {accuracy.max():.2%}")
     if len(run.segments["step"]) > 1:
         rows.add_row("restarts", ", ".join(f"after step {step}" for step in run.segments["step"][1:]))
-    return Panel(rows, title=str(path), title_align="left"), ended
+    return Panel(rows, title=_title(path), title_align="left"), ended
+
+
+def _title(path: Path) -> Text:
+    # brackets of a name are no markup
+    return Text(escaped(str(path)))
 
 
 def run_length(run: Run) -> int:
@@ -128,7 +133,7 @@ def follow(paths: Sequence[Path], console: Console, *, every: float, once: bool)
         ended = True
         for path in paths:
             if not once and not path.exists():
-                panels.append(Panel("not there yet", title=str(path), title_align="left"))
+                panels.append(Panel("not there yet", title=_title(path), title_align="left"))
                 ended = False
                 continue
             panel, over = view(path, time.time(), max(10, console.width - 40))
@@ -167,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         follow(options.runs, console, every=options.every, once=options.once or not sys.stdout.isatty())
     except RunFileError as error:
-        print(f"jobs.watch: {error}", file=sys.stderr)
+        show(f"jobs.watch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
+from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
@@ -39,7 +41,8 @@ class NonFiniteGradientError(ArithmeticError):
     """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
 
     The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but on the ranks named where an element of it is above half the largest float.
+    but on the ranks named where an element of it is above half the largest float (with momentum
+    correction above (1 - momentum) / 4 of that).
 
     Attributes:
         ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
@@ -604,11 +607,15 @@ class GradientAllreduce:
         learned: dict[str, Any] = {}
         if not problem:
             common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
             agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
             learned = {
                 name: [theirs.get("selection"), theirs.get("threshold")]
                 for name, theirs in state["methods"].items()
             }
+            # of the ranks that hold a shard: all of them together
+            held = {f"whether there is a {name}": state[name] is not None for name in VECTORS}
+            agreed, learned = agreed | held, learned | held
         self._expect_all("load_state_dict")
         if self._group is not None:
             self.transport.barrier()  # names those that do not come
@@ -698,23 +705,25 @@ class GradientAllreduce:
             first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
             if self.settings.nonfinite == "skip":
                 vectors.restore()
-            elif vectors.residual is not None and first:
-                part = vectors.update
-                if self._group is not None:
-                    part = self._group.own_part(part)
-                vectors.residual += part * (self.transport.size if self.settings.average else 1)
-                vectors.pending = True
+            elif vectors.residual is not None:
+                if first:
+                    part = vectors.update
+                    if self._group is not None:
+                        part = self._group.own_part(part)
+                    vectors.residual += part * (self.transport.size if self.settings.average else 1)
+                vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.undo(None)
 
     def forget_support(self) -> None:
         """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""
         self._vectors.support = None
 
+    @closes
     def close(self) -> None:
-        """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete."""
-        if self._open is not None:
-            self._open, self._trust = None, 0
-            self.forget_support()
+        """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete.
+
+        Every public call raises RuntimeError from then on, but `close`, which does nothing.
+        """
         if self._sampler is not None:
             self._sampler.close()
         with self.backend.stream_scope():

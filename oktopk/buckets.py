@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.elastic import problem_of
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import state_problem
@@ -198,7 +200,7 @@ class BucketedAllreduce:
 
         Raises:
             TypeError, ValueError: as `GradientAllreduce.step`, on this rank alone.
-            RuntimeError: all buckets were started already, or the reducer was closed.
+            RuntimeError: all buckets were started already.
         """
         number = len(self._started)
         if number == len(self.buckets):
@@ -503,6 +505,8 @@ class BucketedAllreduce:
         self._incomplete = None
 
     def _state_problem(self, state: Any) -> str:
+        if problem := problem_of(state):
+            return problem
         try:
             buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
             lengths = [bucket["length"] for bucket in buckets]
@@ -526,6 +530,7 @@ class BucketedAllreduce:
         self._keep(np.array(self.lengths, np.int64))
         self._incomplete = None
 
+    @closes
     def close(self) -> None:
         """Free what MPI and the device hold, after what was started. Collective."""
         for thread in self._threads:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,8 @@ import numpy as np
 from oktopk.levels import Layout
 
 VECTORS = ("residual", "velocity")
+_EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
+"""Keys that the states of all ranks have alike."""
 
 
 def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
@@ -19,8 +20,11 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
     Empty where rank >= saved_ranks: such a rank starts without a residual.
 
     Raises:
-        ValueError: a number of ranks < 1, or rank not in [0, ranks).
+        ValueError: a number of ranks < 1 or that is no integer, or rank not in [0, ranks).
     """
+    for number in (rank, ranks, saved_ranks):
+        if isinstance(number, bool) or not isinstance(number, int | np.integer):
+            raise ValueError(f"{number!r} is no number of ranks")
     if min(ranks, saved_ranks) < 1:
         raise ValueError(f"{saved_ranks} saved and {ranks} new ranks are not at least 1 each")
     if not 0 <= rank < ranks:
@@ -64,29 +68,168 @@ def redistribute(
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
 
     Returns:
-        A new state, without the key of `of_rank`; its vectors may be those of one that was read.
+        A new state, without the key of `of_rank`; its vectors may be those of one that was read. Where a state that was read
+        cannot be, a state that `load_state_dict` refuses on all ranks, naming that rank: see `problem_of`.
 
     Raises:
-        ValueError: as `inherited_ranks`.
+        ValueError: as `inherited_ranks`, or as many hosts as there are no ranks.
 
     Memory: one saved state beside the sum; in two levels a vector of n words more.
 
     Example:
         >>> hosts = optimizer.reducer.hosts
-        >>> state = redistribute(lambda r: torch.load(f"optimizer-{r}.pt"), 4, comm.rank, comm.size, hosts)
-        >>> optimizer.load_state_dict(state)
+        >>> read = lambda r: torch.load(f"optimizer-{r}.pt", weights_only=True)
+        >>> optimizer.load_state_dict(redistribute(read, 4, comm.rank, comm.size, hosts))
     """
-    inherited = inherited_ranks(rank, ranks, saved_ranks)
-    read = partial(_read, read)
+    inherited_ranks(rank, ranks, saved_ranks)
+    if hosts is not None and len(hosts) != ranks:
+        raise ValueError(f"{len(hosts)} hosts are not those of {ranks} ranks")
+    reader = _Reader(read, saved_ranks)
+    try:
+        return _redistributed(reader, saved_ranks, rank, ranks, hosts)
+    except _BadStateError as error:
+        # the other ranks may have read good ones alone: all are told when they load
+        return {**reader.first, "problem": str(error)}
+
+
+def problem_of(state: Any) -> str:
+    """What `redistribute` found wrong with the states that it read on this rank, in a sentence; "" for nothing."""
+    return str(state.get("problem", "")) if isinstance(state, dict) else ""
+
+
+class _BadStateError(Exception):
+    """A state that was read is not that of the rank asked for, or does not belong to the others."""
+
+
+class _Reader:
+    """Reads states, without the keys that have their rank, and compares each with the first one.
+
+    Args:
+        read, saved_ranks: as `redistribute`.
+
+    Attributes:
+        first: the state that was read first, {} where that was none.
+    """
+
+    def __init__(self, read: Callable[[int], dict[str, Any]], saved_ranks: int) -> None:
+        self.first: dict[str, Any] = {}
+        self._read, self._ranks = read, saved_ranks
+        self._expected: dict[
+            str, tuple[int, str]
+        ] = {}  # what all have alike: the rank that had it first, its value
+
+    def __call__(self, rank: int) -> dict[str, Any]:
+        try:
+            state = of_rank(self._read(rank))
+            state = {
+                **state,
+                **{name: of_rank(state[name]) for name in ("reducer", "tables") if name in state},
+            }
+        except Exception as error:  # whatever it is, it must not keep the others waiting
+            raise _BadStateError(
+                f"{self._named(rank)} cannot be read: {type(error).__name__} {error}"
+            ) from error
+        self.first = self.first or state
+        try:
+            found = _common(state, rank, self._ranks)
+        except ValueError as error:
+            raise _BadStateError(f"{self._named(rank)}: {error}") from error
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _BadStateError(f"{self._named(rank)} is damaged: {type(error).__name__} {error}") from error
+        for name, value in found.items():
+            other, theirs = self._expected.setdefault(name, (rank, value))
+            if value != theirs:
+                had = f"that of saved rank {other} {theirs}"
+                raise _BadStateError(f"{self._named(rank)} has {name} {value}, {had}")
+        return state
+
+    @staticmethod
+    def _named(rank: int) -> str:
+        return f"the state of saved rank {rank}"
+
+
+def _parts(state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states within a state, each of one reducer, bucket or table, and what to put before its keys to name them."""
+    own = state.get("reducer", state)
+    if own is not None and "buckets" in own:
+        for number, bucket in own["buckets"].items():
+            yield f"bucket {number}: ", bucket
+    elif own is not None:
+        yield "", own
+    for number, table in (state.get("tables") or {}).items():
+        yield f"table {number}: ", table
+
+
+def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
+    """Name -> value, as text, of what the states of all ranks must have alike.
+
+    Args:
+        state: of one of `ranks` saved ranks, as `rank`.
+
+    Raises:
+        ValueError: it is of another rank or of other ranks, or a vector is not of the type and shape that this rank has.
+    """
+    own = state.get("reducer", state)
+    names: dict[str, Any] = {"reducer": own is not None, "order": None if own is None else own.get("order")}
+    if "moves_to" in state:
+        names["names of buckets"] = [state["buckets"], state["moves_to"]]
+    parts = list(_parts(state))
+    names["buckets and tables"] = sorted(before for before, _ in parts)
+    found = {name: repr(value) for name, value in names.items()}
+    for before, part in parts:
+        of = part.get("rank", rank), part.get("ranks", ranks)
+        if of != (rank, ranks):
+            raise ValueError(f"it is of rank {of[0]} of {of[1]}, not of rank {rank} of {ranks}")
+        found |= {before + name: repr(part[name]) for name in _EQUAL if name in part}
+        shape = _vector_shape(part, rank, ranks)
+        if shape != (0,):  # else it holds no shard
+            for name in VECTORS[: 1 if "width" in part else 2]:
+                found[before + name] = _vector_kind(name, part[name], shape)
+    return found
+
+
+def _vector_shape(part: dict[str, Any], rank: int, ranks: int) -> tuple[int, ...] | None:
+    """The shape of a rank's residual and velocity; None where a state has no length, as those of other reducers."""
+    sizes = [part[name] for name in ("length", "width") if name in part]
+    if any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"its length is {sizes}")
+    hosts = part.get("hosts")
+    if hosts is None:
+        return tuple(sizes) or None
+    if len(hosts) != ranks or any(type(host) is not int for host in hosts):
+        raise ValueError(f"its hosts {hosts} are not those of {ranks} ranks")
+    layout = Layout(tuple(hosts), sizes[0])
+    return (layout.shard_length(layout.shard_of(rank)),)
+
+
+def _vector_kind(name: str, vector: Any, shape: tuple[int, ...] | None) -> str:
+    """What a vector is, as all ranks have it."""
+    if vector is None:
+        return "None"
+    kind, given = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
+    if kind != "float32" or (shape is not None and given != shape):
+        raise ValueError(f"its {name} is {kind}{list(given)}, not float32{list(shape or given)}")
+    return f"{type(vector).__name__} float32" + (str(list(given)) if shape is None else "")
+
+
+def _redistributed(
+    read: Callable[[int], dict[str, Any]],
+    saved_ranks: int,
+    rank: int,
+    ranks: int,
+    hosts: Sequence[int] | None,
+) -> dict[str, Any]:
+    """As `redistribute`, of states that were checked, or of one bucket of each."""
     template = read(rank % saved_ranks)
     if template.get("tables") and ranks != saved_ranks:
+        inherited = inherited_ranks(rank, ranks, saved_ranks)
         template = {**template, "tables": _tables(template["tables"], read, inherited)}
     own = template.get("reducer", template)
     if own is None:  # taken before the first step
         return template
     if "buckets" in own:
         buckets = {
-            number: redistribute(_of_bucket(read, number), saved_ranks, rank, ranks, hosts)
+            number: _redistributed(_of_bucket(read, number), saved_ranks, rank, ranks, hosts)
             for number in own["buckets"]
         }
         reducer = {**own, "buckets": buckets}
@@ -96,33 +239,37 @@ def redistribute(
     if ranks == saved_ranks and new_hosts == saved_hosts:
         return template
     length = own.get("length", 0)
-    before, after = _holders(saved_hosts, saved_ranks, length), _holders(new_hosts, ranks, length)
-    index = next((number for number, holder in enumerate(after) if rank in holder), None)
+    before = saved_ranks if saved_hosts is None else len(set(saved_hosts))
+    after = ranks if new_hosts is None else len(set(new_hosts))
+    layout = None if new_hosts is None else Layout(tuple(new_hosts), length)
+    shard = None if layout is None else layout.shard_of(rank)
     sums: dict[str, Any] = dict.fromkeys(VECTORS)
-    if index is not None:
-        for saved in inherited_ranks(index, len(after), len(before)):
-            for name, vector in _whole_vectors(read, before[saved], saved_hosts, length).items():
+    if layout is None or shard is not None:
+        index = rank if new_hosts is None else sorted(set(new_hosts)).index(new_hosts[rank])
+        for saved in inherited_ranks(index, after, before):
+            holder = _holder(saved_hosts, saved, length)
+            for name, vector in _whole_vectors(read, holder, saved_hosts, length).items():
                 if vector is not None:
                     sums[name] = vector if sums[name] is None else sums[name] + vector
-        if new_hosts is not None:
-            layout = Layout(tuple(new_hosts), length)
-            shard = after[index].index(rank)
+        if layout is not None and shard is not None:
             sums = {
                 name: None if v is None else _as_read(layout.extract(v, shard), v) for name, v in sums.items()
             }
+    for name, held in sums.items():
+        if held is None and own[name] is not None:  # all ranks have one, or none has
+            size = len(own[name]) if length == 0 else length
+            size = size if layout is None else layout.shard_length(shard)
+            sums[name] = _as_read(np.zeros(size, np.float32), own[name])
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
     changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
+    # no rank need have read the states of all: they are compared when they are loaded
+    alike = _common(own, rank % saved_ranks, saved_ranks)
+    changed["saved"] = {name: value for name, value in alike.items() if name not in VECTORS}
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
     if "reducer" in template:
         return {**template, "reducer": {**template["reducer"], **changed}}
     return {**template, **changed}
-
-
-def _read(read: Callable[[int], dict[str, Any]], rank: int) -> dict[str, Any]:
-    """A state of a rank, without the keys that have its rank."""
-    state = of_rank(read(rank))
-    return {**state, **{name: of_rank(state[name]) for name in ("reducer", "tables") if name in state}}
 
 
 def _tables(
@@ -150,13 +297,12 @@ def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[
     return read_bucket
 
 
-def _holders(hosts: Sequence[int] | None, ranks: int, length: int) -> list[list[int]]:
-    """The ranks that hold one residual together: each rank by itself, or those of a host that hold its shards, in their order."""
+def _holder(hosts: Sequence[int] | None, number: int, length: int) -> list[int]:
+    """The ranks that hold one residual together: one by itself, or those of a host that hold its shards, in their order."""
     if hosts is None:
-        return [[rank] for rank in range(ranks)]
-    layout = Layout(tuple(hosts), length)
-    holders = [rank for rank in range(ranks) if layout.shard_of(rank) is not None]
-    return [[rank for rank in holders if hosts[rank] == host] for host in sorted(set(hosts))]
+        return [number]
+    layout, host = Layout(tuple(hosts), length), sorted(set(hosts))[number]
+    return [rank for rank, its in enumerate(hosts) if its == host and layout.shard_of(rank) is not None]
 
 
 def _whole_vectors(

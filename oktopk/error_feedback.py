@@ -103,10 +103,12 @@ class ErrorFeedback:
             getattr(self, name)[:] = saved
 
     def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
-        """The vector to accumulate, after momentum correction; and whether that is not finite."""
+        """The vector to accumulate, after momentum correction; and whether that is not finite, or would not remain so."""
         if self.velocity is None:
             return gradient, False
-        self._all_moved = not self._kernels.accumulate_momentum(gradient, self.velocity, self._momentum)
+        self._all_moved = not self._kernels.accumulate_momentum(
+            gradient, self.velocity, self.residual, self._momentum
+        )
         return (self.velocity, False) if self._all_moved else (gradient, True)
 
     def begin_update(self, writes_out: bool) -> None:
@@ -136,7 +138,9 @@ class ErrorFeedback:
     def undo(self, gradient: NDArray[np.float32] | None) -> None:
         """Undo `correct` for a step that no rank applies, where it was called; the update becomes zero."""
         if self.velocity is not None and gradient is not None:
-            self._kernels.undo_momentum(gradient, self.velocity, self._momentum, self._all_moved)
+            self._kernels.undo_momentum(
+                gradient, self.velocity, self.residual, self._momentum, self._all_moved
+            )
         self.update.fill(0)
         self.nothing_applied()
 

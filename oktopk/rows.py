@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.closing import closes
 from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
@@ -335,6 +336,7 @@ class RowSparseAllreduce:
             with self._scope():
                 self._feedback.continue_from(None)
 
+    @closes
     def close(self) -> None:
         """Free what the library holds. Collective."""
         if self.windows is not None:

@@ -41,7 +41,9 @@ class Settings:
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
         momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
-            have none of its own. Source: Lin et al., Deep Gradient Compression, ICLR 2018.
+            have none of its own. A gradient that, divided by 1 - momentum, would take residual + velocity above half the largest
+            float counts as one that is not finite: what cancels over the ranks adds up in the residual, and would overflow later.
+            Source: Lin et al., Deep Gradient Compression, ICLR 2018.
         nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
             raise leaves residual and velocity as before to rounding. A skip leaves them bit for bit, as every step copies both
             before it changes them: n words more memory and 8n bytes more memory traffic for each. A deferred step that is

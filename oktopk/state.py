@@ -8,6 +8,7 @@ import numpy as np
 
 from collectives.codec import EXACT_WIRES
 from collectives.transport import Transport
+from oktopk.elastic import problem_of
 from oktopk.methods import METHODS
 from oktopk.settings import Settings
 
@@ -54,9 +55,13 @@ def state_problem(state: Any, loader: Loader) -> str:
 def _problem(state: Any, loader: Loader) -> str:
     if not isinstance(state, dict):
         return f"the state is a {type(state).__name__}, not a dict"
+    if problem := problem_of(state):
+        return problem
     names = ("length", "method", *_COUNTS, "last_k", "methods", "residual", "velocity")
     if missing := [name for name in names if name not in state]:
         return f"the state lacks {', '.join(missing)}"
+    if not isinstance(state.get("saved", {}), dict):
+        return f"saved of the state is a {type(state['saved']).__name__}, not a dict"
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"

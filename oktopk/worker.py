@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from collectives.closing import closes
+
 _Result = TypeVar("_Result")
 
 
@@ -29,7 +31,6 @@ class CommunicationThread:
         self._failed: BaseException | None = None
         # that was submitted; weak, as its callbacks hold who submitted it
         self._last: Callable[[], Future[Any] | None] = lambda: None
-        self._closed = False
         # a daemon: a process that fails must end, though this thread waits for other ranks
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -40,7 +41,6 @@ class CommunicationThread:
         Raises:
             RuntimeError: `close` was called.
         """
-        self._check_open()
         future: Future[_Result] = Future()
         self._last = weakref.ref(future)
         self._calls.put((future, call))
@@ -56,7 +56,6 @@ class CommunicationThread:
             RuntimeError: `close` was called; or a call that was submitted has not ended.
             KeyboardInterrupt, SystemExit: came during the call; later calls fail.
         """
-        self._check_open()
         if (last := self._last()) is not None and not last.done():
             raise RuntimeError("a call in the caller's thread while the communication thread runs others")
         self._run_next(future, call)
@@ -68,15 +67,10 @@ class CommunicationThread:
         """The error that left the ranks apart, None where there was none."""
         return self._failed
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the reducer was closed")
-
+    @closes
     def close(self) -> None:
         """End the thread after the calls that were submitted."""
-        if not self._closed:
-            self._closed = True
-            self._calls.put(None)
+        self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:

@@ -99,6 +99,20 @@ def test_the_library_takes_its_communicator_from_the_caller(package: str) -> Non
         assert not names, f"{path.relative_to(ROOT)} uses COMM_WORLD in lines {names}"
 
 
+def test_all_that_jobs_print_is_escaped() -> None:
+    """By `data.command.show`: text may come from a file."""
+    for path in (path for package in ("jobs", "data") for path in files_of(package)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+        ]
+        assert len(calls) == (path == ROOT / "data" / "command.py"), (
+            f"{path.relative_to(ROOT)} prints in lines {calls}"
+        )
+
+
 def library_file(name: str) -> str:
     """The file of a module in this house, by its dotted name; "" if there is none."""
     path = ROOT.joinpath(*name.split("."))

@@ -9,6 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from collectives.closing import closes
 from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
     ROUNDING,
@@ -263,6 +264,7 @@ class DenseP2P:
         """Whether no call can follow; waits for the calls so far on the device's stream."""
         return self._memory.aborted
 
+    @closes
     def close(self) -> None:
         """Free the windows. Collective, but after an abort. No captured call may be replayed after it."""
         self._memory.close()

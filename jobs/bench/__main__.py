@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import mpi4py
 
+from data.command import show
 from jobs.bench.document import BenchError
 
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(options, Options):
         return drive(options, words)
     wrong = options.startswith("jobs.bench: ")
-    print(options, file=sys.stderr if wrong else sys.stdout)
+    show(options, file=sys.stderr if wrong else sys.stdout)
     return 2 if wrong else 0
 
 

@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from data.command import command_parser
+from data.command import command_parser, show
+from data.durable import replaced
 from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
 from jobs.bench.figures import TITLES
 from jobs.report.panels import DrawnPanel
@@ -145,7 +146,9 @@ def draw(
     with mpl.rc_context(STYLE):
         figure = _figure({name: measured[name] for name in methods}, run, bytes_sent)
         try:
-            figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+            form = output.suffix.removeprefix(".")
+            with replaced(output) as draft:
+                figure.savefig(draft, format=form, metadata={"Date": None} if form == "svg" else None)
         except (OSError, ValueError) as error:
             raise BenchError(f"{output} cannot be written: {error}") from error
 
@@ -308,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         documents = [read(path) for path in options.documents]
         draw(documents, options.methods, options.output, options.length, options.bytes)
     except BenchError as error:
-        print(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
+        show(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
         return 2
     return 0
 

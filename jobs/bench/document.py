@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from collectives.codec import WIRES
-from data.durable import draft_of, is_special, replaced
+from data.command import escaped_values
+from data.durable import create, draft_of, obstacle, replaced
 from jobs.run import provenance
 
 FORMAT = "oktopk bench 1"
@@ -98,13 +100,13 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if is_special(self.path):
-            raise BenchError(f"{self.path} cannot be written: it is not a regular file")
+        if found := obstacle(self.path):
+            raise BenchError(f"{self.path} cannot be written: it {found}")
         try:
-            draft_of(self.path).touch()
+            os.close(create(draft_of(self.path)))
             draft_of(self.path).unlink()
         except OSError as error:
-            raise BenchError(f"{self.path} cannot be written: {error.strerror}") from error
+            raise BenchError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def write(self, content: dict[str, Any]) -> None:
         text = json.dumps(_plain(content), indent=1, allow_nan=False)
@@ -123,10 +125,10 @@ def read(path: str | Path) -> dict[str, Any]:
         BenchError: the file cannot be read, or is none of the bench's.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = escaped_values(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BenchError(f"{path} is not a file of the bench: it is not JSON") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:

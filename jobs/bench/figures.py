@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator, ScalarFormatter
 
+from data.durable import replaced
 from jobs.bench.dense_table import draw_dense
 from jobs.bench.document import BenchError, read
 from jobs.bench.tables import BUSIER, document_tables
@@ -44,10 +45,10 @@ def report_bench(path: str | Path, folder: str | Path) -> str:
     picture = Path(folder) / f"{Path(path).stem}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        with mpl.rc_context(STYLE):
-            draw(content).savefig(picture, dpi=120)
+        with mpl.rc_context(STYLE), replaced(picture) as draft:
+            draw(content).savefig(draft, format="png", dpi=120)
     except OSError as error:
-        raise BenchError(f"{folder} cannot be written: {error.strerror}") from error
+        raise BenchError(f"{folder} cannot be written: {error.strerror or error}") from error
     return f"{tables}\n\npicture: {picture}"
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 from mpi4py import MPI
 
+from data.command import show
 from jobs.bench.document import BenchError, Output, command_line, document, read
 from jobs.bench.gpu.markdown import cell_line, gpu_tables
 from jobs.bench.gpu.table import chosen, measure_cell
@@ -121,11 +122,11 @@ def measure_all(
         if kind == "gpu table":
             say(comm, cell_line(runs[-1]), sys.stderr)
         elif not options.quiet:
-            print("\n" * (number > 0) + document_tables(content | {"runs": runs[-1:]}), flush=True)
+            show("\n" * (number > 0) + document_tables(content | {"runs": runs[-1:]}), flush=True)
         if output is not None:
             output.write(content)
     if content and kind == "gpu table" and not options.quiet:
-        print(gpu_tables(content), flush=True)
+        show(gpu_tables(content), flush=True)
     return content
 
 
@@ -148,21 +149,21 @@ def drive(options: Options, words: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {JOB: "1"}):
             for ranks in sweep or options.ranks:
                 path = Path(folder) / f"{ranks}.json"
-                print(f"{ranks} ranks", file=sys.stderr, flush=True)
+                show(f"{ranks} ranks", file=sys.stderr, flush=True)
                 quiet = ["--quiet"] * bool(sweep)  # its table comes at its end
                 status = run_job(ranks, ["-m", "jobs.bench", *words, *quiet, "--json", str(path)])
                 if status:
-                    print(f"jobs.bench: the job of {ranks} ranks ended with status {status}", file=sys.stderr)
+                    show(f"jobs.bench: the job of {ranks} ranks ended with status {status}", file=sys.stderr)
                     return status
                 found = read(path)
                 runs += found["runs"]
                 library = found["mpi"]
         if sweep:
-            print(sweep_table(runs), flush=True)
+            show(sweep_table(runs), flush=True)
         if output is not None:
             output.write(document("sweep" if sweep else "ablation", runs, library, command_line(None)))
     except (BenchError, LaunchError) as error:
-        print(f"jobs.bench: {error}", file=sys.stderr)
+        show(f"jobs.bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

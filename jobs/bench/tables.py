@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data.command import command_parser
+from data.command import command_parser, show
+from data.durable import replaced
 from jobs.bench.dense_table import dense_table
 from jobs.bench.document import BenchError, read
 from jobs.bench.format import (
@@ -322,12 +323,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         tables = document_tables(read(given.document))
         if given.into is None:
-            print(tables)
+            show(tables)
         else:
             text = given.into.read_text(encoding="utf-8")
-            given.into.write_text(insert(text, given.document.name, tables), encoding="utf-8")
+            with replaced(given.into) as draft:
+                draft.write_text(insert(text, given.document.name, tables), encoding="utf-8")
     except (BenchError, OSError) as error:
-        print(f"jobs.bench.tables: {error}", file=sys.stderr)
+        show(f"jobs.bench.tables: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
+from data.command import show
 from jobs.cluster.rank_check import launch_problem
 
 Result = TypeVar("Result")
@@ -40,7 +41,10 @@ def decide_on_root(
 
 
 def decide_together(
-    comm: MPI.Intracomm, action: Callable[[], Result], faults: Faults, raises: type[Exception] = Refused
+    comm: MPI.Intracomm,
+    action: Callable[[], Result],
+    faults: Faults,
+    raises: Callable[[str], Exception] = Refused,
 ) -> Result:
     """Run the action on every rank and return this rank's result; collective. All give up when it fails on any.
 
@@ -93,4 +97,4 @@ def check_launch(
 def say(comm: MPI.Intracomm, message: str, stream: Any = None) -> None:
     """Print on rank 0, by default to standard error."""
     if comm.rank == 0:
-        print(message, file=stream or sys.stderr, flush=True)
+        show(message, file=stream or sys.stderr, flush=True)

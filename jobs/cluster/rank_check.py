@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from mpi4py import MPI
 
+from data.command import show
 from jobs.restart.signals import leave
 
 ELEMENTS = 1 << 20  # enough for the protocol of large messages
@@ -68,7 +69,7 @@ def main(comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
         )
     problem = comm.bcast(problem)
     if problem and comm.rank == 0:
-        print(problem, file=sys.stderr, flush=True)
+        show(problem, file=sys.stderr, flush=True)
     return 2 if problem else 0
 
 

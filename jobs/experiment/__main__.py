@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.command import show
 from jobs.config.file import ConfigError
 from jobs.experiment.options import parse
 from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, planned_files
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         planned = plan(experiment, options)
         pace = measured_pace(experiment, planned)
-        print(describe(planned, pace, options.budget), flush=True)
+        show(describe(planned, pace, options.budget), flush=True)
         if options.plan:
             return 0
         failed = run_trials(planned, pace, deadline, options.output)
@@ -66,18 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         waiting = [name for name in left if name not in failed]
         notes = [*options.note, *([f"not complete: {', '.join(waiting)}"] if waiting else [])]
         notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
-        print(write_report(experiment, planned_files(planned), options.output / "report", command, notes))
+        show(write_report(experiment, planned_files(planned), options.output / "report", command, notes))
     except (ConfigError, LaunchError, RunFileError, OSError) as error:
-        print(f"jobs.experiment: {error}", file=sys.stderr)
+        show(f"jobs.experiment: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     for name, reason in failed.items():
-        print(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
+        show(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
     if any("needs GPUs" in reason for reason in failed.values()):
-        print("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
+        show("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
     if left:
-        print(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")
+        show(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")
     return 1 if failed else LEFT if left else 0
 
 

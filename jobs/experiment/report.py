@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from data.durable import replaced
 from jobs.experiment.claims import region_claim
 from jobs.experiment.model import Experiment
 from jobs.experiment.trials import KINDS
@@ -65,7 +66,8 @@ def write_report(
     for table in every:
         text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
     try:
-        (folder / TABLES).write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
+        with replaced(folder / TABLES) as draft:
+            draft.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
     texts = [markdown(table) + "\n" for table in every]

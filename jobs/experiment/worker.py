@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from data.command import show
 from data.durable import replaced
 from jobs.cluster.agreement import decide_on_root, decide_together
 from jobs.config.file import ConfigError, validate
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
         outcome.current = trial.name
         if comm.rank == 0:
             outcome.write(outcome_path)
-            print(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
+            show(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
         began = time.perf_counter()
         try:
             _train(entry["document"], comm, build)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.command import command_parser
+from data.command import command_parser, show
 from jobs.bench.bandwidth import panels
 from jobs.bench.document import BenchError, read
 from jobs.bench.figures import report_bench
@@ -47,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--note", action="append", default=[], metavar="TEXT", help=text)
     options = parser.parse_args(argv)
     if options.target is not None and not 0.0 < options.target <= 1.0:
-        print(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)
+        show(f"jobs.report: --target {options.target} is not in (0, 1]", file=sys.stderr)
         return 2
     documents = [path for path in options.runs if Path(path).suffix == ".json"]
     runs = [path for path in options.runs if path not in documents]
     try:
         for document in documents:
-            print(report_bench(document, options.output))
+            show(report_bench(document, options.output))
         if runs or options.throughput:
-            print(
+            show(
                 report(
                     runs,
                     options.output,
@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     between_hosts=panels([read(document) for document in documents]),
                 )
             )
-            print(f"\npage: {Path(options.output) / PAGE}")
+            show(f"\npage: {Path(options.output) / PAGE}")
     except (BenchError, RunFileError) as error:
-        print(f"jobs.report: {error}", file=sys.stderr)
+        show(f"jobs.report: {error}", file=sys.stderr)
         return 2
     return 0
 

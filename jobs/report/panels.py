@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.durable import replaced
 from jobs.report.groups import Group
 from jobs.report.summary import Run
 
@@ -97,7 +98,7 @@ Picture = LinePanel | DrawnPanel
 def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
     """Write a CSV file, as long as the shortest column: a run that was killed may have a step whose stages are missing."""
     lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with replaced(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(zip(*lists, strict=False))

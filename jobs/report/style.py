@@ -61,6 +61,8 @@ STYLE: dict[Any, Any] = {
     # text as outlines, so that it looks the same everywhere, and equal pictures as equal bytes
     "svg.fonttype": "path",
     "svg.hashsalt": "oktopk",
+    # a label may be a file's name
+    "text.parse_math": False,
 }
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
+from data.command import escaped, escaped_values
 from jobs.report.style import title_of
 from jobs.run.columns import PHASES, Columns
 from jobs.run.file import RunFileError, RunInfo
@@ -62,7 +63,7 @@ class Run:
     @property
     def config(self) -> dict[str, dict[str, Any]]:
         """The configuration, section by section."""
-        return dict(json.loads(self.info.config))
+        return dict(escaped_values(json.loads(self.info.config)))
 
     @property
     def count(self) -> int:
@@ -219,7 +220,7 @@ def _read(path: Path) -> Run:
             dict(json.loads(text))
         return Run(
             label=title_of(info.method),
-            stem=path.stem,
+            stem=escaped(path.stem),
             path=path,
             info=info,
             status=reader.status,

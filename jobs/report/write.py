@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from data.command import escaped
+from data.durable import own_folder, replaced
 from jobs.report import pictures
 from jobs.report.bars import step_bars
 from jobs.report.groups import Group, group_runs, reads_text
@@ -77,9 +79,10 @@ def report(
     folder, every = Path(folder), [run for found in runs.values() for run in found]
     shown_tables = tables(runs, target, xi=links is None)
     try:
-        (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in every:
-            _write_series(run, folder / SERIES)
+        folder.mkdir(parents=True, exist_ok=True)
+        with own_folder(folder / SERIES) as series:
+            for run in every:
+                _write_series(run, series)
         write_rows([figures(run) for run in every], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
         if rows := swept(runs["train"], runs["sweep"]):
@@ -97,7 +100,8 @@ def report(
             claims=claims,
             headline=figures_on_top,
         )
-        (folder / PAGE).write_text(page, encoding="utf-8")
+        with replaced(folder / PAGE) as draft:
+            draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ from typing import Any
 import safetensors
 import safetensors.torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 
-from data.durable import sync
+from data.durable import create, own_folder, sync
 from jobs.restart.packing import Snapshot, unpack
 
 FORMAT = "oktopk checkpoint 1"
@@ -106,20 +108,30 @@ def write_part(path: Path, snapshot: Snapshot) -> Part:
         OSError, SafetensorError: it cannot be written.
     """
     snapshot.wait()
-    path.parent.mkdir(exist_ok=True)  # no parents: what a lost file system leaves is no place to write to
-    safetensors.torch.save_file(snapshot.tensors, path, metadata={"state": snapshot.tree})
-    # the library makes it its owner's alone; the folder has what this user's umask leaves
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    nbytes, digest = _measure(path)
-    sync(path)
+    # no parents: what a lost file system leaves is no place to write to
+    with own_folder(path.parent) as draft:
+        part = draft / path.name
+        os.close(create(part))  # the library may follow a link
+        safetensors.torch.save_file(snapshot.tensors, part, metadata={"state": snapshot.tree})
+        # the library makes it its owner's alone; the folder has what this user's umask leaves
+        part.chmod(draft.stat().st_mode & 0o666)
+        nbytes, digest = _measure(part)
+        sync(part)
     return Part(path.name, nbytes, digest)
 
 
 def read_part(path: Path) -> dict[str, Any]:
-    """The state in a part that has been checked."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        tree = file.metadata()["state"]
-        return unpack(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+    """The state in a part whose digest fits.
+
+    Raises:
+        BadCheckpointError: it holds no state.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tree = file.metadata()["state"]
+            return unpack(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+    except (LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        raise BadCheckpointError(f"{path.name} holds no state: {type(error).__name__} {error}") from error
 
 
 def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], keep: int) -> Path:
@@ -136,9 +148,11 @@ def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], k
     manifest: dict[str, Any] = {"format": FORMAT, "step": step, **about}
     manifest["files"] = {part.name: {"bytes": part.nbytes, "sha256": part.sha256} for part in parts}
     manifest["digest"] = _digest(manifest)
-    (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    sync(draft / MANIFEST)
-    sync(draft)
+    with own_folder(draft) as whole:
+        with open(create(whole / MANIFEST), "w", encoding="utf-8") as file:
+            file.write(json.dumps(manifest, indent=1) + "\n")
+        sync(whole / MANIFEST)
+        sync(whole)
     if final.exists():
         # of the same step, and refused when the run resumed from an older one
         stale = final.with_name(f".{final.name}.replaced")

@@ -59,6 +59,7 @@ def find(
     identity: Identity,
     say: Callable[[str], object],
     differing: Callable[[Mapping[str, Any]], list[str]] = lambda manifest: [],
+    use: Callable[[Found], object] = lambda found: None,
 ) -> Found | None:
     """The newest set that all ranks can use; collective. Newer ones are set aside, for the run is about to write anew.
 
@@ -68,6 +69,8 @@ def find(
         identity: what a set must be of.
         say: gets one line for every set that is refused, on rank 0.
         differing: names what makes the set with this manifest one of another run; asked on rank 0.
+        use: continues from a set; collective; raises BadCheckpointError on every rank alike where its contents are not a state of
+            this run.
 
     Returns:
         The set, None when there is none at all.
@@ -89,8 +92,14 @@ def find(
         manifest, problem = comm.bcast(_manifest(path, identity, differing) if comm.rank == 0 else None)
         problem = problem or _first_problem(comm, path, manifest)
         if not problem:
-            decide_on_root(comm, lambda: _set_aside(refused, say), (OSError,))
-            return Found(path, manifest["step"], manifest["ranks"])
+            found = Found(path, manifest["step"], manifest["ranks"])
+            try:
+                use(found)
+            except BadCheckpointError as error:
+                problem = str(error)
+            else:
+                decide_on_root(comm, lambda: _set_aside(refused, say), (OSError,))
+                return found
         refused.append(path)
         if comm.rank == 0:
             say(f"checkpoint {path} refused: {problem}")

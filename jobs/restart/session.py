@@ -18,7 +18,7 @@ from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer, Due
 from jobs.restart.files import Identity
-from jobs.restart.resume import find
+from jobs.restart.resume import Found, find
 from jobs.restart.signals import Interrupted, SignalNote
 from jobs.restart.start import (
     FolderLock,
@@ -96,9 +96,14 @@ class Session:
             Refused: on every rank: there are checkpoints and none can be used.
         """
         identity = Identity(model_digest(model), self._config.reduction.method, optimizer.length)
-        found = None
+        found, progress = None, Progress()
+
+        def use(tried: Found) -> None:
+            nonlocal progress
+            progress = restore(tried, model, optimizer, self._comm, self._config.training.seed)
+
         if self._start.resume:
-            found = find(self._comm, self._folder, identity, self._say, self._differing)
+            found = find(self._comm, self._folder, identity, self._say, self._differing, use)
         if found is None:
             if self._start.saved_ranks is not None:
                 self._say(
@@ -106,8 +111,6 @@ class Session:
                 )
             seed_generators(self._config.training.seed, self._comm.rank)
             return Resumed(Progress(), identity)
-        place = {"rank": self._comm.rank, "ranks": self._comm.size, "seed": self._config.training.seed}
-        progress = restore(found, model, optimizer, **place)
         self._say(f"resumed after step {found.step} from {found.path}")
         if found.ranks != self._comm.size:
             self._say(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from mpi4py import MPI
+from torch import Tensor, nn
 
+from jobs.cluster.agreement import decide_together
+from jobs.restart import files
+from jobs.restart.files import BadCheckpointError
 from jobs.restart.resume import RESIDUALS, Found
+from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer
 from jobs.train.tasks.task import Workload
+from oktopk import MissingRanksError
+from oktopk.elastic import problem_of
+from oktopk.torch.optimizer import groups_problem
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def capture(
 
 
 def restore(
-    found: Found, model: nn.Module, optimizer: ReducingOptimizer, *, rank: int, ranks: int, seed: int
+    found: Found, model: nn.Module, optimizer: ReducingOptimizer, comm: MPI.Intracomm, seed: int
 ) -> Progress:
     """Put a checkpoint into a run that was built as it was; collective.
 
@@ -117,20 +125,113 @@ def restore(
 
     Returns:
         How far the run is.
+
+    Raises:
+        BadCheckpointError: the checkpoint does not hold the state of this run; on every rank alike. Another one must be restored
+            then, as parts of it may be in the run already.
     """
-    common, own = found.common(), found.own(rank % found.ranks)
+    rank = comm.rank
+    name = files.rank_file(rank % found.ranks)
+
+    def take() -> tuple[dict[str, Any], Position]:
+        """What this rank can do by itself."""
+        try:
+            return taken()
+        except (RuntimeError, *_DAMAGED) as error:
+            text = f"{files.COMMON} and {name} hold no state of this run: {type(error).__name__} {error}"
+            raise BadCheckpointError(text) from error
+
+    def taken() -> tuple[dict[str, Any], Position]:
+        common, own = found.common(), found.own(rank % found.ranks)
+        _copy(files.COMMON, "model", common["model"], model.named_parameters())
+        _copy(name, "buffers", own["buffers"], model.named_buffers())
+        _check_optimizer(common["optimizer"], optimizer.inner)
+        residuals = found.residuals(rank, comm.size, optimizer.hosts)
+        if problem := problem_of(residuals):
+            raise BadCheckpointError(problem)
+        if not isinstance(residuals["reducer"], dict):
+            raise BadCheckpointError(f"{name} holds no state of this run: reducer is none")
+        if rank < found.ranks:
+            _set_random_state(own["random"])
+        else:
+            torch.manual_seed(
+                np.random.SeedSequence([seed, rank, found.step]).generate_state(1, np.uint64)[0]
+            )
+        return {**common["optimizer"], **residuals}, _position(own["position"])
+
+    state, position = decide_together(comm, take, (BadCheckpointError,), _refused)
+    positions = comm.allgather(position)
+    if positions.count(position) < comm.size:
+        raise BadCheckpointError(f"the ranks have different positions in the data: {positions}")
+
+    def load() -> None:
+        try:
+            optimizer.load_state_dict(state)
+        except MissingRanksError:  # the ranks are apart
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+
+    decide_together(comm, load, _DAMAGED, _refused)
+    return Progress(found.step, position)
+
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What a state that is none raises where it is loaded."""
+
+
+def _refused(message: str) -> BadCheckpointError:
+    return BadCheckpointError("; ".join(message.splitlines()))
+
+
+def _copy(part: str, kind: str, saved: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy saved tensors into those of a model, once it is known that all fit."""
+    tensors = list(tensors)
+    for name, tensor in tensors:
+        given = saved.get(name)
+        if not isinstance(given, Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+            what = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else repr(given)[:40]
+            wanted = f"{tensor.dtype}{list(tensor.shape)}"
+            raise BadCheckpointError(
+                f"{part} holds no state of this run: {kind} has {name} {what}, not {wanted}"
+            )
     with torch.no_grad():
-        for kind, tensors in (("model", model.named_parameters()), ("buffers", model.named_buffers())):
-            saved = common["model"] if kind == "model" else own["buffers"]
-            for name, tensor in tensors:
-                tensor.copy_(saved[name])
-    residuals = found.residuals(rank, ranks, optimizer.hosts)
-    optimizer.load_state_dict({**common["optimizer"], **residuals})
-    if rank < found.ranks:
-        _set_random_state(own["random"])
-    else:
-        torch.manual_seed(np.random.SeedSequence([seed, rank, found.step]).generate_state(1, np.uint64)[0])
-    return Progress(found.step, Position(**own["position"]))
+        for name, tensor in tensors:
+            tensor.copy_(saved[name])
+
+
+def _check_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise BadCheckpointError where a state would end a step of the optimizer, which torch does not see when it loads it."""
+    problem = groups_problem(optimizer, state)
+    for own, theirs in zip(optimizer.param_groups, [] if problem else state["param_groups"], strict=False):
+        for name, value in own.items():
+            if name == "params" or value is None or isinstance(value, bool):
+                continue
+            if type(theirs.get(name)) is not type(value) or not np.isfinite(theirs[name]).all():
+                problem = f"a group has {name} {theirs.get(name)!r}, not one like {value!r}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [] if problem else [number for group in state["param_groups"] for number in group["params"]]
+    places = dict(zip(numbers, parameters, strict=True)) if not problem else {}
+    kept = kept_by(optimizer)
+    for number, held in state["state"].items() if not problem else ():
+        if number not in places:
+            problem = f"a parameter {number!r} that is in no group"
+        elif {name for name, value in held.items() if value is not None} != kept.keys():
+            problem = f"parameter {number} has {', '.join(map(str, held))}, not {', '.join(kept)}"
+        else:
+            for name, scalar in kept.items():
+                shape, value = torch.Size() if scalar else places[number].shape, held[name]
+                if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+                    problem = f"parameter {number} has a {name} that is no float{list(shape)}"
+    if problem:
+        raise BadCheckpointError(f"{files.COMMON} holds no state of this optimizer: {problem}")
+
+
+def _position(saved: Any) -> Position:
+    for name in ("epoch", "samples"):
+        if type(saved[name]) is not int or not 0 <= saved[name] < 2**53:
+            raise BadCheckpointError(f"the position in the data has {name} {saved[name]!r}")
+    return Position(**saved)
 
 
 def model_digest(model: nn.Module) -> str:

@@ -37,7 +37,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data.durable import is_special, replaced
+from data.command import escaped_values
+from data.durable import obstacle, replaced
 from jobs.run.columns import GROUPS, SEGMENT_COLUMNS, Column, Columns
 
 FORMAT = "oktopk run 1"
@@ -122,7 +123,7 @@ class RunFile:
         file = self._file
         file.attrs["format"] = FORMAT
         for name, value in asdict(info).items():
-            file.attrs[name] = value
+            file.attrs[name] = escaped_values(value)  # a command line may have bytes that are no UTF-8
         self._status = file.create_dataset("status", data=np.array([b"running"], "S16"), chunks=(1,))
         self._groups = {group: self._create_columns(group, known) for group, known in GROUPS.items()}
         stages = file.create_group("stages")
@@ -299,8 +300,8 @@ def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[
 def check_creatable(path: str | Path, *, overwrite: bool) -> None:
     """Raise RunFileError when a run file could not be created there; creates nothing."""
     path = Path(path)
-    if is_special(path):
-        raise RunFileError(f"run file {path} is not a regular file")
+    if found := obstacle(path):
+        raise RunFileError(f"run file {path} {found}")
     if path.exists() and not overwrite:
         raise RunFileError(
             f"run file {path} exists: choose another name (run.file) "

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from data.command import escaped_values
 from jobs.run.columns import GROUPS, Columns
 from jobs.run.file import FORMAT, STATUSES, RunFileError, RunInfo, RunRecord
 
@@ -95,7 +96,7 @@ class RunReader:
         for name, field in RunInfo.__dataclass_fields__.items():
             if name in attributes:
                 value = attributes[name]
-                values[name] = value.item() if isinstance(value, np.generic) else value
+                values[name] = value.item() if isinstance(value, np.generic) else escaped_values(value)
                 if type(values[name]).__name__ != field.type:
                     raise TypeError(f"its {name} is no {field.type}")
         return RunInfo(**values)
@@ -103,7 +104,7 @@ class RunReader:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration, section by section."""
-        return dict(json.loads(self.info.config))
+        return dict(escaped_values(json.loads(self.info.config)))
 
     @property
     def status(self) -> str:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from data.command import show
+from data.durable import create
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, load, shown
 from jobs.config.show import commented_toml
@@ -74,7 +76,7 @@ def main(
         say(comm, f"jobs.train: {leaving.signal_name}: stopped after step {leaving.step} {how}")
         return EXIT_STATUS if config.checkpoint.enabled else 128 + leaving.signal_number
     if comm.rank == 0 and (mark := os.environ.get("OKTOPK_ENDED")):
-        Path(mark).touch()  # for jobs/cluster/batch.sh, whose launcher's word does not do
+        os.close(create(Path(mark)))  # for jobs/cluster/batch.sh, whose launcher's word does not do
     return 0
 
 
@@ -104,9 +106,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
         if not options.show_config:
             return options
         try:
-            print(commented_toml(shown(options.config, options.overrides)))
+            show(commented_toml(shown(options.config, options.overrides)))
         except ConfigError as error:
-            print(f"jobs.train: {error}", file=sys.stderr)
+            show(f"jobs.train: {error}", file=sys.stderr)
             return 2
         return 0
     except SystemExit as leaving:

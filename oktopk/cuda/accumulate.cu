@@ -98,12 +98,23 @@ extern "C" __global__ void undo_accumulate_sum(const __grid_constant__ UndoAccum
   undo(p, Summed{*static_cast<const ShardSum*>(p.gradient)});
 }
 
-// velocity = momentum · velocity + gradient
+// the velocity that follows, and whether it may: as the host's _with_momentum
+__device__ __forceinline__ bool with_momentum(const Momentum& p, long long i, float& moved) {
+  const float kept = multiply(p.momentum, p.velocity[i]);
+  const float gain = divide(1.0f, fmaxf(subtract(1.0f, p.momentum), 0x1p-24f));
+  moved = add(kept, flat(p)[i]);
+  if (fabsf(multiply(moved, gain)) <= 0x1p100f) return true;
+  const float held = p.residual ? p.residual[i] : 0.0f;
+  const float reach = fabsf(add(held, multiply(moved, gain)));
+  return reach <= 0x1p127f || (finite(moved) && reach <= fabsf(add(held, multiply(kept, gain))));
+}
+
+// velocity = momentum · velocity + gradient, where with_momentum allows it
 extern "C" __global__ void accumulate_momentum(const __grid_constant__ Momentum p) {
   unsigned bad = 0;
   FOR_EACH(i, p.n) {
-    const float moved = add(multiply(p.momentum, p.velocity[i]), flat(p)[i]);
-    if (finite(moved))
+    float moved;
+    if (with_momentum(p, i, moved))
       p.velocity[i] = moved;
     else
       ++bad;
@@ -114,9 +125,9 @@ extern "C" __global__ void accumulate_momentum(const __grid_constant__ Momentum 
 // velocity = (velocity - gradient) / momentum, where accumulate_momentum moved it: everywhere if all_moved is set
 extern "C" __global__ void undo_momentum(const __grid_constant__ Momentum p) {
   FOR_EACH(i, p.n) {
-    const float g = flat(p)[i];
-    if (p.all_moved || finite(add(multiply(p.momentum, p.velocity[i]), g)))
-      p.velocity[i] = divide(subtract(p.velocity[i], g), p.momentum);
+    float again;
+    if (p.all_moved || with_momentum(p, i, again))
+      p.velocity[i] = divide(subtract(p.velocity[i], flat(p)[i]), p.momentum);
   }
 }
 

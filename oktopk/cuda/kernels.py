@@ -144,15 +144,20 @@ class DeviceKernels:
         fields = {"gradient": pointer_of(gradient), "residual": residual.data.ptr, "all_added": all_added}
         self.device.launch_for(kernel, residual.size, **fields)
 
-    def accumulate_momentum(self, gradient: Any, velocity: Any, momentum: float) -> int:
-        return self._counted(
-            "accumulate_momentum", gradient, velocity.size, velocity=velocity.data.ptr, momentum=momentum
-        )
+    def accumulate_momentum(self, gradient: Any, velocity: Any, residual: Any, momentum: float) -> int:
+        address = 0 if residual is None else residual.data.ptr
+        fields = {"velocity": velocity.data.ptr, "residual": address, "momentum": momentum}
+        return self._counted("accumulate_momentum", gradient, velocity.size, **fields)
 
-    def undo_momentum(self, gradient: Any, velocity: Any, momentum: float, all_moved: bool = False) -> None:
+    def undo_momentum(
+        self, gradient: Any, velocity: Any, residual: Any, momentum: float, all_moved: bool = False
+    ) -> None:
         kernel = self.kernels_of(gradient)["undo_momentum"]
-        fields = {"velocity": velocity.data.ptr, "momentum": momentum, "all_moved": all_moved}
-        self.device.launch_for(kernel, velocity.size, gradient=gradient.data.ptr, **fields)
+        address = 0 if residual is None else residual.data.ptr
+        fields = {"velocity": velocity.data.ptr, "residual": address, "momentum": momentum}
+        self.device.launch_for(
+            kernel, velocity.size, gradient=gradient.data.ptr, all_moved=all_moved, **fields
+        )
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         device, n = self.device, vector.size

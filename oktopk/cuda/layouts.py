@@ -44,8 +44,8 @@ struct("UndoAccumulate", """
     const void* gradient; float* residual; long long n; const Decision* decision; int all_added;""",
     "undo_accumulate", "undo_accumulate_tensors", "undo_accumulate_sum")
 struct("Momentum", """
-    const void* gradient; float* velocity; long long n; float momentum; unsigned* nonfinite; int all_moved;""",
-    "accumulate_momentum", "undo_momentum")
+    const void* gradient; float* velocity; const float* residual; long long n; float momentum; unsigned* nonfinite;
+    int all_moved;""", "accumulate_momentum", "undo_momentum")
 struct("CopyScaled", "const float* values; float* out; long long n; float scale;", "copy_scaled")
 struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int element_bytes;", "locate_chunks")
 struct("SelectAtLeast", """

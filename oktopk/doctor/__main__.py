@@ -163,6 +163,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _through_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def main(
     argv: Sequence[str] | None = None, *, prog: str = "oktopk-doctor", optional: Sequence[Optional] = LIBRARY
 ) -> int:
@@ -194,7 +198,8 @@ def main(
     if options.json is not None:
         answer = findings | {"path": judged.path, "status": judged.status, "advice": judged.advice}
         try:
-            options.json.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+            with open(options.json, "w", encoding="utf-8", opener=_through_no_link) as file:
+                file.write(json.dumps(answer, indent=2) + "\n")
         except OSError as error:
             print(f"{prog}: {error}", file=sys.stderr)
             return 2

@@ -55,10 +55,7 @@ def mpi() -> dict[str, Any]:
 def cpu() -> dict[str, Any]:
     """Compiles the kernels of CPU ranks into Numba's cache, and counts those that it lacked."""
     from collectives.cpu.compiled import cache_problem
-    from oktopk.cpu import (
-        compile_kernels,
-        kernels,  # noqa: F401 - what is to be compiled
-    )
+    from oktopk.cpu import compile_kernels
 
     uncached = cache_problem()
     return {"problem": "", "uncached": uncached, "compiled": 0 if uncached else compile_kernels()}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.closing import closes
 from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.elastic import VECTORS, of_rank
 from oktopk.results import StepReport
@@ -546,7 +547,7 @@ class OkTopkState:
         """Make the reducer as it was when a state was taken. Collective."""
         self._loaded = None
         if state["reducer"] is None:  # of before the first step
-            self.close()
+            self._free()
             return
         try:
             layout = self._found(state["buckets"])
@@ -646,8 +647,12 @@ class OkTopkState:
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo), self._given_comm, module)
         return copied
 
+    @closes
     def close(self) -> None:
-        """Free what the reducer holds, residuals too. Collective. A further backward pass begins anew."""
+        """Free what the reducer holds, residuals too. Collective. A further backward pass raises RuntimeError."""
+        self._free()
+
+    def _free(self) -> None:
         self._finish_step()
         self._given, self._moves_to, self._steps_here = [], None, 0
         if self._thread is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
@@ -138,6 +139,7 @@ class DenseAllreduce:
         torch.cuda.synchronize()
         self._dense.check()
 
+    @closes
     def close(self) -> None:
         """Free the windows. Collective, but after an abort. No captured call may be replayed after it: it would write there."""
         torch.cuda.synchronize()

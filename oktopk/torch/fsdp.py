@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from collectives.closing import closes
 from collectives.connect import connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
@@ -180,6 +181,7 @@ class OkTopkReplicas:
             reducer.load_state_dict(as_arrays(state.get(name)))
         self._loaded = {name: held for name, held in state.items() if name not in self._reducers}
 
+    @closes
     def close(self) -> None:
         """Free what the reducers hold. Collective. The model must not take another step."""
         for reducer in self._reducers.values():

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.elastic import of_rank
+from oktopk.elastic import of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import timeout_of, unknown_setting
@@ -743,7 +744,7 @@ class DistributedOptimizer(WrappedOptimizer):
             state = {**state["optimizer"], "reducer": state.get("reducer")}
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
-        problem = groups_problem(self.inner, state)
+        problem = problem_of(state) or groups_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
         if reducer is not None and self._layout is not None and not problem:
@@ -807,6 +808,7 @@ class DistributedOptimizer(WrappedOptimizer):
         copied.report = self.report
         return copied
 
+    @closes
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from collectives.closing import closes
 from oktopk.buckets import bucket_ranges
 from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.gradients import FlatGradients, GradientsInPlace
@@ -368,6 +369,7 @@ class BackwardBuckets:
         self._missing = list(self._sizes)
         self._versions, self._taken = {}, {}
 
+    @closes
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:

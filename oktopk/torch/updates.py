@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from collectives.closing import closes
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
@@ -480,6 +481,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             copied._reference.hold(self._reference.flat())
         return copied
 
+    @closes
     @torch.no_grad()
     def close(self) -> None:
         """Free what the library holds; the parameters become round(reference). Collective."""

@@ -98,8 +98,8 @@ def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
     script.write_text(STEPS)
     set_up, job = run_alone("-c", SET_UP), run_ranks(4, str(script))
     assert (set_up.returncode, job.returncode) == (0, 0), set_up.stderr + job.stderr
-    called, ready = (set(done.stdout.splitlines()) for done in (job, set_up))
-    assert len(called) > 30 and called <= ready
+    called, prepared = (set(done.stdout.splitlines()) for done in (job, set_up))
+    assert len(called) > 30 and called <= prepared
     assert (
         "mpi4py.MPI was imported" not in job.stderr
     )  # before oktopk, as import sorters put it: on CPUs that is well
@@ -113,9 +113,9 @@ def test_after_set_up_a_job_adds_no_file_to_the_cache(
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     assert run_alone("-m", "oktopk.cpu").stdout.startswith("kernels for this CPU: ")
-    files = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
+    stored = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
     assert run_ranks(4, str(script)).returncode == 0
-    assert files and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == files
+    assert stored and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == stored
 
 
 def test_kernels_run_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,13 +320,6 @@ def test_an_abandoned_step_leaves_nothing_behind(
     assert len({bucket.steps for bucket in reducer.buckets}) == 1
 
 
-def test_a_closed_reducer_says_so(comm: MPI.Intracomm) -> None:
-    reducer = BucketedAllreduce(comm, [5])
-    reducer.close()
-    with pytest.raises(RuntimeError, match="the reducer was closed"):
-        reducer.step([np.ones(5, np.float32)])
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_skips_a_bucket_is_named(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 1.5)

@@ -131,14 +131,6 @@ def test_a_state_knows_how_the_last_step_went(late: Make) -> None:
     assert report.complete
 
 
-def test_a_state_may_be_taken_when_all_is_closed(late: Make) -> None:
-    """Of a step whose end nobody has looked at: it stays unknown, and the next one is waited for."""
-    reducer = late("done done")
-    reducer.step(GRADIENT)
-    reducer.close()
-    assert reducer.state_dict()["unaided"] == 0
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_after_a_step_that_stopped_the_host_waits_for_some(
     late: Make, comm: MPI.Intracomm, resumed: bool

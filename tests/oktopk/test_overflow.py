@@ -247,6 +247,29 @@ def test_velocity_is_as_before_the_overflow(comm: MPI.Intracomm, device: str, wa
     assert np.isfinite(run.state()).all()
 
 
+@pytest.mark.mpi(min_size=2)
+@each_way()
+def test_with_momentum_huge_entries_that_cancel_skip_their_own_step_alone(
+    comm: MPI.Intracomm, device: str, way: str
+) -> None:
+    """They are not applied, and would add up in the residual until no later step was finite."""
+    for share in (0.9, 0.3):
+        run = Run(comm, device, way, nonfinite="skip", momentum_correction=0.9)
+        skipped: list[bool] = []
+        for step in range(12):
+            gradient = run.gradient()
+            if not step:
+                sign = {0: 1, comm.size - 1: -1}.get(comm.rank, 0)
+                gradient[5:30] = np.float32(share * sign) * np.finfo(np.float32).max
+            skipped.append(run.reducer.step(put(device, gradient)).skipped)
+            held = [get(each) for each in (run.reducer.residual, run.reducer.velocity) if each is not None]
+            assert all(np.isfinite(each).all() for each in held)
+            assert not skipped[-1] or not any(each.any() for each in held)  # as before it
+        within_a_host = way == "two levels" and comm.size == 2  # the host's sum is 0
+        assert skipped == [not within_a_host, *[False] * 11]
+        run.reducer.close()
+
+
 @pytest.mark.mpi
 @each_way()
 def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, way: str) -> None:

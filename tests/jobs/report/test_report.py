@@ -4,11 +4,13 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from jobs.report.summary import figures, read_runs
 from jobs.report.write import report
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import RunFile, RunFileError, RunInfo
+from jobs.watch import main as watch
 
 LENGTH = 1000
 K = 20
@@ -271,6 +274,34 @@ def test_what_is_no_run_is_named_and_left_out(tmp_path: Path, capsys: pytest.Cap
         said = capsys.readouterr().out
         assert re.search(rf"^left out: {re.escape(str(tmp_path / bad))}.*{message}", said, re.MULTILINE)
         assert bad in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.pictures
+def test_control_characters_of_files_and_names_are_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil, bad = "\x1b]0;title\x07\r\u202e\x9b31m", b"not utf-8 \xff".decode(errors="surrogateescape")
+    folder = tmp_path / "a[" / "b]"  # no markup of rich's
+    folder.mkdir(parents=True)
+    config = json.dumps({"training": {"steps": 50, "note": evil}, "reduction": {"method": "oktopk"}})
+    for name in (f"{evil}.h5", f"{bad}$x_.h5", "plain.h5"):
+        write_run(folder / name)  # a command line may have such names, too
+        with h5py.File(folder / name, "r+", libver="latest") as file:
+            file.attrs["host"], file.attrs["config"] = evil, config
+            file.attrs.create("commit", os.fsencode(bad), dtype=h5py.string_dtype())
+            file.attrs["hardware"] = json.dumps({"cpu": evil, "cores": 2, "gpus": []})
+    paths = [str(path) for path in sorted(folder.iterdir())]
+    out = tmp_path / "out"
+    assert main([*paths, str(folder / f"none{evil}.h5"), "-o", str(out)]) == 0
+    assert watch(["--once", *paths]) == 0
+    assert watch(["--once", str(folder / f"none{evil}.h5")]) == 2
+    said = capsys.readouterr()
+    files = [path for path in out.rglob("*") if path.is_file()]
+    texts = [said.out, said.err, *(path.read_text(encoding="utf-8") for path in files), *map(str, files)]
+    for text in texts:
+        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e\ud800-\udfff]", text), text[:300]
+    assert r"\x1b]0;title\x07\r\u202e\x9b31m" in said.err
+    assert any(r"not utf-8 \udcff" in text for text in texts)
 
 
 def test_a_report_of_nothing_is_one_line_and_leaves_nothing(

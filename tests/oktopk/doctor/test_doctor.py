@@ -314,6 +314,9 @@ def test_a_gpu_host_is_examined_try_by_try(
     assert ["device", "memory,", "staged", "yes", "38.0", "us", "21.0", "GB/s", "GPUs", "0", "and", "1"] in [
         line.split() for line in out.splitlines()
     ]
+    (tmp_path / "link.json").symlink_to(tmp_path / "found.json")
+    assert doctor.main(["--json", str(tmp_path / "link.json")]) == 2
+    assert "link.json" in capsys.readouterr().err
     tried.clear()
     found["gpu"]["problem"] = "there is no GPU"
     assert doctor.main([]) == SLOWER

@@ -1,0 +1,166 @@
+"""Checkpoints whose digests fit and whose contents are no state of the run: refused by name, and the older one is taken."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from jobs.restart import files
+from jobs.restart.files import Identity
+from jobs.restart.packing import Snapshot
+from jobs.restart.resume import find
+from jobs.restart.state import Position, Progress, capture, restore
+from oktopk import DistributedOptimizer
+from oktopk.elastic import of_rank
+from tests.training import network, squares
+
+pytestmark = pytest.mark.mpi
+
+State = dict[str, Any]
+
+
+class Run:
+    """A model and its optimizer, and the states that were taken of them."""
+
+    def __init__(self, comm: MPI.Intracomm, folder: Path) -> None:
+        self.comm, self.folder = comm, folder
+        self.model = network()
+        adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.optimizer = DistributedOptimizer(adam, comm, density=0.1)
+        self.identity = Identity("a model", "oktopk", self.optimizer.length)
+
+    def train(self) -> None:
+        squares(self.model, self.comm.rank, 0).backward()
+        self.optimizer.step()
+
+    def states(self) -> tuple[State, State]:
+        return capture(self.model, self.optimizer, Position(0, 8))
+
+    def write(self, step: int, common: State, own: State, tree: str = "") -> Path:
+        """A set of these states; the tree, if given, in the last rank's file."""
+        draft = files.draft_folder(self.folder, step)
+        parts = []
+        for name, state in ((files.rank_file(self.comm.rank), own), (files.COMMON, common)):
+            if name != files.COMMON or self.comm.rank == 0:
+                taken = Snapshot()
+                taken.take(state)
+                if tree and name == files.rank_file(self.comm.size - 1):
+                    taken.tree = tree
+                parts.append(files.write_part(draft / name, taken))
+        every = [part for theirs in self.comm.allgather(parts) for part in theirs]
+        if self.comm.rank == 0:
+            files.seal(self.folder, step, every, {**vars(self.identity), "ranks": self.comm.size}, 9)
+        self.comm.barrier()
+        return files.set_folder(self.folder, step)
+
+    def resume(self, say: Callable[[str], object]) -> Progress:
+        progress: list[Progress] = []
+        find(
+            self.comm,
+            self.folder,
+            self.identity,
+            say,
+            use=lambda found: progress.append(restore(found, self.model, self.optimizer, self.comm, 0)),
+        )
+        return progress[0]
+
+
+@pytest.fixture
+def started(comm: MPI.Intracomm) -> Iterator[Run]:
+    folder = Path(comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else ""))
+    yield Run(comm, folder)
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+
+
+def put(state: State, path: str, value: Any) -> None:
+    """Change what lies at a path; None: remove it."""
+    *outer, last = (int(word) if word.isdigit() else word for word in path.split("/"))
+    for word in outer:
+        state = of_rank(state[word])  # type: ignore[index]
+    if value is None:
+        del state[last]  # type: ignore[arg-type]
+    else:
+        state[last] = value  # type: ignore[index]
+
+
+# (which part, where in it, what is there), and what is said
+HOSTILE: list[tuple[str, str, Any, str]] = [
+    ("common", "model", None, "KeyError 'model'"),
+    ("common", "model", [1], "AttributeError"),
+    ("common", "model/0.weight", torch.ones(3), r"model has 0\.weight torch\.float32\[3\], not"),
+    ("common", "model/0.weight", None, r"model has 0\.weight None, not"),
+    ("common", "optimizer", {}, "not that of an optimizer: KeyError 'param_groups'"),
+    ("common", "optimizer/state", None, "KeyError 'state'"),
+    (
+        "common",
+        "optimizer/state/0/exp_avg_sq",
+        None,
+        "parameter 0 has step, exp_avg, not step, exp_avg, exp_avg_sq",
+    ),
+    ("common", "optimizer/state/0/exp_avg", torch.ones(1), "parameter 0 has a exp_avg that is no float"),
+    ("common", "optimizer/state/0/step", "soon", r"parameter 0 has a step that is no float\[\]"),
+    ("common", "optimizer/state/99", {}, "a parameter 99 that is in no group"),
+    ("common", "optimizer/param_groups/0/betas", None, "a group has betas None"),
+    ("common", "optimizer/param_groups/0/lr", "fast", "a group has lr 'fast'"),
+    (
+        "own",
+        "buffers/1.running_mean",
+        torch.ones(2, 2),
+        r"buffers has 1\.running_mean torch\.float32\[2, 2\]",
+    ),
+    ("own", "position", {"epoch": -1, "samples": 0}, "the position in the data has epoch -1"),
+    ("own", "position/samples", 9, "the ranks have different positions in the data"),
+    ("own", "random/torch", torch.ones(3), "TypeError|RuntimeError"),
+    ("own", "random/python", [3, [1], None], "TypeError|ValueError"),
+    ("own", "reducer", None, "is damaged: KeyError 'residual'"),
+    ("own", "reducer/residual", torch.ones(3), r"residual is float32\[3\], not float32"),
+    ("own", "reducer/methods", {"oktopk": {}}, "the state is damaged"),
+    ("own", "reducer/methods", {"none": {}}, "unknown methods: none"),
+    ("own", "reducer/length", "many", r"its length is \['many'\]"),
+    ("tree", "", "[" * 5000, "holds no state: (RecursionError|JSONDecodeError)"),
+    ("tree", "", json.dumps({"tensor": "nothing"}), "holds no state: KeyError 'nothing'"),
+    ("tree", "", json.dumps({"pickle": "x"}), "holds no state: ValueError not a packed state"),
+]
+
+
+def test_a_set_with_right_digests_that_is_no_state_is_refused_by_name_and_the_older_one_taken(
+    started: Run, comm: MPI.Intracomm
+) -> None:
+    started.train()
+    good = [copy.deepcopy(state) for state in started.states()]
+    started.write(1, *good)
+    for step, (part, path, value, problem) in enumerate(HOSTILE, start=2):
+        common, own = copy.deepcopy(good)
+        changed = {"common": common, "own": own if comm.rank == comm.size - 1 else {}, "tree": {}}[part]
+        if part == "own" and comm.size == 1 and path == "position/samples":
+            continue  # with whom should it disagree
+        if changed:
+            put(changed, path, value)
+        newest = started.write(step, common, own, value if part == "tree" else "")
+        said: list[str] = []
+        for parameter in started.model.parameters():
+            nn.init.zeros_(parameter)
+        assert started.resume(said.append) == Progress(1, Position(0, 8))
+        assert all(torch.equal(p, good[0]["model"][name]) for name, p in started.model.named_parameters())
+        if comm.rank == 0:
+            refused, aside = said
+            assert f"checkpoint {newest} refused: " in refused and "\n" not in refused
+            alone = part != "common" and comm.size > 1 and "different" not in problem
+            assert re.search((f"rank {comm.size - 1}: .*" if alone else "") + f"({problem})", refused), (
+                refused
+            )
+            assert aside == f"checkpoint {newest} set aside as {newest.name}.refused"
+    started.train()  # what was restored can go on

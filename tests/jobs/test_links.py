@@ -1,0 +1,109 @@
+"""What lies where a program is about to write is refused by name: a link, a pipe, another user's file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.durable import create, exclusive, replaced, take_lock
+from data.images.file import LAYOUT
+from jobs.bench import bandwidth, tables
+from jobs.bench.document import BenchError, Output
+from jobs.bench.figures import report_bench
+from jobs.experiment.worker import Outcome
+from jobs.report.panels import write_columns
+from jobs.report.write import report
+from jobs.restart.start import FolderLock
+from jobs.run.file import RunFile, RunFileError
+from tests.jobs.bench.test_bandwidth import at_rate
+from tests.jobs.bench.test_figures import SWEEP
+from tests.jobs.report.test_report import write_run
+from tests.jobs.restart.test_files import write_set
+from tests.jobs.run.test_file import INFO
+
+PRECIOUS = "<!-- sweep.json --><!-- end of sweep.json -->"
+
+
+def prepare(folder: Path) -> None:
+    with LAYOUT.created(folder / "data.h5", {"train": 1, "test": 1}):
+        raise AssertionError("it was created")
+
+
+def lock_output(folder: Path) -> None:
+    with exclusive(folder / "data.h5"):
+        raise AssertionError("it was locked")
+
+
+FOLDERS = (".step-00000001", "runs")
+# the name that is a link -> what writes there
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "run.h5": lambda folder: RunFile(folder / "run.h5", INFO, overwrite=True),
+    ".run.h5.part": lambda folder: RunFile(folder / "run.h5", INFO),
+    "lock": FolderLock,
+    ".step-00000001": lambda folder: write_set(folder, 1),
+    ".data.h5.lock": lock_output,
+    ".data.h5.part": prepare,
+    "a.csv": lambda folder: write_columns(folder / "a.csv", {"a": np.arange(3)}),
+    "index.html": lambda folder: report([write_run(folder / "run.h5")], folder),
+    "runs": lambda folder: report([write_run(folder / "run.h5")], folder),
+    ".bench.json.part": lambda folder: Output(folder / "bench.json"),
+    "bench.json": lambda folder: Output(folder / "bench.json"),
+    "sweep.png": lambda folder: report_bench(SWEEP, folder),
+    "line.png": lambda folder: bandwidth.draw([at_rate("1gbit", 1.0)], ["oktopk"], folder / "line.png"),
+    "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
+    "text.md": lambda folder: sys.exit(tables.main([str(SWEEP), "--into", str(folder / "text.md")])),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_writer_follows_a_link(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder.mkdir()
+    if name in FOLDERS:
+        outside.mkdir()
+    else:
+        outside.write_text(PRECIOUS)
+    (folder / name).symlink_to(outside)
+    with pytest.raises((OSError, RunFileError, BenchError, SystemExit)) as raised:
+        WRITERS[name](folder)
+    said = str(raised.value) + capsys.readouterr().err
+    assert f"{folder / name} is a symbolic link" in said or f"{folder / name} cannot be written" in said
+    assert (folder / name).is_symlink()
+    assert not os.listdir(outside) if name in FOLDERS else outside.read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("writer", [create, take_lock, lambda path: replaced(path).__enter__()])
+def test_neither_a_pipe_nor_another_users_file_is_written(
+    tmp_path: Path, writer: Callable[[Path], object]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is not a regular file"):
+        writer(tmp_path / "pipe")
+    (tmp_path / "theirs").write_text(PRECIOUS)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "theirs", 12345, -1)
+        with pytest.raises(OSError, match="theirs belongs to user 12345"):
+            writer(tmp_path / "theirs")
+    assert (tmp_path / "theirs").read_text() == PRECIOUS
+
+
+def test_a_lock_is_not_written_into_a_file_of_a_second_name(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text(PRECIOUS)
+    (tmp_path / "lock").hardlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="lock has a second name"):
+        take_lock(tmp_path / "lock")
+
+
+def test_of_two_processes_that_replace_a_file_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="file: another process is writing it"), replaced(path) as first:
+        first.write_text("first")
+        with replaced(path) as second:
+            second.write_text("second")
+    assert path.read_text() == "second"
+    assert os.listdir(tmp_path) == ["file"]

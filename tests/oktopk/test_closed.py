@@ -1,0 +1,100 @@
+"""What was closed says so from every public call, and touches nothing that was freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from collectives.connect import connect
+from oktopk import DistributedOptimizer, GradientAllreduce
+from oktopk.buckets import BucketedAllreduce
+from oktopk.rows import RowSparseAllreduce
+from oktopk.torch import OkTopkState
+from oktopk.worker import CommunicationThread
+from tests.training import network, squares
+
+pytestmark = pytest.mark.mpi
+
+LENGTH = 60
+GRADIENT = np.ones(LENGTH, np.float32)
+
+
+def stepped(comm: MPI.Intracomm, **settings: Any) -> GradientAllreduce:
+    reducer = GradientAllreduce(comm, LENGTH, density=0.1, **settings)
+    reducer.step(GRADIENT)
+    return reducer
+
+
+def wrapped(comm: MPI.Intracomm, **settings: Any) -> DistributedOptimizer:
+    model = network()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), comm, density=0.1, **settings
+    )
+    squares(model, comm.rank, 0).backward()
+    optimizer.step()
+    return optimizer
+
+
+def bucketed(comm: MPI.Intracomm) -> BucketedAllreduce:
+    reducer = BucketedAllreduce(comm, [LENGTH, LENGTH], density=0.1)
+    reducer.step([GRADIENT, GRADIENT])
+    return reducer
+
+
+def of_rows(comm: MPI.Intracomm) -> RowSparseAllreduce:
+    table = RowSparseAllreduce(comm, 10, 2, row_density=0.5)
+    table.step(np.arange(3), np.ones((3, 2), np.float32))
+    return table
+
+
+MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
+    "messages": stepped,
+    "tree": lambda comm: stepped(comm, method="gtopk"),
+    "two levels": lambda comm: stepped(comm, levels="hosts", ranks_per_host=2),
+    "buckets": bucketed,
+    "table": of_rows,
+    "optimizer": wrapped,
+    "optimizer in two levels": lambda comm: wrapped(comm, levels="hosts", ranks_per_host=2),
+    "overlap": lambda comm: wrapped(comm, overlap=True),
+    "hook": OkTopkState,
+    "transport": connect,
+    "thread": lambda comm: CommunicationThread("oktopk", together=()),
+}
+
+
+def public_calls(kind: type) -> list[str]:
+    """Methods and properties that are documented for users: not those of torch's base classes alone."""
+    return [
+        name
+        for name in dir(kind)
+        if not name.startswith("_")
+        and (callable(getattr(kind, name)) or isinstance(getattr(kind, name), property))
+    ]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name: str) -> None:
+    made = MAKERS[name](comm)
+    kind = type(made)
+    held = [made, *(getattr(made, inner, None) for inner in ("reducer", "overlapped", "transport"))]
+    buffer = getattr(made, "gradient_buffer", None)
+    made.close()
+    for closed in held:
+        if closed is None:
+            continue
+        calls = set(public_calls(type(closed)))
+        assert len(calls) > 2
+        for call in calls - {"close", "remove"}:
+            with pytest.raises(RuntimeError, match=r"this \w+ was closed"):
+                getattr(closed, call)()
+    made.close()  # again is allowed
+    assert isinstance(made, kind)
+    if buffer is not None:  # its memory lives as long as the array
+        buffer[:] = 1
+        assert buffer.sum() == LENGTH
+    comm.barrier()
