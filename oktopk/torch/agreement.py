@@ -139,7 +139,7 @@ def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients"
         if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
             if sends == "updates":
                 return (
-                    "a DistributedDataParallel reduces gradients of these parameters in its backward pass, so that optimizers step "
+                    "a DistributedDataParallel reduces gradients of these parameters in its backward pass, so optimizers step "
                     "on the mean already: call ddp.register_comm_hook(None, noop_hook), of "
                     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
                 )
