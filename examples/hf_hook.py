@@ -1,5 +1,6 @@
 """The Hugging Face Trainer with the hook in its DDP. torchrun --nproc-per-node 2 examples/hf_hook.py."""
 
+import os
 from typing import Any
 
 import torch
@@ -22,10 +23,18 @@ class Regression(nn.Module):
 
 
 class OkTopk(TrainerCallback):
-    """Registers the hook once the Trainer has wrapped the model."""
+    """Registers the hook once the Trainer has wrapped the model; saves and loads residuals with its checkpoints."""
 
-    def on_train_begin(self, *arguments: Any, **others: Any) -> None:
+    def on_train_begin(self, args: Any, at: Any, *more: Any, **others: Any) -> None:
         trainer.model_wrapped.register_comm_hook(state, ddp_hook)
+        if os.path.exists(self.file(args, at)):  # as it goes on from a checkpoint
+            state.load_state_dict(torch.load(self.file(args, at)))
+
+    def on_save(self, args: Any, at: Any, *more: Any, **others: Any) -> None:
+        torch.save(state.state_dict(), self.file(args, at))
+
+    def file(self, args: Any, at: Any) -> str:
+        return f"{args.output_dir}/checkpoint-{at.global_step}/oktopk-{args.process_index}.pt"
 
 
 drawn = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))

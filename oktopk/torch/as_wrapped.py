@@ -28,14 +28,14 @@ class AsWrapped:
         self._parameters = parameters
         self._were = [_what(parameter) for parameter in parameters]
         self.strides = [strides for _, strides, _, _ in self._were]
-        self._seen: list[tuple[int, tuple[int, ...]]] = []
+        self._seen: tuple[list[int], list[tuple[int, ...]]] = [], []
         self._problem = ""
         self.changes = 0
         self.relaid: list[int] = []
 
     def look(self) -> None:
         """Compare, in some 0.2 microseconds a parameter."""
-        now = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+        now = list(map(Tensor.data_ptr, self._parameters)), list(map(Tensor.stride, self._parameters))
         if now == self._seen:
             return
         self._seen, self._problem, self.relaid = now, "", []

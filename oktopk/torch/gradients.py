@@ -88,16 +88,17 @@ class FlatGradients:
         """
         if gradients is None:
             gradients = [parameter.grad for parameter in self._parameters]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for gradient, view in zip(gradients[only], self._views[only], strict=True):
-            if gradient is None:
+        pairs = list(zip(gradients[only], self._views[only], strict=True))
+        copied = [
+            (gradient, view) for gradient, view in pairs if gradient is not None and gradient is not view
+        ]
+        if len(copied) < len(pairs):
+            for view in (view for gradient, view in pairs if gradient is None):
                 view.zero_()
-            elif gradient is not view:
+        if copied:
+            sources, targets = zip(*copied, strict=True)
+            for gradient in (each for each in sources if each.is_sparse):
                 refuse_sparse(gradient)
-                targets.append(view)
-                sources.append(gradient)
-        if targets:
             torch._foreach_copy_(targets, sources)
         return self.vector
 
@@ -222,12 +223,15 @@ class GradientsInPlace:
     def zero(self) -> None:
         """Clear all gradients."""
         self._aside = None
-        self.attach()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def missing(self, bucket: int = 0) -> Spans:
         """Where in a bucket, from its first element, no `p.grad` is."""
         numbers = range(len(self._parameters))[self._ranges[bucket]]
         present = [self._parameters[number].grad is not None for number in numbers]
+        if all(present):
+            return ()
         starts = [self._starts[number] - self._starts[numbers[0]] for number in numbers]
         return missing_spans([self._sizes[number] for number in numbers], present, starts)
 

@@ -423,8 +423,8 @@ class DistributedOptimizer(WrappedOptimizer):
         A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
         (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
         optimizer has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on
-        the updates of the others. A step at a learning rate of 0, without state and with gradients of zero on
-        all ranks, reduces nothing.
+        the updates of the others, and a parameter that had no gradient on any rank in the step before stays as it is. A step at a
+        learning rate of 0, without state and with gradients of zero on all ranks, reduces nothing.
 
         Args:
             closure: computes the gradients first, if given. It is called once.
@@ -440,7 +440,8 @@ class DistributedOptimizer(WrappedOptimizer):
             NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
                 deferred and it is that one's, it was stepped on an update of zero, in buckets on those of the other buckets: to
                 go back, load a state of before that step.
-            ValueError: on some rank a parameter needs a gradient that did not when the optimizer was wrapped; on every rank.
+            ValueError: on every rank: on some rank a parameter needs a gradient that did not when the optimizer was wrapped, has
+                another type, shape or device, or a gradient that is sparse or of another shape; or the groups' numbers differ.
         """
         loss = None
         if closure is not None:
@@ -611,7 +612,15 @@ class DistributedOptimizer(WrappedOptimizer):
             with self._memory.before_torch():
                 return self.reducer.finish()
         assert isinstance(self.reducer, GradientAllreduce)
-        gradient, absent = self._given(measure, problem), self._gradients.missing()
+        absent = self._gradients.missing()
+        try:
+            gradient = self._given(measure, problem)
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # on this rank alone, perhaps: a gradient is sparse, or of another shape
+            problem = str(error).splitlines()[0]
+            gradient = self._given(measure, problem)
         with self._memory.stream_scope():
             return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from collectives.tokens import parts_of, token_of
@@ -27,8 +30,8 @@ def numbers_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """A value that can be compared without waiting for a GPU; None where it cannot."""
-    if isinstance(value, float):
-        return float(value)  # of NumPy, too
+    if isinstance(value, float | np.generic):
+        return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -45,7 +48,7 @@ def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
         ranks: `numbers_of` of each; where they have unlike numbers of groups, nothing is told.
     """
     for number, groups in enumerate(zip(*ranks, strict=True) if len(set(map(len, ranks))) == 1 else ()):
-        for name in groups[0]:
+        for name in dict.fromkeys(name for group in groups for name in group):
             values = [group.get(name) for group in groups]
             if any(repr(value) != repr(values[0]) for value in values):
                 listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
@@ -81,6 +84,8 @@ class StepAgreement:
 
     def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], parameters: int = 0) -> None:
         self._groups = groups
+        self._values: list[Any] = []  # of all groups, when they were last looked at
+        self._tensors = False  # whether there are tensors among them
         self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
         self._told = [_Told(-1, bytes([1]) * parameters, [])] * 2  # in this step, and in the last one
         self._anywhere = self._told[0].present
@@ -95,7 +100,18 @@ class StepAgreement:
             present: for each parameter 1 if it has a gradient on this rank, else 0.
         """
         last = self._told[0]
-        numbers = numbers_of(self._groups())
+        groups = self._groups()
+        values = list(chain.from_iterable(map(dict.values, groups)))
+        same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        if not same or self._tensors:  # whose values may be others by now
+            numbers, self._values = numbers_of(groups), values
+            self._tensors = any(
+                isinstance(each, Tensor)
+                for value in values
+                for each in (value if isinstance(value, tuple) else [value])
+            )
+        else:
+            numbers = last.numbers
         token = last.token
         if present != last.present or numbers != last.numbers or token < 0:
             token = token_of(present, repr(numbers).encode())

@@ -68,8 +68,9 @@ def test_a_plain_state_is_loaded_with_empty_residuals_and_a_warning(
 ) -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    train(model, plain, 0, range(2))
-    optimizer = wrapped(network(), comm)
+    train(model, plain, 0, range(2))  # one state on all ranks
+    model = network()
+    optimizer = wrapped(model, comm)
     train(model, optimizer, comm.rank, range(2))
     optimizer.load_state_dict(plain.state_dict())
     messages = [str(warning.message) for warning in recwarn]
