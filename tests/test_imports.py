@@ -157,11 +157,18 @@ def test_a_circle_is_seen() -> None:
     assert library_file("collectives.cuda.ucx.load_cuda_ucx") == ""
 
 
+REFERENCE = "oktopk/reference.py"  # read alone, it uses nothing of this house
 # what talks to a communication library; the other files use a Transport
-TALK_TO_LIBRARIES = {
+TALK_TO_LIBRARIES = {REFERENCE} | {
     f"collectives/{name}.py"
     for name in ("connect", "mpi", "mpi_cuda", "process_group", "process_group_cuda", "cuda/ucx")
 }
+
+
+def test_the_reference_needs_numpy_and_mpi4py_alone_and_has_at_most_150_lines() -> None:
+    path = ROOT / REFERENCE
+    assert imports_of(path) == {"__future__", "numpy", "mpi4py"}
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("package", ["collectives", "oktopk"])

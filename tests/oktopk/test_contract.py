@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from collectives.dense_allreduce import dense_words
 from collectives.traffic import step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport
 from oktopk.settings import selection_cap
-from tests import oracle as reference
-from tests.devices import get, gpus, put, use
-from tests.inputs import GRADIENTS, SHAPES, Vector
+from tests import oracle
+from tests.devices import DEVICES, get, gpus, put, use
+from tests.inputs import GRADIENTS, SHAPES, Vector, shapes_of
+from tests.reference import ReferenceAllreduce
 
 STEPS = 5
 
@@ -35,6 +36,13 @@ class Observed:
     words: float
 
 
+def reducer_on(device: str, comm: Any, length: int, method: str, **settings: Any) -> Any:
+    """A reducer that gives the sum, on the host, on a GPU, or by `oktopk.reference`."""
+    if device == "reference":
+        return ReferenceAllreduce(comm, length, method, **settings)
+    return GradientAllreduce(comm, length, method, device=device, average=False, **settings)
+
+
 def run(
     comm: MPI.Intracomm,
     device: str,
@@ -48,9 +56,7 @@ def run(
 ) -> Iterator[Observed]:
     """Run a reducer that gives the sum, over `over` in place of the communicator, and gather what every rank put in and kept."""
     use(device, comm)
-    reducer = GradientAllreduce(
-        over or comm, length, method, device=device, density=density, average=False, **settings
-    )
+    reducer = reducer_on(device, over or comm, length, method, density=density, **settings)
     rng = np.random.default_rng((comm.rank, length))
     residual = np.zeros(length, np.float32)
     for _ in range(steps):
@@ -98,15 +104,19 @@ def check_caps(comm: MPI.Intracomm, method: str, length: int, step: Observed) ->
         assert step.words <= step_limit(k, ranks), (length, step.report)
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_lost_no_step_passes_the_caps_and_exact_ones_are_the_oracles(
-    comm: MPI.Intracomm, device: str, method: str, kind: str
+def check_contract(
+    comm: MPI.Intracomm,
+    device: str,
+    method: str,
+    kind: str,
+    shapes: Iterable[tuple[int, float]] = SHAPES,
+    steps: int = STEPS,
 ) -> None:
-    for length, density in SHAPES:
+    """Nothing is lost, no step passes the caps, and exact ones are the oracle's."""
+    for length, density in shapes:
         exact = 0
         for step in run(
-            comm, device, method, kind, length, density, threshold_interval=2, boundary_interval=3
+            comm, device, method, kind, length, density, steps, threshold_interval=2, boundary_interval=3
         ):
             gradients, before = step.gradients.astype(np.float64), step.before.astype(np.float64)
             came_out = step.after.astype(np.float64).sum(axis=0) + step.update
@@ -114,10 +124,48 @@ def test_nothing_is_lost_no_step_passes_the_caps_and_exact_ones_are_the_oracles(
             check_caps(comm, method, length, step)
             if all(comm.allgather(step.report.exact)):
                 exact += 1
-                expected = reference.ORACLES[method](gradients, before, step.report.k)
+                expected = oracle.ORACLES[method](gradients, before, step.report.k)
                 assert np.array_equal(step.update, expected.update), (length, density)
                 assert np.array_equal(step.after, expected.residuals), (length, density)
         assert exact >= 3  # every second step is planned to be
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_ok_topk_loses_nothing_passes_no_cap_and_equals_the_oracle_where_exact(
+    comm: MPI.Intracomm, device: str, kind: str
+) -> None:
+    check_contract(comm, device, "oktopk", kind)
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_the_reference_loses_nothing_passes_no_cap_and_equals_the_oracle(
+    comm: MPI.Intracomm, kind: str
+) -> None:
+    check_contract(comm, "reference", "oktopk", kind, steps=3)
+
+
+def halves() -> list[Any]:
+    """(method, kind, which half of the shapes) for all methods but Ok-Topk; `make test-all` alone runs the other half.
+
+    In `make test` every method runs with every kind and every shape, and every pair of these runs with two methods or more.
+    """
+    others = [method for method in METHODS if method != "oktopk"]
+    long = pytest.mark.long(
+        "a minute; `make test` runs these shapes with other methods, and Ok-Topk with all"
+    )
+    return [
+        pytest.param(method, kind, half, marks=[long] if (half + number) % 2 else [])
+        for number, method in enumerate(others)
+        for kind in GRADIENTS
+        for half in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("method", "kind", "half"), halves())
+def test_other_methods_lose_nothing_pass_no_cap_and_equal_their_oracles_where_exact(
+    comm: MPI.Intracomm, device: str, method: str, kind: str, half: int
+) -> None:
+    check_contract(comm, device, method, kind, shapes_of(kind, half, 2))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,7 +188,7 @@ def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
         exact = all(comm.allgather(report.exact))
         assert len(set(comm.allgather(report.global_exact))) == 1
         if exact:
-            expected = reference.ORACLES[method](gradients, residuals.astype(np.float64), report.k)
+            expected = oracle.ORACLES[method](gradients, residuals.astype(np.float64), report.k)
             assert np.array_equal(get(reducer.update), expected.update), report.step
         seen.add((all(comm.allgather(report.local_exact)), report.global_exact, exact))
         if reducer.residual is not None:
@@ -155,15 +203,16 @@ def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
         assert seen == {(True, False, True), (False, False, False)}
 
 
+@pytest.mark.parametrize("device", [*DEVICES, "reference"], indirect=True)
 def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
     comm: MPI.Intracomm, device: str
 ) -> None:
     length, density = 40_000, 0.02
-    reducer = GradientAllreduce(comm, length, "oktopk", device=device, density=density)
+    reducer = reducer_on(device, comm, length, "oktopk", density=density)
     rng = np.random.default_rng(comm.rank)
     scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
     words, deviation = [], []
-    for step in range(100):
+    for step in range(20 if device == "reference" else 100):
         drift = 1 + 0.2 * np.sin(step / 9)
         gradient = (rng.standard_t(4, length) * scale * drift).astype(np.float32)
         report = reducer.step(put(device, gradient))

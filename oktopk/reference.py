@@ -1,0 +1,150 @@
+"""One step of Ok-Topk from top to bottom, to be read: what the library computes, without what makes it fast and safe.
+
+Both thresholds are exact and the regions are new in every step, and entries travel plain. There is no codec, no balancing, no
+time limit, no check of arguments and no care for Inf or NaN: the library has these. P is any number of ranks, n any length from
+1 to 2^31 - 1, a Vector is float32[n]. Functions with `comm` are collective: all ranks call them.
+
+Source: Li & Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+Indices = NDArray[np.int64]
+Entries = NDArray[np.void]  # of type ENTRY, in ascending order of their indices
+ENTRY = np.dtype([("index", np.int32), ("value", np.float32)])  # 8 bytes: 2 words
+
+
+def sparse_allreduce(comm: MPI.Intracomm, residual: Vector, k: int) -> Vector:
+    """Apply k entries, summed over the ranks: the top k of the sum of all ranks' top ks.
+
+    Args:
+        residual: all that this rank has not applied yet. It becomes zero exactly where this rank selected an entry that is in the
+            result, and stays elsewhere. So the new residuals of all ranks plus the result are the sum of the old residuals.
+        k: entries to apply, at least 1; equal on all ranks, as n is.
+
+    Returns:
+        float32[n], zero except in at most k places; equal on all ranks, bit for bit. It is the sum, not the mean.
+
+    Traffic: at most 6k(P-1)/P words a rank, as a mean over the ranks; about 4k(P-1)/P where regions balance.
+    """
+    selected = top_k(MPI.COMM_SELF, residual, k)  # by the local threshold: that of this rank alone
+    boundaries = region_boundaries(comm, selected, len(residual))
+    sums = split_and_reduce(comm, entries(selected, residual[selected]), boundaries)
+    kept = top_k(comm, sums, k)  # by the global threshold
+    applied = allgatherv(comm, entries(boundaries[comm.rank] + kept, sums[kept]))
+    residual[np.intersect1d(selected, applied["index"])] = 0
+    update = np.zeros_like(residual)
+    update[applied["index"]] = applied["value"]
+    return update
+
+
+def top_k(comm: MPI.Intracomm, values: Vector, k: int) -> Indices:
+    """Ascending positions in this rank's values of those that are among the k largest magnitudes of all ranks.
+
+    Zeros are never taken. Of equal magnitudes the first are taken, rank by rank. Traffic: 33 integers a rank, no payload.
+    """
+    magnitudes = np.abs(values).view(np.int32)  # the bits of floats >= 0, as integers, have the same order
+    threshold = 0  # becomes the largest that k values reach, bit by bit from the highest
+    for bit in reversed(range(31)):
+        candidate = threshold | 1 << bit
+        if comm.allreduce(np.count_nonzero(magnitudes >= candidate)) >= k:
+            threshold = candidate
+    threshold = max(threshold, 1)  # no zeros, even where fewer than k values are nonzero
+    larger, equal = np.flatnonzero(magnitudes > threshold), np.flatnonzero(magnitudes == threshold)
+    left = k - comm.allreduce(len(larger)) - sum(comm.allgather(len(equal))[: comm.rank])
+    return np.sort(np.concatenate([larger, equal[: max(left, 0)]]))
+
+
+def entries(indices: Indices, values: Vector) -> Entries:
+    """ENTRY[nnz] of these indices and values."""
+    packed = np.empty(len(values), ENTRY)
+    packed["index"], packed["value"] = indices, values
+    return packed
+
+
+def region_boundaries(comm: MPI.Intracomm, selected: Indices, length: int) -> Indices:
+    """int64[P + 1], equal on all ranks: rank r sums the region [boundaries[r], boundaries[r + 1]).
+
+    A rank proposes the indices that split its selection into P equal counts; where it is empty, the vector into equal lengths.
+    The mean of the proposals gives all regions about equally many entries. Traffic: P - 1 integers, no payload.
+    """
+    parts = np.arange(1, comm.size)
+    proposal = selected[len(selected) * parts // comm.size] if len(selected) else length * parts // comm.size
+    return np.array([0, *comm.allreduce(proposal) // comm.size, length])
+
+
+def split_and_reduce(comm: MPI.Intracomm, packed: Entries, boundaries: Indices) -> Vector:
+    """Send each rank the part of `packed` in its region; return this rank's region of the sum, as a dense vector.
+
+    In round i a rank sends to rank + i and receives from rank - i (modulo P), so that no rank receives from two at once. Parts
+    are added in this order (own, rank - 1, rank - 2, ...), so that the bits of a sum depend on P and the boundaries alone.
+
+    Traffic: 2k(P-1)/P words in P - 1 messages where regions balance; before them an alltoall of counts. Source: section 3.1.1.
+    """
+    offsets = np.searchsorted(packed["index"], boundaries)
+    counts = comm.alltoall(np.diff(offsets).tolist())
+    lower, upper = boundaries[comm.rank], boundaries[comm.rank + 1]
+    sums = np.zeros(upper - lower, np.float32)
+    for i in range(comm.size):  # round 0 is the own part
+        dest, source = (comm.rank + i) % comm.size, (comm.rank - i) % comm.size
+        part = send_and_receive(comm, packed[offsets[dest] : offsets[dest + 1]], dest, counts[source], source)
+        sums[part["index"] - lower] += part["value"]
+    return sums
+
+
+def send_and_receive(comm: MPI.Intracomm, outgoing: Entries, dest: int, count: int, source: int) -> Entries:
+    """Send entries to one rank and return ENTRY[count] from another. All payload goes through here."""
+    incoming = np.empty(count, ENTRY)
+    comm.Sendrecv(outgoing.view(np.int64), dest, 0, incoming.view(np.int64), source)  # MPI knows no ENTRY
+    return incoming
+
+
+def allgatherv(comm: MPI.Intracomm, block: Entries) -> Entries:
+    """The blocks of all ranks in rank order, on all ranks.
+
+    A rank holds the blocks of `held` ranks: its own and the next ones (modulo P). In a round it sends them to rank - held and
+    receives as many from rank + held, which doubles `held`; the last round moves only what is missing, for any P.
+
+    Traffic: all but the own block received, 2k(P-1)/P words as a mean over the ranks, in ceil(log2 P) messages; before them an
+        allgather of counts. Source: section 3.1.2; Bruck et al., IEEE TPDS 1997.
+    """
+    counts = np.roll(comm.allgather(len(block)), -comm.rank)  # of this rank, the next one, ...
+    gathered, held = block, 1
+    while held < comm.size:
+        more = min(held, comm.size - held)
+        outgoing, count = gathered[: counts[:more].sum()], counts[held : held + more].sum()
+        dest, source = (comm.rank - held) % comm.size, (comm.rank + held) % comm.size
+        gathered = np.concatenate([gathered, send_and_receive(comm, outgoing, dest, count, source)])
+        held += more
+    return np.roll(gathered, counts[comm.size - comm.rank :].sum())  # rank 0's block comes first
+
+
+def step_of_gradients(comm: MPI.Intracomm, gradient: Vector, residual: Vector, k: int) -> Vector:
+    """Add the gradient to the residual, in place; return the mean update, which the optimizer takes for a gradient."""
+    residual += gradient
+    return sparse_allreduce(comm, residual, k) / np.float32(comm.size)
+
+
+def step_of_updates(
+    comm: MPI.Intracomm,
+    parameters: Vector,
+    reference: Vector,
+    residual: Vector,
+    k: int,
+    share: float | None = None,
+    decay: float = 1.0,
+) -> None:
+    """Exchange how far each rank's own optimizer moved its parameters; change all three vectors in place.
+
+    The reference is equal on all ranks. Parameters are the reference less a share (None: 1/P) of the residual, at first zero.
+    """
+    share = 1 / comm.size if share is None else share
+    residual += (reference - share * residual) - parameters  # before the optimizer's step less after it
+    reference -= sparse_allreduce(comm, residual, k) / np.float32(comm.size)
+    reference *= decay
+    parameters[:] = reference - share * residual

@@ -1,0 +1,57 @@
+"""`oktopk.reference` as one more executor of the contract's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from oktopk.reference import sparse_allreduce, top_k
+from oktopk.results import StepReport
+from oktopk.settings import entries_kept
+from tests.devices import get
+
+
+class CountingComm(MPI.Intracomm):
+    """A communicator that counts the words of the entries that this rank sends to others."""
+
+    words = 0
+
+    def Sendrecv(self, sendbuf: Any, dest: int, *arguments: Any, **keywords: Any) -> None:  # noqa: N802 - MPI's name
+        self.words += 2 * len(sendbuf) * (dest != self.rank)
+        super().Sendrecv(sendbuf, dest, *arguments, **keywords)
+
+
+class ReferenceAllreduce:
+    """Takes and gives what the contract's tests use of `GradientAllreduce`; the update is the sum, and settings are ignored."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, length: int, method: str, *, density: float, **settings: object
+    ) -> None:
+        assert method == "oktopk"
+        self._comm, self._k = comm, entries_kept(density, length)
+        self.residual, self.update = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        self._steps = 0
+
+    def step(self, gradient: Any) -> StepReport:
+        comm = CountingComm(self._comm)
+        self.residual += get(gradient)
+        selected = top_k(MPI.COMM_SELF, self.residual, self._k)
+        self.update = sparse_allreduce(comm, self.residual, self._k)
+        self._steps += 1
+        return StepReport(
+            step=self._steps - 1,
+            method="oktopk",
+            k=self._k,
+            length=len(self.update),
+            seconds={},
+            local_exact=True,
+            global_exact=True,
+            local_nnz=len(selected),
+            global_nnz=np.count_nonzero(self.update),
+            words=comm.words,
+        )
+
+    def close(self) -> None:
+        pass
