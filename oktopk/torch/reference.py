@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oktopk.torch.gradients import dense_views
+from oktopk.torch.gradients import dense_views, is_dense
 
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
@@ -38,10 +38,7 @@ class Reference:
         self.views = dense_views(self.vector, parameters)
         self._scratch_views = dense_views(self._scratch, parameters)
         self._held = [parameter.detach() for parameter in parameters]
-        # places of the samples: the same elements in each step, so that one comparison of two short vectors is enough
-        self._places = [
-            torch.linspace(0, max(p.numel() - 1, 0), SAMPLES, device=device).long() for p in parameters
-        ]
+        self._own_samples = [_sample(view) for view in self.views]
         torch._foreach_copy_(self.views, self._held)
         self.watch()
 
@@ -97,7 +94,8 @@ class Reference:
     def watch(self) -> None:
         """Note what the parameters hold: `written` finds what changes from now on."""
         self._seen = [(p._version, p.data_ptr()) for p in self._parameters]
-        self._sample = self._sampled()
+        self._samples = [_sample(held) for held in self._held]
+        self._sample = torch.cat(self._samples)
 
     def written(self, by_version: bool = True) -> list[int]:
         """The parameters that may have changed since `watch`: by version, by address or by a sample of their elements.
@@ -106,16 +104,17 @@ class Reference:
             by_version: name those, too, that were written to where no sample lies, and those that were written back.
         """
         now = [(p._version, p.data_ptr()) for p in self._parameters]
-        moved = {
-            number for number, pair in enumerate(zip(now, self._seen, strict=True)) if pair[0] != pair[1]
-        }
+        moved = [
+            number for number, (one, other) in enumerate(zip(now, self._seen, strict=True)) if one != other
+        ]
         for number in moved:
             self._held[number] = self._parameters[number].detach()
-        numbers = moved if by_version else set()
-        sample = self._sampled()
+            self._samples[number] = _sample(self._held[number])
+        sample = torch.cat(self._samples)
+        numbers = set(moved) if by_version else set()
         if not torch.equal(sample, self._sample):
-            differs = (sample != self._sample).view(-1, SAMPLES).any(1)
-            numbers |= set(differs.nonzero()[:, 0].tolist())
+            differs = (sample != self._sample).split([len(each) for each in self._samples])
+            numbers |= {number for number, each in enumerate(differs) if bool(each.any())}
         return sorted(numbers)
 
     def take(self, numbers: Sequence[int], residual: Tensor | None) -> None:
@@ -142,17 +141,10 @@ class Reference:
             kept.copy_(torch.where(changed, held, kept))
 
     def digest(self) -> int:
-        """A hash of `SAMPLES` elements of each parameter's reference, equal on all ranks; below 2^62."""
-        sample = torch.cat([_elements(v)[place] for v, place in zip(self.views, self._places, strict=True)])
+        """A hash of a sample of each parameter's reference, equal on all ranks; below 2^62."""
+        sample = torch.cat(self._own_samples)
         weights = torch.arange(1, len(sample) + 1, device=sample.device) * 0x9E3779B1
-        return int((sample.view(torch.int32).long() * weights).sum()) & (2**62 - 1)
-
-    def _sampled(self) -> Tensor:
-        """int[parameters · SAMPLES]: the bits of evenly spaced elements of the parameters."""
-        bits = _BITS[self._held[0].element_size()]
-        return torch.cat(
-            [_elements(held)[place].view(bits) for held, place in zip(self._held, self._places, strict=True)]
-        )
+        return int((sample.long() * weights).sum()) & (2**62 - 1)
 
     def _compute_shown(self, residual: Tensor) -> None:
         """scratch := round(reference - share · residual), as float32."""
@@ -165,6 +157,8 @@ class Reference:
             self._scratch.copy_(self._scratch.to(dtype))
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+def _sample(tensor: Tensor) -> Tensor:
+    """The bits of `SAMPLES` evenly spaced elements or of all, where these are fewer: a view, if the tensor is dense in memory."""
+    size = tensor.numel()
+    elements = tensor.as_strided((size,), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+    return elements[:: max(1, size // SAMPLES)].view(_BITS[tensor.element_size()])
