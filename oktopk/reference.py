@@ -146,5 +146,5 @@ def step_of_updates(
     share = 1 / comm.size if share is None else share
     residual += (reference - share * residual) - parameters  # before the optimizer's step less after it
     reference -= sparse_allreduce(comm, residual, k) / np.float32(comm.size)
-    reference *= decay
+    reference *= decay  # decoupled weight decay; 1 without
     parameters[:] = reference - share * residual

@@ -150,9 +150,7 @@ def halves() -> list[Any]:
     In `make test` every method runs with every kind and every shape, and every pair of these runs with two methods or more.
     """
     others = [method for method in METHODS if method != "oktopk"]
-    long = pytest.mark.long(
-        "a minute; `make test` runs these shapes with other methods, and Ok-Topk with all"
-    )
+    long = pytest.mark.long("`make test` has these shapes with other methods, and Ok-Topk with all")
     return [
         pytest.param(method, kind, half, marks=[long] if (half + number) % 2 else [])
         for number, method in enumerate(others)
