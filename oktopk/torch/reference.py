@@ -38,6 +38,7 @@ class Reference:
         self.views = dense_views(self.vector, parameters)
         self._scratch_views = dense_views(self._scratch, parameters)
         self._held = [parameter.detach() for parameter in parameters]
+        self._in_scratch = False  # what the parameters held after the last `show`
         self._own_samples = [_sample(view) for view in self.views]
         torch._foreach_copy_(self.views, self._held)
         self.watch()
@@ -51,14 +52,17 @@ class Reference:
         Returns:
             float32[n], scratch that is valid until another method is called.
         """
-        self._compute_shown(residual)
+        if not self._in_scratch:  # as `show` has left it
+            self._compute_shown(residual)
         torch._foreach_sub_(self._scratch_views, self._held)
+        self._in_scratch = False
         return self._scratch
 
     def show(self, residual: Tensor) -> None:
         """Make the parameters round(reference - share · residual)."""
         self._compute_shown(residual)
         torch._foreach_copy_(self._held, self._scratch_views)
+        self._in_scratch = True
         self.watch()
 
     def show_agreed(self) -> list[Tensor]:
@@ -79,6 +83,11 @@ class Reference:
             self._take(number, self._held[number] != agreed, residuals[number], kept[number])
         torch._foreach_copy_(self._held, kept)
         self.watch()
+
+    def load(self, vector: Tensor) -> None:
+        """Take float32[n] for the reference."""
+        self.vector.copy_(vector)
+        self._in_scratch = False
 
     def flat(self) -> Tensor:
         """A copy of what the parameters hold, [n] of their type, in the order of the reference."""
@@ -124,6 +133,7 @@ class Reference:
             numbers: of the parameters to compare.
             residual: float32[n], becomes zero where an element is taken; None: all elements are taken, and it stays.
         """
+        self._in_scratch = False
         if residual is None:
             torch._foreach_copy_([self.views[n] for n in numbers], [self._held[n] for n in numbers])
             return
@@ -135,6 +145,7 @@ class Reference:
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""
         held = self._held[number]
+        self._in_scratch = False
         self.views[number].copy_(torch.where(changed, held.float(), self.views[number]))
         residual.masked_fill_(changed, 0)
         if kept is not None:

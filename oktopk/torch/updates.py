@@ -445,7 +445,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return False
         if only_look:
             return True
-        reference.vector.copy_(vector)
+        reference.load(vector)
         self._exchanges = own["exchanges"]
         if self._ratio is not None and own["ratio"] is not None:
             self._ratio.load(own["ratio"])
