@@ -35,6 +35,7 @@ from oktopk.torch.agreement import (
     register_reducer,
     replaced_warning,
     rescaled_warning,
+    state_digest,
     states_difference,
     unregister_reducer,
     wrapping_problem,
@@ -232,7 +233,14 @@ class DistributedOptimizer(WrappedOptimizer):
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
         self._counted = [*self._parameters, *tables]  # whose gradients may be missing
-        self._agreement = StepAgreement(groups_of([optimizer]), len(self._counted))
+        self._agreement = agreement = StepAgreement(groups_of([optimizer]), len(self._counted))
+
+        def loaded(inner: torch.optim.Optimizer) -> None:
+            agreement.state = state_digest(
+                inner.state_dict()
+            )  # of the agreement alone, as the optimizer outlives this one
+
+        self._loaded_hook = optimizer.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
         register_reducer(self, trained)
         if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
@@ -321,13 +329,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None.
+        """Clear all gradients, as torch's optimizers; those of tables become None in any case.
 
         With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
         """
         if self._buckets is not None and self._buckets.started:
             self.abandon()
-        self._gradients.zero()
+        self._gradients.zero(set_to_none)
         if self._tables is not None:
             self._tables.zero_grad()
 
@@ -748,6 +756,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)
+        self._loaded_hook.remove()
         if self._buckets is not None:
             self._buckets.remove()
         if self._tables is not None:

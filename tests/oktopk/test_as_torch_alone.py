@@ -284,6 +284,13 @@ def test_states_that_differ_are_refused_by_all_ranks(comm: MPI.Intracomm) -> Non
         state["state"][0]["momentum_buffer"] = state["state"][0]["momentum_buffer"] + 1
     with pytest.raises(ValueError, match=rf"state on rank\(s\) {comm.size - 1} differs from rank 0's"):
         optimizer.load_state_dict(state)
+    optimizer.inner.load_state_dict(
+        {name: state[name] for name in ("state", "param_groups")}
+    )  # behind its back
+    with pytest.raises(
+        ValueError, match="the ranks have loaded different states into the optimizer: load one"
+    ):
+        step()
     assert np.array_equal(flat(model), before)
 
 
