@@ -236,9 +236,9 @@ class DistributedOptimizer(WrappedOptimizer):
         self._agreement = agreement = StepAgreement(groups_of([optimizer]), len(self._counted))
 
         def loaded(inner: torch.optim.Optimizer) -> None:
-            agreement.state = state_digest(
-                inner.state_dict()
-            )  # of the agreement alone, as the optimizer outlives this one
+            # it keeps the agreement alone: the optimizer outlives this one. Torch's ZeRO has a part of the state on each rank
+            if not hasattr(inner, "consolidate_state_dict"):
+                agreement.state = state_digest(inner.state_dict())
 
         self._loaded_hook = optimizer.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
