@@ -180,13 +180,14 @@ class RowSparseAllreduce:
             types = row_type(self.length), ELEMENT_TYPES[self.element_type]
             self.windows = DeviceRowWindows(self.transport, backend.device, kernels, *types, self.width)
 
-    def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
+    def step(self, rows: Any, values: Any, problem: str = "", absent: bool = False) -> RowReport:
         """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
 
         Args:
             rows: int32[m] or int64[m], row ids in any order; values of one that comes several times are added up.
             values: [m, width] of the element type, C-contiguous.
             problem: as `GradientAllreduce.step`.
+            absent: this rank has no gradient, and no rows: its residual stays as it is.
 
         Raises:
             NonFiniteGradientError: a gradient is NaN or Inf on some rank, or a sum is; on every rank alike. Residuals are as
@@ -196,9 +197,9 @@ class RowSparseAllreduce:
             RuntimeError: ranks do not come within the timeout, see `GradientAllreduce.step`.
         """
         with self._scope():
-            return self._step(rows, values, problem)
+            return self._step(rows, values, problem, absent)
 
-    def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
+    def _step(self, rows: Any, values: Any, problem: str, absent: bool) -> RowReport:
         began = time.perf_counter()
         problem = problem or self._given_problem(rows, values)
         nonfinite = 0
@@ -216,7 +217,9 @@ class RowSparseAllreduce:
             local = self._empty()
         touched, flagged = len(local), bool(problem or nonfinite)
         if self._feedback is not None:
-            local = self._feedback.select(self._empty() if flagged else local, 0 if flagged else self._most)
+            local = self._feedback.select(
+                self._empty() if flagged else local, 0 if flagged or absent else self._most
+            )
         self.transport.take_traffic()
         self.transport.expect_all(f"step {self.steps}", self._timeout, EVERY_RANK_CALLS)
         scale = 1.0 / self.transport.size if self._average else 1.0

@@ -81,6 +81,8 @@ def wrapping_problem(
         )
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return "a parameter is sharded, as by fully_shard: take oktopk.torch.OkTopkReplicas between the replicas of the model"
     first = parameters[0]
     if problem := type_problem(parameters):
         return problem
@@ -250,13 +252,18 @@ def states_difference(transport: Transport, state: Any) -> str:
 
     Traffic: one allgather of 20 bytes and the groups' numbers.
     """
-    mine = _digest(state["state"]), numbers_of(state["param_groups"])
+    mine = state_digest(state), numbers_of(state["param_groups"])
     everyone = transport.allgather_objects(mine)
     if problem := groups_difference([numbers for _, numbers in everyone]):
         return problem
     if others := _unlike_first([digest for digest, _ in everyone]):
         return f"the optimizer's state on rank(s) {_listed(others)} differs from rank 0's: load one state on all ranks"
     return ""
+
+
+def state_digest(state: Any) -> bytes:
+    """A checksum of what an optimizer's state has under "state"."""
+    return _digest(state["state"])
 
 
 def replaced_warning(ranks: list[int]) -> str:

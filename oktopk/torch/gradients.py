@@ -220,8 +220,15 @@ class GradientsInPlace:
         for parameter, gradient in zip(self._parameters, aside, strict=True):
             parameter.grad = gradient
 
-    def zero(self) -> None:
-        """Clear all gradients."""
+    def zero(self, set_to_none: bool = True) -> None:
+        """Clear all gradients; with `set_to_none` False those that are there become zero, where they lie."""
+        if not set_to_none:
+            if self._aside is not None:
+                self.attach()
+            held = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            with torch.no_grad():
+                torch._foreach_zero_(held)
+            return
         self._aside = None
         for parameter in self._parameters:
             parameter.grad = None

@@ -37,6 +37,7 @@ from oktopk.torch.agreement import (
     register_reducer,
     replaced_warning,
     rescaled_warning,
+    state_digest,
     states_difference,
     unregister_reducer,
     wrapping_problem,
@@ -145,6 +146,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     _kinds: ClassVar[dict[str, type[DistributedOptimizer]]] = {}  # by what they send
     _sends = "gradients"
+    _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -300,7 +302,14 @@ class DistributedOptimizer(WrappedOptimizer):
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
         self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
-        self._agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
+        self._agreement = agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
+
+        def loaded(inner: torch.optim.Optimizer) -> None:
+            # it keeps the agreement alone: the optimizer outlives this one. Torch's ZeRO has a part of the state on each rank
+            if not hasattr(inner, "consolidate_state_dict"):
+                agreement.state = state_digest(inner.state_dict())
+
+        self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
 
     def _make_tables(
@@ -390,13 +399,13 @@ class DistributedOptimizer(WrappedOptimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients. `set_to_none` is ignored: each `p.grad` becomes None.
+        """Clear all gradients, as torch's optimizers; those of tables become None in any case.
 
         With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
         """
         if self._buckets is not None and self._buckets.started:
             self.abandon()
-        self._gradients.zero()
+        self._gradients.zero(set_to_none)
         if self._tables is not None:
             self._tables.zero_grad()
 
@@ -821,6 +830,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)
+        if self._loaded_hook is not None:
+            self._loaded_hook.remove()
         if self._buckets is not None:
             self._buckets.remove()
         if self._tables is not None:

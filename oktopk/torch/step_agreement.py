@@ -70,6 +70,7 @@ class _Told(NamedTuple):
     token: int
     present: bytes
     numbers: list[dict[str, Any]]
+    state: bytes
 
 
 class StepAgreement:
@@ -80,6 +81,9 @@ class StepAgreement:
     Args:
         groups: gives the optimizer's groups, whose numbers are compared.
         parameters: how many there are of which some may have no gradient.
+
+    Attributes:
+        state: a checksum of the state that was loaded last; compared, too.
     """
 
     def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], parameters: int = 0) -> None:
@@ -87,7 +91,8 @@ class StepAgreement:
         self._values: list[Any] = []  # of all groups, when they were last looked at
         self._tensors = False  # whether there are tensors among them
         self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
-        self._told = [_Told(-1, bytes([1]) * parameters, [])] * 2  # in this step, and in the last one
+        self.state = b""
+        self._told = [_Told(-1, bytes([1]) * parameters, [], b"")] * 2  # in this step, and in the last one
         self._anywhere = self._told[0].present
         self._known: dict[
             tuple[int, ...], bytes
@@ -113,9 +118,9 @@ class StepAgreement:
         else:
             numbers = last.numbers
         token = last.token
-        if present != last.present or numbers != last.numbers or token < 0:
-            token = token_of(present, repr(numbers).encode())
-        self._told = [_Told(token, present, numbers), last]
+        if (present, numbers, self.state) != last[1:] or token < 0:
+            token = token_of(present, repr(numbers).encode() + self.state)
+        self._told = [_Told(token, present, numbers, self.state), last]
         return token
 
     def hear(self, tokens: Sequence[int] | None, transport: Transport, earlier: bool = False) -> bytes:
@@ -137,9 +142,13 @@ class StepAgreement:
         mine = parts_of(told.token)
         present, numbers = zip(*map(parts_of, tokens), strict=True)
         if any(each != mine[1] for each in numbers) and numbers != self._ignored:
-            problem = groups_difference(transport.allgather_objects(told.numbers))
-            if problem:
+            ranks = transport.allgather_objects((told.numbers, told.state))
+            if problem := groups_difference([theirs for theirs, _ in ranks]):
                 raise ValueError(problem)
+            if len({state for _, state in ranks}) > 1:
+                raise ValueError(
+                    "the ranks have loaded different states into the optimizer: load one on all of them"
+                )
             self._ignored = numbers
         if all(each == mine[0] for each in present):
             self._anywhere = told.present
@@ -148,6 +157,6 @@ class StepAgreement:
         else:
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()
-            ranks = transport.allgather_objects(told.present)
-            self._anywhere = self._known[present] = bytes(map(max, zip(*ranks, strict=True)))
+            everyone = transport.allgather_objects(told.present)
+            self._anywhere = self._known[present] = bytes(map(max, zip(*everyone, strict=True)))
         return self._anywhere

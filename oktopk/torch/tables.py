@@ -56,7 +56,9 @@ class SparseTables:
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
     def reduce(self, problem: str = "", ready: Callable[[Any], None] | None = None) -> bool:
-        """Make each gradient that over the ranks, a coalesced sparse tensor. Collective. One that is missing counts as no rows.
+        """Make each gradient that over the ranks, a coalesced sparse tensor. Collective.
+
+        One that is missing counts as no rows, and this rank's residual of its table stays.
 
         Args:
             problem: as `GradientAllreduce.step`.
@@ -77,7 +79,7 @@ class SparseTables:
             try:
                 with self._memory.on_stream():
                     rows, values = rows_of(table.grad, table, self._memory)
-                self.reports.append(reducer.step(rows, values, problem))
+                self.reports.append(reducer.step(rows, values, problem, absent=table.grad is None))
             except BaseException:
                 self._undo(done)
                 raise

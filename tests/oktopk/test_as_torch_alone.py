@@ -81,9 +81,16 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["vector", "overlap"])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize(
+    ("way", "change", "when"),
+    [
+        *(("vector", change, "before") for change in CHANGES),
+        ("vector", "channels last", "between"),
+        ("vector", "there and back", "between"),
+        ("overlap", "channels last", "before"),
+        ("overlap", "there and back", "between"),
+    ],
+)
 def test_a_model_that_is_converted_after_wrapping_goes_on_with_what_is_there(
     comm: MPI.Intracomm, way: str, change: str, when: str
 ) -> None:
@@ -111,13 +118,16 @@ def test_a_model_that_is_converted_after_wrapping_goes_on_with_what_is_there(
     assert np.allclose(flat(model), flat(plain), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("way", "change", "named"),
     [
-        (lambda model: model.bfloat16(), r"type .* was torch\.float32 when .* is torch\.bfloat16"),
-        (lambda model: model.double(), r"type .* was torch\.float32 when .* is torch\.float64"),
+        *(
+            (way, lambda model: model.bfloat16(), r"type .* was torch\.float32 when .* is torch\.bfloat16")
+            for way in WAYS
+        ),
+        ("vector", lambda model: model.double(), r"type .* was torch\.float32 when .* is torch\.float64"),
         (
+            "vector",
             lambda model: setattr(model.b.weight, "data", torch.zeros(2, 96)),
             r"shape of a parameter of shape \(3, 96\) was \(3, 96\) when .* is \(2, 96\)",
         ),
@@ -169,9 +179,18 @@ def test_parameters_that_the_model_has_no_more_are_warned_of(comm: MPI.Intracomm
     assert np.array_equal(flat(model), before)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", ["requires_grad", "None"])
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "correction", "int8"])
+@pytest.mark.parametrize(
+    ("way", "how", "kind"),
+    [
+        ("vector", "requires_grad", "sgd"),
+        ("vector", "None", "adamw"),
+        ("vector", "requires_grad", "correction"),
+        ("vector", "None", "int8"),
+        ("overlap", "None", "sgd"),
+        ("two levels", "requires_grad", "adamw"),
+        ("two levels", "None", "int8"),
+    ],
+)
 def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
     comm: MPI.Intracomm, way: str, how: str, kind: str
 ) -> None:
@@ -265,4 +284,27 @@ def test_states_that_differ_are_refused_by_all_ranks(comm: MPI.Intracomm) -> Non
         state["state"][0]["momentum_buffer"] = state["state"][0]["momentum_buffer"] + 1
     with pytest.raises(ValueError, match=rf"state on rank\(s\) {comm.size - 1} differs from rank 0's"):
         optimizer.load_state_dict(state)
+    optimizer.inner.load_state_dict(
+        {name: state[name] for name in ("state", "param_groups")}
+    )  # behind its back
+    with pytest.raises(
+        ValueError, match="the ranks have loaded different states into the optimizer: load one"
+    ):
+        step()
     assert np.array_equal(flat(model), before)
+
+
+def test_a_table_that_no_rank_uses_any_more_stays_and_keeps_its_residual(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(3)
+    table, layer = nn.Embedding(40, 4, sparse=True), nn.Linear(4, 2)
+    inner = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1, momentum=0.9)
+    optimizer: Any = DistributedOptimizer(inner, comm, row_density=0.1, density=0.2)
+    for step in range(5):
+        optimizer.zero_grad()
+        words = torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        layer(table(words) if step < 3 else torch.ones(3, 4)).square().mean().backward()
+        if step == 3:
+            before, kept = table.weight.detach().clone(), optimizer._tables.reducers[0].residual.copy()
+        optimizer.step()
+    assert torch.equal(table.weight, before) and comm.allreduce(np.abs(kept).sum()) > 0
+    assert np.array_equal(optimizer._tables.reducers[0].residual, kept)

@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+from oktopk import DistributedOptimizer
 from tests.conftest import NO_GPU
 from tests.launched import ROOT, run_torchrun
 
@@ -250,6 +251,15 @@ def test_parameters_that_are_frozen_later_are_named_or_stay(comm: MPI.Intracomm,
         Exception, match=r"the gradient of module '' has 18 elements .* had 26: .* fully_shard on those"
     ):
         backward(model, comm.rank, 2)
+
+
+@pytest.mark.mpi
+def test_a_wrapped_optimizer_is_not_for_shards(comm: MPI.Intracomm, replicas: Any) -> None:
+    _, _, optimizer = replicas(density=0.2)
+    with pytest.raises(
+        ValueError, match=r"a parameter is sharded, as by fully_shard: take oktopk\.torch\.OkTopkReplicas"
+    ):
+        DistributedOptimizer(optimizer, comm)
 
 
 @pytest.mark.mpi(min_size=2)

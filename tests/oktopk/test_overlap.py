@@ -233,30 +233,6 @@ def test_updates_that_are_written_late_are_waited_for(
     assert np.array_equal(flat(model), flat(expected))
 
 
-def test_gradients_that_autograd_puts_elsewhere_are_reduced(comm: MPI.Intracomm) -> None:
-    expected, model = network(), network()
-    train(expected, wrap(expected, comm), comm.rank, range(4))
-    optimizer = wrap(model, comm)
-    for step in range(4):
-        model.zero_grad(set_to_none=True)
-        loss(model, comm.rank, step).backward()
-        optimizer.step()
-    assert np.array_equal(flat(model), flat(expected))
-
-
-def test_a_parameter_without_a_gradient_counts_as_zero(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, density=1.0)
-    optimizer.zero_grad()
-    inputs = torch.ones(2, 20)
-    nn.functional.mse_loss(model[:3](inputs), torch.zeros(2, 40)).backward()  # not the last layer
-    assert optimizer.reducer.started == 0  # which is in the first bucket
-    before = model[4].weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(model[4].weight, before)
-    assert not torch.equal(model[0].weight, network()[0].weight)
-
-
 def test_a_gradient_that_is_not_finite_raises_on_every_rank_and_is_not_applied(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)

@@ -240,16 +240,6 @@ def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ran
     assert kept is None or np.allclose(residual, kept, atol=1e-4)
 
 
-def test_a_parameter_that_is_frozen_after_wrapping_counts_as_zero(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = DistributedOptimizer(sgd(model, momentum=0.0), comm, "dense")
-    model[3].bias.requires_grad_(False)
-    before = model[3].bias.clone()
-    backward(model, comm)
-    optimizer.step()
-    assert torch.equal(model[3].bias, before)
-
-
 def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) -> None:
     """The flag that travels is that of a gradient that is not finite: the two must not be mistaken for each other."""
     for method in METHODS:

@@ -86,6 +86,18 @@ def test_gradients_that_are_only_looked_at_leave_no_trace(
     assert np.allclose(results[0], results[1], rtol=1e-5, atol=1e-7)
 
 
+def test_gradients_are_cleared_as_torch_clears_them(comm: MPI.Intracomm) -> None:
+    model = Heads()
+    optimizer = DistributedOptimizer(sgd(model), comm, density=0.1)
+    backward(model, comm.rank, 0)
+    optimizer.step()
+    held = model.a.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert model.a.weight.grad is held and not held.any()  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    assert model.a.weight.grad is None
+
+
 def test_parameters_of_another_kind_are_named(comm: MPI.Intracomm) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(
