@@ -362,7 +362,7 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            self._expect_step(self.steps)
+            self._expect_step(self.steps, measure)
             try:
                 if measure:
                     return self._measured_step(accepted, problem)
@@ -429,9 +429,9 @@ class GradientAllreduce:
         if self._group is not None:
             self._group.expect_all(what, self.settings.timeout, advice)
 
-    def _expect_step(self, step: int) -> None:
+    def _expect_step(self, step: int, measure: bool = False) -> None:
         """Limit the time that ranks may come late to what begins now of a step."""
-        self._expect_all(f"step {step}", self.advice)
+        self._expect_all(f"step {step}{' with measure=True' if measure else ''}", self.advice)
 
     def _expect_none(self) -> None:
         self.transport.expect_none()
