@@ -12,10 +12,22 @@ from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.limit import GivenUp, Limit, Notes, missing_ranks, others_gave_up, wait_within
+from collectives.limit import (
+    MOST_BYTES,
+    GivenUp,
+    Limit,
+    Notes,
+    call_of,
+    missing_ranks,
+    other_calls,
+    others_gave_up,
+    wait_within,
+)
 from collectives.traffic import WORD_BYTES, Traffic
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
 from collectives.workspace import Workspace
+
+_CALL = np.dtype(f"S{MOST_BYTES}")
 
 
 class HostTransport(Transport):
@@ -86,7 +98,16 @@ class HostTransport(Transport):
         return total
 
     def barrier(self) -> None:
-        self._collect("barrier")
+        limit = self._expected
+        if limit is None:
+            self._collect("barrier")
+            return
+        # ranks that begin different calls with one may meet here
+        mine, calls = np.array([call_of(limit)], _CALL), np.empty(self.size, _CALL)
+        self._collect("allgather", mine.view(np.uint8), calls.view(np.uint8).reshape(self.size, -1))
+        self._given_up.error = other_calls(limit, [call.decode() for call in calls.tolist()])
+        if self._given_up.error is not None:
+            raise self._given_up.error
 
     def allgather_objects(self, value: Any) -> list[Any]:
         if self._expected is not None:

@@ -43,6 +43,22 @@ class Limit(NamedTuple):
     advice: str = EVERY_RANK_CALLS
 
 
+class Note(NamedTuple):
+    """What a rank that gives up tells the others.
+
+    Attributes:
+        waited: milliseconds that it has waited; -1: it came when the others had given up.
+        what: it waited for, at most MOST_BYTES in UTF-8.
+    """
+
+    waited: int
+    what: str
+
+
+MOST_BYTES = 56
+"""Of `Note.what`."""
+
+
 class Notes(Protocol):
     """The notes of ranks that give up; of all ranks, though an operation may be among some of them.
 
@@ -53,14 +69,14 @@ class Notes(Protocol):
     rank: int
     size: int
 
-    def leave(self, waited: int) -> None:
-        """Let all other ranks find a number, this rank's milliseconds."""
+    def leave(self, note: Note) -> None:
+        """Let all other ranks find this rank's note."""
 
     def any_left(self) -> bool:
         """Whether a note of another rank is here."""
 
-    def collect(self) -> dict[int, int]:
-        """The notes that have come since the last call: rank -> its number."""
+    def collect(self) -> dict[int, Note]:
+        """The notes that have come since the last call, by rank."""
 
 
 class GivenUp:
@@ -112,17 +128,35 @@ def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> Mi
     Args:
         waited: seconds that this rank has; None: it came when the others had given up.
     """
-    mine = -1 if waited is None else int(1e3 * waited)
+    mine = Note(-1 if waited is None else int(1e3 * waited), call_of(limit).decode())
     notes.leave(mine)
     came = {notes.rank: mine}
     give_up = time.monotonic() + _ANSWER
     while len(came) < notes.size and time.monotonic() < give_up:
         came |= notes.collect()
         time.sleep(PAUSE)
-    late = [rank for rank in range(notes.size) if came.get(rank, -1) < 0]
-    if not late:  # the last to come began to wait while the others were giving up
-        late = [min(came, key=lambda rank: came[rank])]
+    late = [rank for rank in range(notes.size) if rank not in came or came[rank].waited < 0]
+    if late:
+        return MissingRanksError(limit.what, late, limit.seconds, limit.advice)
+    if (error := other_calls(limit, [came[rank].what for rank in range(notes.size)])) is not None:
+        return error
+    # the last to come began to wait while the others were giving up
+    late = [min(came, key=lambda rank: came[rank].waited)]
     return MissingRanksError(limit.what, late, limit.seconds, limit.advice)
+
+
+def call_of(limit: Limit) -> bytes:
+    """The call that is limited, as ranks tell each other: at most MOST_BYTES in UTF-8."""
+    return limit.what.encode()[:MOST_BYTES].decode(errors="ignore").encode()
+
+
+def other_calls(limit: Limit, calls: list[str]) -> MissingRanksError | None:
+    """The error of ranks that came to different calls, None where all came to one; that of most ranks is the right one."""
+    common = max(calls, key=calls.count)  # of as many the one with the lowest rank
+    others = {rank: call for rank, call in enumerate(calls) if call != common}
+    if not others:
+        return None
+    return MissingRanksError(common, list(others), limit.seconds, limit.advice, ", ".join(others.values()))
 
 
 def _debugged() -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collectives.closing import closes
 from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
-from collectives.limit import Limit, missing_ranks, wait_within
+from collectives.limit import MOST_BYTES, Limit, Note, missing_ranks, wait_within
 from collectives.sparse import ENTRY
 from collectives.transport import PersistentRound, Round
 
@@ -20,6 +20,8 @@ _PAYLOAD, _GAVE_UP = 0, 1  # tags
 
 _CALLERS_TAG = 32_749
 """Of the notes on a caller's communicator, which carries the caller's messages too."""
+
+_NOTE = np.dtype([("waited", np.int64), ("what", f"S{MOST_BYTES}")])
 
 
 def connect(comm: MPI.Intracomm, limit: Limit | None = None) -> MpiTransport:
@@ -79,20 +81,21 @@ class MpiNotes:
         self._comm, self._tag = comm, tag
         self._left: list[Any] = []  # MPI may still read them
 
-    def leave(self, waited: int) -> None:
-        note = np.array([waited], np.int64)
+    def leave(self, note: Note) -> None:
+        packed = np.array([note], _NOTE)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._left.append((note, [self._comm.Isend(note, rank, self._tag) for rank in others]))
+        sent = [self._comm.Isend(packed.view(np.uint8), rank, self._tag) for rank in others]
+        self._left.append((packed, sent))
 
     def any_left(self) -> bool:
         return self._comm.Iprobe(MPI.ANY_SOURCE, self._tag)
 
-    def collect(self) -> dict[int, int]:
+    def collect(self) -> dict[int, Note]:
         came = {}
-        status, theirs = MPI.Status(), np.empty(1, np.int64)
+        status, theirs = MPI.Status(), np.empty(1, _NOTE)
         while self.any_left():
-            self._comm.Recv(theirs, MPI.ANY_SOURCE, self._tag, status)
-            came[status.Get_source()] = int(theirs[0])
+            self._comm.Recv(theirs.view(np.uint8), MPI.ANY_SOURCE, self._tag, status)
+            came[status.Get_source()] = Note(int(theirs["waited"][0]), theirs["what"][0].decode())
         return came
 
 

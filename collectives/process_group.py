@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from collectives.closing import closes
 from collectives.host_transport import HostTransport
-from collectives.limit import PAUSE, Limit, missing_ranks, wait_within
+from collectives.limit import PAUSE, Limit, Note, missing_ranks, wait_within
 from collectives.transport import MissingRanksError
 
 __all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
@@ -118,18 +118,19 @@ class StoreNotes:
         self._store = meeting.store
         self._collected: set[int] = set()
 
-    def leave(self, waited: int) -> None:
-        self._store.set(f"gave up/{self.rank}", str(waited))
+    def leave(self, note: Note) -> None:
+        self._store.set(f"gave up/{self.rank}", f"{note.waited} {note.what}")
         self._store.set("gave up", "")  # last: who finds it finds the other one, too
 
     def any_left(self) -> bool:
         return self._store.check(["gave up"])
 
-    def collect(self) -> dict[int, int]:
+    def collect(self) -> dict[int, Note]:
         others = set(range(self.size)) - {self.rank} - self._collected
         came = {rank: f"gave up/{rank}" for rank in others if self._store.check([f"gave up/{rank}"])}
         self._collected |= set(came)
-        return {rank: int(self._store.get(key)) for rank, key in came.items()}
+        texts = {rank: self._store.get(key).decode().split(" ", 1) for rank, key in came.items()}
+        return {rank: Note(int(waited), what) for rank, (waited, what) in texts.items()}
 
 
 class ProcessGroupTransport(HostTransport):

@@ -81,8 +81,10 @@ def check_length(length: int) -> None:
     """Refuse a vector that int32 indices cannot address.
 
     Raises:
-        ValueError: length is not in [1, 2**31 - 1].
+        ValueError: length is no integer, or not in [1, 2**31 - 1].
     """
+    if isinstance(length, bool) or not isinstance(length, int | np.integer):
+        raise ValueError(f"length {length!r} is not an integer")
     if not 1 <= length <= MAX_LENGTH:
         raise ValueError(
             f"length {length} is not in [1, {MAX_LENGTH}]: indices travel as int32; split the gradient into several buckets"

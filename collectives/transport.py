@@ -63,13 +63,19 @@ class NoPeerMemoryError(RuntimeError):
 class MissingRanksError(RuntimeError):
     """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
 
+    Args:
+        what: they did not come to.
+        ranks, seconds, advice: as in the message.
+        instead: what they came to, by rank; "": nothing, or it is not known.
+
     Attributes:
         ranks: those that did not come in time.
     """
 
-    def __init__(self, what: str, ranks: list[int], seconds: float, advice: str) -> None:
+    def __init__(self, what: str, ranks: list[int], seconds: float, advice: str, instead: str = "") -> None:
+        came = f"called {instead} instead, and did not come" if instead else "did not come"
         super().__init__(
-            f"{what}: rank(s) {', '.join(map(str, ranks))} did not come within {seconds:g} s (the setting timeout). {advice}"
+            f"{what}: rank(s) {', '.join(map(str, ranks))} {came} within {seconds:g} s (the setting timeout). {advice}"
         )
         self.ranks = ranks
 

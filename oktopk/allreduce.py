@@ -392,7 +392,7 @@ class GradientAllreduce:
             self._complete()
             if self._group is None:
                 self._vectors.withhold(absent)
-            self._expect_step(self.steps)
+            self._expect_step(self.steps, measure)
             beside = problem, absent, token
             try:
                 if measure:
@@ -460,9 +460,9 @@ class GradientAllreduce:
         if self._group is not None:
             self._group.expect_all(what, self.settings.timeout, advice)
 
-    def _expect_step(self, step: int) -> None:
+    def _expect_step(self, step: int, measure: bool = False) -> None:
         """Limit the time that ranks may come late to what begins now of a step."""
-        self._expect_all(f"step {step}", self.advice)
+        self._expect_all(f"step {step}{' with measure=True' if measure else ''}", self.advice)
 
     def _expect_none(self) -> None:
         self.transport.expect_none()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -85,7 +86,11 @@ class BucketedAllreduce:
         advice: str = "",
         **options: Any,
     ) -> None:
-        self.lengths, self.length, self.method = list(lengths), sum(lengths), method
+        try:
+            self.lengths = [operator.index(length) for length in lengths]
+        except TypeError:
+            self.lengths, problem = [1], problem or f"lengths {lengths!r} are not integers"
+        self.length, self.method = sum(self.lengths), method
         self._share = share
         with ExitStack() as opened:  # closed where this raises
             limit = Limit("BucketedAllreduce(...)", timeout_of(options), advice or EVERY_RANK_CALLS)
@@ -493,7 +498,7 @@ class BucketedAllreduce:
             ValueError: as `GradientAllreduce.load_state_dict`, or of other buckets; on every rank alike.
         """
         self._check_idle("load_state_dict()")
-        problem = self._state_problem(state)
+        problem = self.state_problem(state)
         self.transport.expect_all("load_state_dict", self.settings.timeout, EVERY_RANK_CALLS)
         weights = self.lengths
         if not problem and self._share == "model":
@@ -504,7 +509,8 @@ class BucketedAllreduce:
         self._keep(np.array(weights, np.int64))
         self._incomplete = None
 
-    def _state_problem(self, state: Any) -> str:
+    def state_problem(self, state: Any) -> str:
+        """Why `load_state_dict` would refuse a state on this rank, in a sentence; "" if it would not."""
         if problem := problem_of(state):
             return problem
         try:

@@ -33,6 +33,20 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_users_are_told_to_load_cannot_run_code() -> None:
+    """Before 2.6 torch.load ran code of a file in spite of weights_only (CVE-2025-32434)."""
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    oldest = [tuple(map(int, found)) for found in re.findall(r"^ +torch>=(\d+)\.(\d+)$", setup, re.MULTILINE)]
+    assert len(oldest) == 3 and min(oldest) >= (2, 6)
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "examples").iterdir()]
+    sources = [path for package in ("oktopk", "jobs") for path in (ROOT / package).rglob("*.py")]
+    for path in (path for path in (*pages, *sources) if path.is_file()):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("torch.load(") == len(re.findall(r"torch\.load\([^()]*weights_only=True", text)), (
+            path
+        )
+
+
 def test_the_reference_has_every_key_and_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     generate = importlib.import_module("generate")

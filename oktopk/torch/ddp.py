@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.closing import closes
+from collectives.connect import connect
+from collectives.limit import Limit
 from oktopk.buckets import TOGETHER, BucketedAllreduce
-from oktopk.elastic import VECTORS, of_rank
+from oktopk.elastic import VECTORS, of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
@@ -526,15 +529,19 @@ class OkTopkState:
         return by_rank(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Every rank must call.
+        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Collective.
 
         Raises:
-            ValueError: it is not a state of this class. What else does not fit is raised in the next backward pass, on every
-                rank alike.
+            ValueError: it is not a state of this class, or not of these parameters; on every rank alike, and nothing has changed.
+                What can be seen in the next backward pass alone is raised there, on every rank alike.
         """
         state = of_rank(state)
-        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
-            raise ValueError("the state is not one of OkTopkState.state_dict()")
+        limit = Limit("OkTopkState.load_state_dict", self._of_tables["timeout"])
+        transport = connect(self._arguments["comm"], limit)
+        try:
+            transport.agree({}, self._state_problem(state))
+        finally:
+            transport.close()
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
@@ -542,6 +549,36 @@ class OkTopkState:
         for table in self._tables.values():
             table.reset()
         self._steps_here, self._moves_to = 0, None
+
+    def _state_problem(self, state: Any) -> str:
+        """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
+        if problem := problem_of(state):
+            return problem
+        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
+            return "the state is not one of OkTopkState.state_dict()"
+        if state["reducer"] is None:
+            return ""
+        try:
+            with suppress(RuntimeError):  # there is no DistributedDataParallel yet
+                self._names = self._names or self._parameter_names()
+            if not self._names:
+                return ""
+            layout, held = self._found(state["buckets"]), as_arrays(state["reducer"])
+            own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
+            if self._reducer is not None and own == self._reducer.lengths:
+                return self._reducer.state_problem(held)
+            theirs = [held["buckets"][str(number)]["length"] for number in range(len(held["buckets"]))]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return (
+                str(error)
+                if type(error) is ValueError
+                else f"the state is damaged: {type(error).__name__} {error}"
+            )
+        return (
+            ""
+            if theirs == own
+            else f"the state has buckets of {theirs} elements, their parameters have {own}"
+        )
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""

@@ -36,7 +36,7 @@ class OkTopkReplicas:
 
     On a mesh of two dimensions FSDP2 would do both, densely. So shard over the second dimension alone, and give this class the
     group of the first one. Each module that `fully_shard` was called on has a reducer of its own, whose residual is of this
-    rank's shard. Every rank of the group must hold the same shard and take the same steps. Needs torch 2.6 or later.
+    rank's shard. Every rank of the group must hold the same shard and take the same steps.
 
     The backward pass waits for each module's step; nothing overlaps with it. After `set_requires_all_reduce(False)` the gradients
     of a pass are kept for the next one that reduces.

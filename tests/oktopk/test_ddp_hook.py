@@ -355,17 +355,39 @@ def test_parameters_of_two_types_are_reduced(comm: MPI.Intracomm) -> None:
     assert np.array_equal(reduced.numpy(), comm.bcast(reduced.numpy()))
 
 
-def test_a_state_that_does_not_fit_says_so(comm: MPI.Intracomm) -> None:
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_changes_nothing(
+    comm: MPI.Intracomm,
+) -> None:
     ddp, state = hooked()
-    with pytest.raises(ValueError, match=r"not one of OkTopkState\.state_dict"):
-        state.load_state_dict({"residual": None})
-    train(ddp, comm.rank, range(1))
-    saved = of_rank(state.state_dict())  # as an earlier version wrote it
-    saved["buckets"][0][0] = "another.weight"
-    other, loaded = hooked()
-    loaded.load_state_dict(saved)
-    with pytest.raises(Exception, match="the state has a parameter 'another.weight'"):
-        loss(other, comm.rank, 0).backward()
+    train(ddp, comm.rank, range(2))
+    saved = of_rank(state.state_dict())
+    bucket = dict(saved["reducer"]["buckets"]["0"])
+    hostile: dict[str, dict[str, Any]] = {
+        r"not one of OkTopkState\.state_dict": {"residual": None},
+        "the state has a parameter 'another.weight'": {
+            **saved,
+            "buckets": [["another.weight"], *saved["buckets"][1:]],
+        },
+        "the state is damaged: TypeError": {**saved, "buckets": 7},
+        r"residual of the state is float32\[3\]": {
+            **saved,
+            "reducer": {
+                **saved["reducer"],
+                "buckets": saved["reducer"]["buckets"] | {"0": bucket | {"residual": torch.ones(3)}},
+            },
+        },
+    }
+    fresh = hooked()  # without a reducer
+    for problem, wrong in hostile.items():
+        given = wrong if comm.rank == comm.size - 1 else saved
+        problem = f"rank {comm.size - 1}: .*{problem}"
+        for each in (state, fresh[1])[
+            : 1 if "float32" in problem else 2
+        ]:  # what is seen in the backward pass alone
+            with pytest.raises(ValueError, match=problem):
+                each.load_state_dict(given)
+    train(ddp, comm.rank, range(2, 4))  # goes on as if nothing had been loaded
+    assert state.report is not None and state.report.step == 3
 
 
 @pytest.mark.parametrize(
