@@ -20,8 +20,16 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      frozen: exact until the share fz of the steps; pool: (own + (P-1) mean of all)/P^2 + signal
 """
 
-import json, math, os, sys, time
-import numpy as np, torch, torch.nn as nn, torch.nn.functional as F
+import json
+import math
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 torch.backends.cuda.matmul.allow_tf32 = True
 env = os.environ.get
@@ -42,36 +50,40 @@ compiled = (lambda f: torch.compile(f, dynamic=False)) if COMPILE else (lambda f
 
 
 class Block(nn.Module):
-    def __init__(s):
+    def __init__(self):
         super().__init__()
-        s.n1, s.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        s.qkv, s.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
-        s.u, s.d = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+        self.n1, self.n2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.u, self.d = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
 
-    def forward(s, x):
+    def forward(self, x):
         b, t, _ = x.shape
-        q, k, v = s.qkv(s.n1(x)).view(b, t, 3, D // 64, 64).permute(2, 0, 3, 1, 4)
-        x = x + s.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, D))
-        return x + s.d(F.gelu(s.u(s.n2(x))))
+        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, D // 64, 64).permute(2, 0, 3, 1, 4)
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, D)
+        )
+        return x + self.d(F.gelu(self.u(self.n2(x))))
 
 
 class GPT(nn.Module):
-    def __init__(s):
+    def __init__(self):
         super().__init__()
-        s.e, s.p = nn.Embedding(V, D), nn.Embedding(T, D)
-        s.b = nn.ModuleList(Block() for _ in range(L))
-        s.n = nn.LayerNorm(D)
-        for m in s.modules():
+        self.e, self.p = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.b = nn.ModuleList(Block() for _ in range(L))
+        self.n = nn.LayerNorm(D)
+        for m in self.modules():
             if isinstance(m, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(m.weight, 0, 0.02)
             if isinstance(m, nn.Linear):
                 nn.init.zeros_(m.bias)
 
-    def forward(s, x):
-        h = s.e(x) + s.p.weight
-        for b in s.b:
+    def forward(self, x):
+        h = self.e(x) + self.p.weight
+        for b in self.b:
             h = b(h)
-        return F.cross_entropy((s.n(h[:, :-1]) @ s.e.weight.T).float().reshape(-1, V), x[:, 1:].reshape(-1))
+        return F.cross_entropy(
+            (self.n(h[:, :-1]) @ self.e.weight.T).float().reshape(-1, V), x[:, 1:].reshape(-1)
+        )
 
 
 def start_weights(seed):
@@ -129,10 +141,13 @@ else:
 
 
 def evaluate(weights):
+    global first_half
     flat.copy_(weights)
     total = 0.0
     with torch.no_grad(), torch.autocast(dev, torch.bfloat16):
         for i in range(0, EVAL, 48):
+            if i == EVAL // 2:
+                first_half = total / i
             total += float(model(held_t[i : i + 48])) * len(held_t[i : i + 48])
     return total / EVAL
 
@@ -249,6 +264,7 @@ def exchange(unsent, d, wire, chunk, stride=None):
 STRIDE = {"float32": 2, "bfloat16": 1, "int8": 0.516, "int4": 0.266}
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
+first_half = 0.0
 
 
 def batches(seed, steps):
@@ -262,7 +278,10 @@ def batches(seed, steps):
 def run(spec):
     name, *given = spec.split("/")
     o = dict(x.split("=") for x in given)
-    f = lambda key, value: float(o.get(key, value))
+
+    def f(key, value):
+        return float(o.get(key, value))
+
     seed, lr0, d, h = int(f("seed", 0)), f("lr", 2e-3), f("d", 1), int(f("h", 1))
     steps = int(f("steps", STEPS))
     b1, b2 = f("b1", 0.9), (0.95 ** (1 / P) if o.get("b2") == "root" else f("b2", 0.95))
@@ -280,7 +299,10 @@ def run(spec):
     S = 1 if name in ("dense", "gradients") else P
     idx = batches(seed, steps)
     ref = start_weights(seed).to(dev)
-    zeros = lambda r: torch.zeros(r, n, device=dev)
+
+    def zeros(r):
+        return torch.zeros(r, n, device=dev)
+
     m, v, unsent, gs = zeros(S), zeros(S), zeros(P if name != "dense" else 1), zeros(P)
     car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
     buf = zeros(1)[0] if mu else None
@@ -315,8 +337,13 @@ def run(spec):
             gs[q].copy_(grad)
             losses += loss_t.detach()
         c1, c2 = 1 / (1 - b1**t), 1 / (1 - b2**t)
-        T_ = lambda x: torch.full((), x, device=dev)
-        clip = lambda g: (1 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+
+        def scalar(x):
+            return torch.full((), x, device=dev)
+
+        def clip(g):
+            return (1 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+
         if name != "updates" or (starting and wm == "g"):
             if name == "gradients":
                 unsent.add_(gs)
@@ -325,15 +352,15 @@ def run(spec):
                 mean = gs.mean(0, keepdim=True)
             sent_bytes += 1.0 if dd >= 1 else BYTES[wire] * dd
             one = mean.expand(S, n)
-            moments(one.contiguous() if S > 1 else one, m, v, clip(mean), T_(b1), T_(b2))
+            moments(one.contiguous() if S > 1 else one, m, v, clip(mean), scalar(b1), scalar(b2))
             u = torch.zeros(1, n, device=dev)
-            step_of(m[:1], v[:1], u, T_(lr), T_(c1), T_(c2))
+            step_of(m[:1], v[:1], u, scalar(lr), scalar(c1), scalar(c2))
             if vsh is not None:
                 vsh.copy_(v[0])
             ref.mul_(1 - lr * decays).sub_(u[0])
         else:
-            lrt, c1t, c2t = T_(lr), T_(c1), T_(c2)
-            moments(gs, m, v, clip(gs), T_(b1), T_(b2))
+            lrt, c1t, c2t = scalar(lr), scalar(c1), scalar(c2)
+            moments(gs, m, v, clip(gs), scalar(b1), scalar(b2))
             if vmode in ("mean", "slice", "frozen", "pool"):
                 mean = (gs * clip(gs)).mean(0)
             if vmode in ("mean", "frozen") and (vmode == "mean" or s < f("fz", 0.1) * steps):
@@ -348,12 +375,12 @@ def run(spec):
                 vsh[part].lerp_(mean[part].square(), 1 - min(bs, 1 - 1 / age))
                 sent_bytes += 1 / Ks
             if vmode in ("mean", "frozen"):
-                step_of(m, vsh.expand(P, n).contiguous(), unsent, lrt, c1t, T_(info["c2"]))
+                step_of(m, vsh.expand(P, n).contiguous(), unsent, lrt, c1t, scalar(info["c2"]))
             elif vmode == "slice":
                 own = (
                     v * c2
                 )  # a few samples do not make a second moment: it stays between that of pure noise and the own
-                step_of(m, torch.minimum(torch.maximum(vsh, own / P), own), unsent, lrt, c1t, T_(1.0))
+                step_of(m, torch.minimum(torch.maximum(vsh, own / P), own), unsent, lrt, c1t, scalar(1.0))
             elif vmode == "pool":
                 vsh.lerp_(gs.square().mean(0), 1 - b2)
                 step_pooled(m, v, vsh, m.mean(0), unsent, lrt, c1t, c2t)
@@ -370,7 +397,7 @@ def run(spec):
                         spot = torch.cat(
                             [
                                 at + torch.randint(0, k, (max(min(32, k), k // rs),), device=dev)
-                                for at, k in zip(begins, sizes)
+                                for at, k in zip(begins, sizes, strict=False)
                             ]
                         )
                         few = gs[:, spot]
@@ -419,28 +446,29 @@ def run(spec):
                 if car is not None:
                     car.copy_(unsent)
         if (s + 1) % max(1, steps // 4) == 0 or s == steps - 1:
-            if s < steps - 1 and (s + 1) % (steps // 4) or len(out) >= 4:
+            if (s < steps - 1 and (s + 1) % (steps // 4)) or len(out) >= 4:
                 continue
             out.append(round(evaluate(ref), 4))
             if out[-1] != out[-1] or out[-1] > 9.5:
                 break
     less = round(evaluate(ref - unsent.mean(0)), 4) if name != "dense" and d < 1 else None
-    ratio = float((gs.mean(0).square().sum() / gs.square().sum(1).mean()))
+    ratio = float(gs.mean(0).square().sum() / gs.square().sum(1).mean())
     print(
         json.dumps(
-            dict(
-                spec=spec,
-                n=n,
-                P=P,
-                steps=steps,
-                held=out,
-                less=less,
-                train=round(float(losses) / P / (s + 1), 4),
-                bytes=round(sent_bytes / (s + 1), 5),
-                gratio=round(ratio, 3),
-                residual=round(float(unsent.mean(0).norm()), 3),
-                seconds=round(time.time() - t0, 1),
-            )
+            {
+                "spec": spec,
+                "n": n,
+                "P": P,
+                "steps": steps,
+                "held": out,
+                "half": round(first_half, 4),
+                "less": less,
+                "train": round(float(losses) / P / (s + 1), 4),
+                "bytes": round(sent_bytes / (s + 1), 5),
+                "gratio": round(ratio, 3),
+                "residual": round(float(unsent.mean(0).norm()), 3),
+                "seconds": round(time.time() - t0, 1),
+            }
         ),
         flush=True,
     )
@@ -448,9 +476,9 @@ def run(spec):
 
 for spec in sys.argv[1:]:
     if time.time() - BEGIN > LIMIT:
-        print(json.dumps(dict(spec=spec, left_out=True)), flush=True)
+        print(json.dumps({"spec": spec, "left_out": True}), flush=True)
         continue
     try:
         run(spec)
     except Exception as error:
-        print(json.dumps(dict(spec=spec, error=repr(error)[:300])), flush=True)
+        print(json.dumps({"spec": spec, "error": repr(error)[:300]}), flush=True)
