@@ -785,6 +785,7 @@ class GradientAllreduce:
     def _skip(self, report: StepReport, ranks: list[int]) -> None:
         """Complete the report of a step that no rank applied, or raise: these ranks' gradients, or the sum, are not finite."""
         self._last_k = None  # what this step was to renew, the next one renews
+        self.tokens = None
         if self.settings.nonfinite == "raise":
             self._take_traffic()
             raise NonFiniteGradientError(ranks, report.step) from None

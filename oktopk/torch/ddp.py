@@ -289,7 +289,8 @@ class OkTopkState:
         if self._watch is not None:
             self._watch.came = True
         if self._reducer is not None:
-            self._agreement.hear(self._reducer.tokens, self._reducer.transport)
+            earlier = self._report is not None and not self._report.complete  # it was deferred
+            self._agreement.hear(self._reducer.tokens, self._reducer.transport, earlier)
         self._given, self._vectors, self._table_reports = [], {}, {}
         self._problem = ""  # of this step, on this rank
         if not self._names:
