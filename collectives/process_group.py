@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import pickle
 import socket
 import time
@@ -83,6 +84,14 @@ class Meeting:
         self.messages: Any = None
         self.gave_up = False
         self._parts = 0
+        self._one_host: bool | None = None
+
+    def on_one_host(self) -> bool:
+        """Whether the ranks are those of one host. Collective, when it is asked first."""
+        if self._one_host is None:
+            self.store.set(f"host/{self.rank}", host_name())
+            self._one_host = len({self.store.get(f"host/{rank}") for rank in range(self.size)}) == 1
+        return self._one_host
 
     def part(self, members: list[int], name: str = "") -> Meeting:
         """Of some of the ranks, this one among them."""
@@ -149,7 +158,14 @@ class ProcessGroupTransport(HostTransport):
         self.comm = comm.again()
         super().__init__(comm.rank, comm.size, StoreNotes(self.comm))
         store = dist.PrefixStore("gloo", self.comm.store)
-        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = _TIMEOUT
+        # what listens for ranks of this host alone is not for others to reach
+        own = self.comm.whole.on_one_host() and "GLOO_SOCKET_IFNAME" not in os.environ
+        device = gloo.create_device(hostname="127.0.0.1") if own else gloo.create_default_device()
+        options._devices = [device]
+        self._gloo: Any = gloo(store, self.rank, self.size, options)
         # A thread of gloo's drops its work some time after that is over. Were it the last to hold the arrays, it would want the
         # interpreter's lock, which whoever ends the threads holds.
         self._recent: deque[Any] = deque(maxlen=8)

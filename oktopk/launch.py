@@ -124,6 +124,8 @@ def launch_environment(
     if flavour == "openmpi":
         # a rank has threads (autograd's, NCCL's), and two jobs on a host would be bound to the same cores
         environment.setdefault("PRTE_MCA_hwloc_default_binding_policy", "none")
+    # the ranks of one host need no ports, which others could reach
+    environment.setdefault("OMPI_MCA_btl", "^tcp")
     if root is None:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
     if cores is None:

@@ -31,19 +31,25 @@ def test_the_environment_has_what_is_needed_and_no_more() -> None:
     base = {"PATH": "/bin", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1", "PMI_SIZE": "4"}
     plain = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    free = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+    local = {"OMPI_MCA_btl": "^tcp"}  # no ports
+    free = {"PRTE_MCA_hwloc_default_binding_policy": "none"} | local
     full = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     crowded = free | full | {"PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE"}
     assert launch_environment(4, "mpich", cores=2, root=True, base=base) == plain
     assert launch_environment(1, "openmpi", cores=2, root=False, base=base) == plain | free
     assert launch_environment(1, "openmpi", cores=2, root=True, base=base) == plain | free | root
-    assert launch_environment(1, "openmpi4", cores=2, root=False, base=base) == plain
+    assert launch_environment(1, "openmpi4", cores=2, root=False, base=base) == plain | local
     assert launch_environment(2, "openmpi", cores=2, root=False, base=base) == plain | free | full
-    assert launch_environment(2, "openmpi4", cores=2, root=False, base=base) == plain | full
+    assert launch_environment(2, "openmpi4", cores=2, root=False, base=base) == plain | full | local
     assert launch_environment(4, "openmpi", cores=2, root=False, base=base) == plain | crowded
     bound = {"PATH": "/bin", "PRTE_MCA_hwloc_default_binding_policy": "core"}
-    assert launch_environment(1, "openmpi", cores=2, root=False, base=bound) == plain | bound
-    own = {"OMP_NUM_THREADS": "2", "OMPI_MCA_mpi_yield_when_idle": "0", "PMIX_MCA_gds": "hash"}
+    assert launch_environment(1, "openmpi", cores=2, root=False, base=bound) == plain | bound | local
+    own = {
+        "OMP_NUM_THREADS": "2",
+        "OMPI_MCA_mpi_yield_when_idle": "0",
+        "PMIX_MCA_gds": "hash",
+        "OMPI_MCA_btl": "^ofi",
+    }
     assert launch_environment(4, "openmpi", cores=2, root=False, base=own) == crowded | own
 
 

@@ -174,3 +174,24 @@ def test_a_rank_that_comes_within_the_limit_is_waited_for(
         time.sleep(0.5)
     for _ in range(2):
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
+
+
+def test_ranks_of_one_host_listen_on_loopback(
+    group: dist.ProcessGroup, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gloo: Any = dist.ProcessGroupGloo
+    names: list[str] = []
+    create = gloo.create_device
+
+    def created(hostname: str) -> Any:
+        names.append(hostname)
+        return create(hostname=hostname)
+
+    monkeypatch.setattr(gloo, "create_device", created)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    GradientAllreduce(group, 10).close()
+    assert set(names) == {"127.0.0.1"}
+    names.clear()
+    monkeypatch.setattr("collectives.process_group.host_name", lambda: f"host {comm.rank}")
+    GradientAllreduce(group, 10, levels="flat").close()
+    assert bool(names) == (comm.size == 1)  # several hosts take the addresses of their names
