@@ -290,7 +290,9 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("library", ["MPI", pytest.param("gloo", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "library", ["MPI", pytest.param("gloo", marks=pytest.mark.long("`make test` has it over MPI"))]
+)
 def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     comm: MPI.Intracomm, request: pytest.FixtureRequest, library: str
 ) -> None:

@@ -17,7 +17,11 @@ from oktopk import GradientAllreduce
 from oktopk.elastic import redistribute
 from tests.jobs.restart.test_hostile import Run, started  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.mpi, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.long("minutes: 300 cases; `make test` has 15 states and 25 checkpoints with one change each"),
+    pytest.mark.timeout(900),
+]
 
 CASES = 300
 VALUES: list[Any] = [
