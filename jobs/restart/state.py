@@ -205,9 +205,7 @@ def _check_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     problem = groups_problem(optimizer, state)
     for own, theirs in zip(optimizer.param_groups, [] if problem else state["param_groups"], strict=False):
         for name, value in own.items():
-            if name == "params" or value is None or isinstance(value, bool):
-                continue
-            if type(theirs.get(name)) is not type(value) or not np.isfinite(theirs[name]).all():
+            if name != "params" and not _like(theirs.get(name, ...), value):
                 problem = f"a group has {name} {theirs.get(name)!r}, not one like {value!r}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [] if problem else [number for group in state["param_groups"] for number in group["params"]]
@@ -225,6 +223,15 @@ def _check_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
                     problem = f"parameter {number} has a {name} that is no float{list(shape)}"
     if problem:
         raise BadCheckpointError(f"{files.COMMON} holds no state of this optimizer: {problem}")
+
+
+def _like(given: Any, own: Any) -> bool:
+    """Whether a setting of a group is of the kind that the optimizer has: a switch, a finite number, or several of them."""
+    if own is None or isinstance(own, bool):
+        return given is None or isinstance(given, bool)
+    if isinstance(own, tuple):
+        return isinstance(given, tuple) and len(given) == len(own) and all(map(_like, given, own))
+    return type(given) is type(own) and bool(np.isfinite(given))
 
 
 def _position(saved: Any) -> Position:

@@ -1,0 +1,137 @@
+"""States and checkpoints with random changes are refused by name on all ranks, or continued."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from jobs.cluster.agreement import Refused
+from oktopk import GradientAllreduce, NonFiniteGradientError
+from oktopk.elastic import redistribute
+from tests.jobs.restart.test_hostile import Run, started  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.mpi, pytest.mark.long, pytest.mark.timeout(900)]
+
+CASES = 300
+VALUES: list[Any] = [
+    None,
+    -1,
+    0,
+    1,
+    2**61,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x\x1b",
+    b"",
+    [],
+    {},
+    (),
+    True,
+    "oktopk",
+]
+
+
+def places(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something lies in nested containers."""
+    inner = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    for key, value in inner:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def damaged(state: Any, rng: random.Random, values: list[Any] = VALUES) -> Any:
+    """A copy with one or two random changes."""
+    state = copy.deepcopy(state)
+    for _ in range(rng.randint(1, 2)):
+        *outer, last = rng.choice(list(places(state)))
+        holder = state
+        for key in outer:
+            holder = holder[key]
+        value, kind = holder[last], rng.random()
+        if kind < 0.2 and isinstance(holder, dict):
+            del holder[last]
+        elif kind < 0.6 and isinstance(value, np.ndarray | torch.Tensor) and len(value.shape):
+            flat = value.reshape(-1)
+            choices = [
+                flat[:-1],
+                value[None],
+                flat * float("nan"),
+                value.astype("f8") if isinstance(value, np.ndarray) else value.double(),
+            ]
+            holder[last] = rng.choice(choices)
+        else:
+            holder[last] = rng.choice(values)
+    return state
+
+
+def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: MPI.Intracomm) -> None:
+    length, rng = 60, random.Random(7)
+    gradient = np.random.default_rng(comm.rank).standard_normal(length).astype(np.float32)
+    reducer = GradientAllreduce(comm, length, density=0.1, momentum_correction=0.5, timeout=20.0)
+    reducer.step(gradient)
+    good, refused = reducer.state_dict(), 0
+    every = comm.allgather(good)
+    for case in range(CASES):
+        victim = rng.randrange(comm.size)
+        wrong = damaged(every[victim], rng)
+        if case % 2:
+            mine = wrong if comm.rank == victim else good
+        else:  # as another number of ranks saved them
+            saved = [
+                {**state, "rank": r, "ranks": comm.size + 1} for r, state in enumerate([*every, every[0]])
+            ]
+            if isinstance(wrong, dict):
+                wrong = {**wrong, **({"ranks": comm.size + 1} if wrong.get("ranks") == comm.size else {})}
+            saved[victim] = wrong
+            mine = redistribute(saved.__getitem__, comm.size + 1, comm.rank, comm.size)
+        problem = ""
+        try:
+            reducer.load_state_dict(mine)
+        except ValueError as error:
+            problem = str(error)
+        assert len(set(comm.allgather(problem))) == 1, problem
+        refused += bool(problem)
+        if not problem:
+            reducer.step(gradient)
+            assert np.isfinite(reducer.update).all()
+            reducer.load_state_dict(good)
+    assert refused > CASES / 3
+    reducer.step(gradient)
+
+
+def test_a_checkpoint_with_random_changes_is_refused_by_name_or_continued(
+    started: Run,  # noqa: F811
+    comm: MPI.Intracomm,
+) -> None:
+    rng, plain = random.Random(8), [value for value in VALUES if not isinstance(value, bytes)]
+    started.train()
+    good = [copy.deepcopy(state) for state in started.states()]
+    started.write(1, *good)
+    for step in range(2, CASES + 2):
+        common, own = (copy.deepcopy(state) for state in good)
+        part, victim = rng.randrange(2), rng.randrange(comm.size)
+        changed = damaged(comm.bcast(good[part], victim), rng, plain)
+        if part == 0:
+            common = changed
+        elif comm.rank == victim:
+            own = changed
+        newest = started.write(step, common, own)
+        said: list[str] = []
+        try:
+            progress = started.resume(said.append)
+        except Refused as error:
+            raise AssertionError(f"the older set was not taken: {error}, {said}") from error
+        assert len(set(comm.allgather(progress.done))) == 1
+        if comm.rank == 0:
+            assert progress.done == step or f"checkpoint {newest} refused: " in said[0], said
+        with suppress(NonFiniteGradientError):  # a NaN that was saved ends the run with one line, as any
+            started.train()
