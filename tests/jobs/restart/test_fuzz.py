@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from mpi4py import MPI
 
 from jobs.cluster.agreement import Refused
-from oktopk import GradientAllreduce
+from oktopk import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from tests.jobs.restart.test_hostile import Run, started  # noqa: F401 - a fixture
 
@@ -136,4 +137,5 @@ def test_a_checkpoint_with_random_changes_is_refused_by_name_or_continued(
         assert len(set(comm.allgather(progress.done))) == 1
         if comm.rank == 0:
             assert progress.done == step or f"checkpoint {newest} refused: " in said[0], said
-        started.train()
+        with suppress(NonFiniteGradientError):  # a NaN that was saved ends the run with one line, as any
+            started.train()
