@@ -27,8 +27,8 @@ class OkTopk(TrainerCallback):
 
     def on_train_begin(self, args: Any, at: Any, *more: Any, **others: Any) -> None:
         trainer.model_wrapped.register_comm_hook(state, ddp_hook)
-        if os.path.exists(self.file(args, at)):  # as it goes on from a checkpoint
-            state.load_state_dict(torch.load(self.file(args, at), weights_only=True))
+        if os.path.exists(saved := self.file(args, at)):  # as it goes on from a checkpoint
+            state.load_state_dict(torch.load(saved, weights_only=True))
 
     def on_save(self, args: Any, at: Any, *more: Any, **others: Any) -> None:
         torch.save(state.state_dict(), self.file(args, at))
