@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -173,7 +173,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             with torch.enable_grad():
                 loss = closure()
         self._as_wrapped.look()
-        problem = self._as_wrapped.problem or self._unwrapped_parameters() or self._stepped_elsewhere()
+        problem = self._as_wrapped.problem or self._unwrapped_parameters() or self._unreadable()
         finite = False
         if not problem:
             self._take_written()
@@ -185,14 +185,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return loss
         self._steps += 1
         self._count_decay()
-        if self._steps == self._interval:
+        if self._steps >= self._interval:
             self._exchange(measure, problem)
         else:
             self._reference.watch()
         return loss
 
-    def _stepped_elsewhere(self) -> str:
-        """What to say in a first step that finds moved parameters without a gradient; "" if it does not."""
+    def _unreadable(self) -> str:
+        """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
+        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
+            return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
         if self._exchanges or self._steps or self._loaded is not None:
             return ""
         if any(p.grad is not None for p in self._parameters) or not self._reference.written():
@@ -266,7 +268,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 if self._ratio is not None:
                     first, second = group["betas"]
                     group["betas"] = (first, second ** (1 / self.reducer.transport.size))
-            with _scaled_rates(self.param_groups, scale):
+            with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
                 self.inner.step()
         finally:
             for group, before in zip(self.param_groups, held, strict=True):
@@ -310,7 +312,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     self.reducer.take_back()
                     raise
         except (NonFiniteGradientError, ValueError):
-            if problem:
+            if problem:  # the other ranks have stepped, this one has not
+                self._exchanges += 1
                 self._begin_window()
             else:
                 self._end_window(applied=False)
@@ -364,7 +367,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Make what was written to since the last step the reference."""
         reference, loaded = self._reference, self._loaded
         numbers = reference.written(by_version=not self._steps)
-        if numbers and loaded is not None and self._continues(loaded):
+        if numbers and loaded is not None and (kind := self._held_then(loaded)):
+            self._go_on(loaded, kind)
             numbers = []
         self._loaded = None
         if numbers:
@@ -428,34 +432,32 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         super()._load(state)
         with torch.no_grad():
             self._begin_window()
-            self._loaded = own
-            fits = own is not None and self._continues(own, only_look=True)
-            if own is not None and all(transport.allgather_objects(fits)):
-                self._continues(own)
+            self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
+            if self._ratio is not None and own is not None and own["ratio"] is not None:
+                self._ratio.load(own["ratio"])
+            kinds = transport.allgather_objects("" if own is None else self._held_then(own))
+            if own is not None and all(kinds):
+                self._go_on(own, min(kinds, key=("agreed", "local").index))
                 return
             self._reference.take(range(len(self._parameters)), None)
             self._reference.watch()
 
-    def _continues(self, own: dict[str, Any], only_look: bool = False) -> bool:
-        """Go on from a state where the parameters hold what they did then, or its reference; whether they do."""
-        reference = self._reference
-        vector = own["reference"].to(reference.vector.device)
-        local = own["local"] is not None and torch.equal(reference.flat(), own["local"].to(vector.device))
-        if not local and not torch.equal(reference.flat(), vector.to(self._parameters[0].dtype)):
-            return False
-        if only_look:
-            return True
-        reference.load(vector)
-        self._exchanges = own["exchanges"]
-        if self._ratio is not None and own["ratio"] is not None:
-            self._ratio.load(own["ratio"])
-        if local:
+    def _held_then(self, own: dict[str, Any]) -> str:
+        """What of a state the parameters hold: "local", this rank's own; "agreed", its reference; "" neither."""
+        held, vector = self._reference.flat(), own["reference"].to(self._reference.vector.device)
+        if own["local"] is not None and torch.equal(held, own["local"].to(held.device)):
+            return "local"
+        return "agreed" if torch.equal(held, vector.to(held.dtype)) else ""
+
+    def _go_on(self, own: dict[str, Any], kind: str) -> None:
+        """Go on from a state, with parameters as `_held_then` says."""
+        self._reference.load(own["reference"].to(self._reference.vector.device))
+        if kind == "local":
             self._steps, self._present = own["steps"], bytearray(own["present"])
             self._factors = list(own["factors"])
-            reference.watch()
+            self._reference.watch()
         else:
-            reference.show(self._residual)
-        return True
+            self._reference.show(self._residual)
 
     def _state_problem(self, own: Any) -> str:
         """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
@@ -489,11 +491,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
         copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
         with torch.no_grad():
-            own = copied._own_state() | {
-                name: held for name, held in self._own_state().items() if name != "local"
-            }
-            copied._continues(own | {"local": copied._reference.flat()})
-            copied._reference.hold(self._reference.flat())
+            own = self._own_state()
+            copied._exchanges = self._exchanges
+            if copied._ratio is not None:
+                copied._ratio.load(own["ratio"])
+            copied._go_on(own, "local")
+            copied._reference.hold(own["local"])
         return copied
 
     @closes
@@ -530,18 +533,19 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 @contextmanager
 def _scaled_rates(groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
-    """Within, the learning rate of each group is times `scale`; one in a tensor keeps its address."""
-    before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    """Within, the learning rate of each group is times `scale`; one in a tensor, which groups may share, keeps its address."""
+    before = [group["lr"] for group in groups]
+    tensors = {id(rate): rate for rate in before if isinstance(rate, Tensor)}
+    values = {key: rate.clone() for key, rate in tensors.items()}
     try:
+        for rate in tensors.values():
+            rate.mul_(scale)
         for group in groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].mul_(scale)
-            else:
+            if not isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"] * scale
         yield
     finally:
-        for group, rate in zip(groups, before, strict=True):
-            if isinstance(rate, Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
+        for key, rate in tensors.items():
+            rate.copy_(values[key])
+        for group, was in zip(groups, before, strict=True):
+            group["lr"] = was

@@ -488,3 +488,42 @@ def test_on_one_rank_training_is_that_of_the_optimizer_alone() -> None:
     assert optimizer.reducer.residual.any()
     assert np.allclose(flat(model), flat(alone), atol=1e-5)
     optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_after_a_problem_of_one_rank_all_go_on_together(comm: MPI.Intracomm) -> None:
+    """The ranks measure the ratio in the same exchanges, whoever stepped."""
+    model = network()
+    optimizer = wrap(model, comm, every=2)
+    for step in range(16, 40, 2):
+        if comm.rank == 1 and step == 20:
+            model[0].weight.grad = torch.zeros(30, 20).to_sparse()
+            model[0].weight.grad = model[0].weight.grad.coalesce()
+            with pytest.raises(ValueError, match="rank 1: a gradient is sparse"):
+                optimizer.step()
+                optimizer.step()
+        elif step == 20:
+            with pytest.raises(ValueError, match="rank 1: a gradient is sparse"):
+                train(model, optimizer, comm.rank, range(step, step + 2))
+        else:
+            train(model, optimizer, comm.rank, range(step, step + 2))
+    assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
+    check_agreed(model, optimizer, comm)
+
+
+def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: MPI.Intracomm) -> None:
+    model = network()
+    rate = torch.tensor(2e-3)
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters())}]
+    optimizer = DistributedOptimizer(torch.optim.AdamW(groups, lr=rate), comm, density=0.1, sends="updates")
+    seen: list[float] = []
+    optimizer.inner.register_step_pre_hook(lambda inner, *_: seen.append(float(inner.param_groups[1]["lr"])))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+    assert seen[0] == pytest.approx(2e-3)
+    assert seen[-1] == pytest.approx(2e-3 * optimizer._ratio.scale, rel=0.3)
+    assert all(group["lr"] is optimizer.param_groups[0]["lr"] for group in optimizer.param_groups)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2e-3)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
