@@ -320,6 +320,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._end_window(not self.report.skipped, anywhere)
         if new and self._ratio is not None:
             self._ratio.measure()
+            sent = transport.take_traffic()
+            for name in (
+                "words",
+                "messages",
+                "bytes",
+                "bytes_between",
+                "control_words",
+                "control_messages",
+            ):
+                setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
 
     def _end_window(self, applied: bool, anywhere: bytes = b"") -> None:
         """Move the reference, and make the parameters what follows from it.
@@ -397,7 +407,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
 
         Between exchanges, too. Save the model within `agreed`, or each rank its own. Where the model holds either of these when
-        the state is loaded, or is loaded after it, training goes on; with each rank's own model bit for bit.
+        the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
         """
         return super().state_dict()
 
@@ -446,15 +456,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if only_look:
             return True
         reference.vector.copy_(vector)
-        self._exchanges = own["exchanges"]
+        self._exchanges, self._steps = own["exchanges"], own["steps"]
+        self._present, self._factors = bytearray(own["present"]), list(own["factors"])
         if self._ratio is not None and own["ratio"] is not None:
             self._ratio.load(own["ratio"])
-        if local:
-            self._steps, self._present = own["steps"], bytearray(own["present"])
-            self._factors = list(own["factors"])
-            reference.watch()
-        else:
+        if own["local"] is None:  # of another number of ranks
             reference.show(self._residual)
+        else:
+            reference.hold(own["local"].to(vector.device))
         return True
 
     def _state_problem(self, own: Any) -> str:
@@ -489,11 +498,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
         copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
         with torch.no_grad():
-            own = copied._own_state() | {
-                name: held for name, held in self._own_state().items() if name != "local"
-            }
-            copied._continues(own | {"local": copied._reference.flat()})
-            copied._reference.hold(self._reference.flat())
+            copied._continues(self._own_state())
         return copied
 
     @closes
