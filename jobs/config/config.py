@@ -84,6 +84,8 @@ class Config(Section):
         if self.reduction.method in METHODS:
             return self
         for key, needed in (
+            ("reduction.sends", "gradients"),
+            ("reduction.every", 1),
             ("reduction.nonfinite", "raise"),
             ("reduction.momentum_correction", 0.0),
             ("reduction.average", True),

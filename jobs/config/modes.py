@@ -19,8 +19,10 @@ DDP_MODES = ("ddp", "powersgd")
 """Those that torch's DistributedDataParallel reduces, in buckets."""
 
 
-def row_of(method: str, overlap: bool) -> str:
+def row_of(method: str, overlap: bool, sends: str = "gradients") -> str:
     """What tables call a run of a method."""
+    if sends != "gradients":
+        return f"{method}-{sends}"
     return DENSE_OVLP if overlap and method in ("dense", "nccl") else method
 
 

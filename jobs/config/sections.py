@@ -197,7 +197,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The torch optimizer that sees the reduced, averaged gradient."""
+    """The torch optimizer that sees the reduced, averaged gradient; for sparseloco and updates each rank's own."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """The torch optimizer of that name"""
@@ -220,7 +220,8 @@ class OptimizerConfig(Section):
     decay_vectors: bool = True
     """Whether biases and the weights of norms decay as well"""
     clip_norm: float = Field(default=0.0, ge=0.0)
-    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco of a rank's own; 0: no clipping"""
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco and updates of a rank's own; 0: no
+    clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -297,14 +298,19 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`, `powersgd_start`,
-    `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`,
+    `powersgd_start`, `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
         default="oktopk",
         description=f"How gradients are summed: {', '.join([*sorted(METHODS), *TRAINING_MODES])}",
     )
+    sends: Literal["gradients", "updates"] = "gradients"
+    """For sparse methods of oktopk: what ranks sum. `updates`: each rank's optimizer steps on its own gradient, and the ranks
+    sum what it changed; for adam and adamw"""
+    every: int = Field(default=1, ge=1)
+    """For sends 'updates': number of steps from one exchange to the next"""
     density: float = _setting("density")
     threshold_interval: int = _setting("threshold_interval")
     boundary_interval: int = _setting("boundary_interval")
@@ -384,7 +390,8 @@ class TrainingConfig(Section):
     """Store images and convolutions with their channels last"""
     cuda_graph: bool = False
     """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; ddp
-    does so after 11 steps of a job, powersgd after powersgd_start steps as well"""
+    does so after 11 steps of a job, powersgd after powersgd_start steps as well; with updates
+    the passes alone"""
     deterministic: bool = False
     """Compute the same bits from run to run on a GPU too, at the price of speed"""
     steps: int = Field(default=0, ge=0)

@@ -28,6 +28,11 @@ RIVALS: dict[str, dict[str, Any]] = {
     },
 }
 
+_UPDATES: dict[str, Any] = {
+    "reduction.method": "oktopk",
+    "reduction.sends": "updates",
+    "reduction.deferred": False,
+}
 NEXT_TOKEN_RIVALS: dict[str, dict[str, Any]] = {
     "powersgd-4": RIVALS["powersgd-4"],
     "sparseloco-15": {
@@ -35,6 +40,8 @@ NEXT_TOKEN_RIVALS: dict[str, dict[str, Any]] = {
         "reduction.gradient_type": "float32",
         "reduction.sparseloco_steps": 15,
     },
+    "oktopk-updates": _UPDATES,
+    "oktopk-updates-4": {**_UPDATES, "reduction.every": 4, "reduction.density": 0.04},  # as many bytes
 }
 
 _COMMON: dict[str, Any] = {

@@ -17,8 +17,11 @@ from jobs.restart.files import BadCheckpointError, Identity
 from oktopk.elastic import inherited_ranks, redistribute
 from oktopk.settings import DEFAULT_BUCKET_MB
 
-RESIDUALS = ("reducer", "tables")
+RESIDUALS = ("reducer", "tables", "updates")
 """Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
+
+MOMENTS = "state"
+"""That of the torch optimizer, which differs too where each rank's steps alone."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class Found:
         return files.read_part(self.path / files.rank_file(rank))
 
     def residuals(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:
-        """What of RESIDUALS `rank` of `ranks` on these hosts continues from, redistributed if they were others."""
+        """What of RESIDUALS and MOMENTS `rank` of `ranks` on these hosts continues from, redistributed if they were others."""
 
         def read(saved: int) -> dict[str, Any]:
             own = self.own(saved)
-            return {name: own[name] for name in RESIDUALS if name in own}
+            return {name: own[name] for name in (*RESIDUALS, MOMENTS) if name in own}
 
         return redistribute(read, self.ranks, rank, ranks, hosts)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from jobs.cluster.agreement import decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError
-from jobs.restart.resume import RESIDUALS, Found
+from jobs.restart.resume import MOMENTS, RESIDUALS, Found
 from jobs.train.optimizers import kept_by
-from jobs.train.reduce.reduction import ReducingOptimizer
+from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
 from jobs.train.tasks.task import Workload
 from oktopk import MissingRanksError
 from oktopk.elastic import problem_of
@@ -97,12 +97,15 @@ def capture(
 
     Returns:
         (common, own): what is equal on all ranks, and what is this rank's: residual, thresholds and boundaries, the buffers
-        (batch norm), random-number generators, and the place in the data. Tensors are not copied.
+        (batch norm), random-number generators, and the place in the data; where ranks step alone also their optimizers' state.
+        Tensors are not copied, but parameters that all ranks agree on where they hold their own.
     """
-    state = dict(optimizer.state_dict())
+    state, alone = dict(optimizer.state_dict()), steps_alone(optimizer)
     # each rank's own: what it has not sent
-    residuals = {name: state.pop(name) for name in RESIDUALS if name in state}
-    common = {"model": dict(model.named_parameters()), "optimizer": state}
+    residuals = {name: state.pop(name) for name in (*RESIDUALS, *[MOMENTS] * alone) if name in state}
+    with agreed(optimizer):
+        parameters = {name: p.detach().clone() if alone else p for name, p in model.named_parameters()}
+    common = {"model": parameters, "optimizer": state}
     own = {
         "buffers": dict(model.named_buffers()),
         **residuals,
@@ -145,10 +148,11 @@ def restore(
         common, own = found.common(), found.own(rank % found.ranks)
         _copy(files.COMMON, "model", common["model"], model.named_parameters())
         _copy(name, "buffers", own["buffers"], model.named_buffers())
-        _check_optimizer(common["optimizer"], optimizer.inner)
         residuals = found.residuals(rank, comm.size, optimizer.hosts)
         if problem := problem_of(residuals):
             raise BadCheckpointError(problem)
+        state = {**common["optimizer"], **residuals}
+        _check_optimizer(name if MOMENTS in residuals else files.COMMON, state, optimizer.inner)
         if not isinstance(residuals["reducer"], dict):
             raise BadCheckpointError(f"{name} holds no state of this run: reducer is none")
         if rank < found.ranks:
@@ -157,7 +161,7 @@ def restore(
             torch.manual_seed(
                 np.random.SeedSequence([seed, rank, found.step]).generate_state(1, np.uint64)[0]
             )
-        return {**common["optimizer"], **residuals}, _position(own["position"])
+        return state, _position(own["position"])
 
     state, position = decide_together(comm, take, (BadCheckpointError,), _refused)
     positions = comm.allgather(position)
@@ -200,7 +204,7 @@ def _copy(part: str, kind: str, saved: Any, tensors: Iterable[tuple[str, Tensor]
             tensor.copy_(saved[name])
 
 
-def _check_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(part: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise BadCheckpointError where a state would end a step of the optimizer, which torch does not see when it loads it."""
     problem = groups_problem(optimizer, state)
     for own, theirs in zip(optimizer.param_groups, [] if problem else state["param_groups"], strict=False):
@@ -222,7 +226,7 @@ def _check_optimizer(state: Any, optimizer: torch.optim.Optimizer) -> None:
                 if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
                     problem = f"parameter {number} has a {name} that is no float{list(shape)}"
     if problem:
-        raise BadCheckpointError(f"{files.COMMON} holds no state of this optimizer: {problem}")
+        raise BadCheckpointError(f"{part} holds no state of this optimizer: {problem}")
 
 
 def _like(given: Any, own: Any) -> bool:

@@ -138,7 +138,8 @@ STEP_COLUMNS: dict[str, Column] = {
     "skipped": _of_report("i1", "1: a gradient was not finite and the step was skipped", "skipped"),
     "dense": Column(
         "i1",
-        "1: the whole gradient was summed (method, warm-up or high density), by powersgd in low rank; of sparseloco every step",
+        "1: the whole gradient was summed (method, warm-up or high density), by powersgd in low rank; of sparseloco every step, "
+        "of updates those without an exchange",
         source=lambda step: step.report.method == "dense",
     ),
     "seconds_data": _of_phase("data"),

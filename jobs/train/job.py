@@ -78,7 +78,7 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[
                 provenance.versions()
                 | {"mpi": provenance.mpi_library(), "device": setup.placement.description}
             ),
-            method=row_of(config.reduction.method, config.reduction.overlap),
+            method=row_of(config.reduction.method, config.reduction.overlap, config.reduction.sends),
             ranks=comm.size,
             length=length,
             k=entries_kept(config.reduction.density, length),

@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
+from jobs.train.reduce.reduction import agreed, apply, reduce
 from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
@@ -161,13 +161,8 @@ class TrainingLoop:
         self._write()
 
     def _check_same_parameters(self, done: int) -> None:
-        with self._agreed():
+        with agreed(self.optimizer):
             check_same_parameters(self.workload.model, self.comm, done, buffers=False)
-
-    def _agreed(self) -> AbstractContextManager[None]:
-        """Within it the model has what all ranks agree on, where their parameters differ between two exchanges."""
-        agreed: Callable[[], AbstractContextManager[None]] = getattr(self.optimizer, "agreed", nullcontext)
-        return agreed()
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return capture(self.workload.model, self.optimizer, self.batches.position)
@@ -187,9 +182,9 @@ class TrainingLoop:
         losses = [self._accumulate(timer, number) for number in range(self.config.training.accumulate)]
         every = self.config.run.measure_every
         with timer.phase("reduction"):
-            report = self.optimizer.reduce(measure=bool(every) and (step + 1) % every == 0)
+            report = reduce(self.optimizer, step, measure=bool(every) and (step + 1) % every == 0)
         with timer.phase("optimizer"):
-            self.optimizer.apply()
+            apply(self.optimizer)
         # read when the run file is written: until then a GPU need not be waited for
         self.timed.append(TimedStep(report, losses, timer, rate))
         self.bar.update()
@@ -273,7 +268,7 @@ class TrainingLoop:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
         average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
-        with self._agreed():
+        with agreed(self.optimizer):
             check_same_parameters(self.workload.model, self.comm, done)
             mine = self.workload.score()
         sums = np.array(dataclasses.astuple(mine), np.float64)

@@ -80,7 +80,8 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
         config.optimizer,
         workload.model.parameters(),
         fused=placement.fused and not (config.task == "embeddings" and config.model.sparse),
-        captured=config.training.cuda_graph,
+        # updates ask of which kind the optimizer is, and hand it other groups
+        captured=config.training.cuda_graph and config.reduction.sends == "gradients",
     )
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):

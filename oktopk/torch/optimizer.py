@@ -233,9 +233,9 @@ class DistributedOptimizer(WrappedOptimizer):
                 transport, optimizer, trained, clip_norm, broadcast, sends, problem
             )
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
-            options |= {"problem": problem or differs} | self._options()
+            options |= {"problem": problem or differs}
             if not problem:  # a keyword that is refused may be one of these
-                options |= settings
+                options |= settings | self._options()
             self.reducer: GradientAllreduce | BucketedAllreduce
             self._layout: BucketLayout | None = None
             if (overlap or bucket_mb) and not problem:
@@ -282,7 +282,7 @@ class DistributedOptimizer(WrappedOptimizer):
         return ""
 
     def _options(self) -> dict[str, Any]:
-        """What the reducer is told where the user says nothing else."""
+        """What the reducer is told, whatever the user says."""
         return {}
 
     def _selected_type(self) -> str:

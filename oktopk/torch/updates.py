@@ -323,6 +323,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._end_window(not self.report.skipped, anywhere)
         if new and self._ratio is not None:
             self._ratio.measure()
+            sent = transport.take_traffic()
+            for name in (
+                "words",
+                "messages",
+                "bytes",
+                "bytes_between",
+                "control_words",
+                "control_messages",
+            ):
+                setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
 
     def _end_window(self, applied: bool, anywhere: bytes = b"") -> None:
         """Move the reference, and make the parameters what follows from it.
@@ -367,8 +377,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Make what was written to since the last step the reference."""
         reference, loaded = self._reference, self._loaded
         numbers = reference.written(by_version=not self._steps)
-        if numbers and loaded is not None and (kind := self._held_then(loaded)):
-            self._go_on(loaded, kind)
+        if numbers and loaded is not None and self._fits(loaded):
+            self._go_on(loaded)
             numbers = []
         self._loaded = None
         if numbers:
@@ -401,7 +411,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
 
         Between exchanges, too. Save the model within `agreed`, or each rank its own. Where the model holds either of these when
-        the state is loaded, or is loaded after it, training goes on; with each rank's own model bit for bit.
+        the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
         """
         return super().state_dict()
 
@@ -435,29 +445,29 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
                 self._ratio.load(own["ratio"])
-            kinds = transport.allgather_objects("" if own is None else self._held_then(own))
-            if own is not None and all(kinds):
-                self._go_on(own, min(kinds, key=("agreed", "local").index))
+            if own is not None and all(transport.allgather_objects(self._fits(own))):
+                self._go_on(own)
                 return
             self._reference.take(range(len(self._parameters)), None)
             self._reference.watch()
 
-    def _held_then(self, own: dict[str, Any]) -> str:
-        """What of a state the parameters hold: "local", this rank's own; "agreed", its reference; "" neither."""
+    def _fits(self, own: dict[str, Any]) -> bool:
+        """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
         held, vector = self._reference.flat(), own["reference"].to(self._reference.vector.device)
-        if own["local"] is not None and torch.equal(held, own["local"].to(held.device)):
-            return "local"
-        return "agreed" if torch.equal(held, vector.to(held.dtype)) else ""
+        local = own["local"]
+        if local is not None and torch.equal(held, local.to(held.device)):
+            return True
+        return torch.equal(held, vector.to(held.dtype))
 
-    def _go_on(self, own: dict[str, Any], kind: str) -> None:
-        """Go on from a state, with parameters as `_held_then` says."""
+    def _go_on(self, own: dict[str, Any]) -> None:
+        """Go on from a state; what this rank's parameters held is put back, where the state is of as many ranks."""
         self._reference.load(own["reference"].to(self._reference.vector.device))
-        if kind == "local":
-            self._steps, self._present = own["steps"], bytearray(own["present"])
-            self._factors = list(own["factors"])
-            self._reference.watch()
-        else:
+        self._steps, self._present = own["steps"], bytearray(own["present"])
+        self._factors = list(own["factors"])
+        if own["local"] is None:
             self._reference.show(self._residual)
+        else:
+            self._reference.hold(own["local"].to(self._reference.vector.device))
 
     def _state_problem(self, own: Any) -> str:
         """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
@@ -495,8 +505,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             copied._exchanges = self._exchanges
             if copied._ratio is not None:
                 copied._ratio.load(own["ratio"])
-            copied._go_on(own, "local")
-            copied._reference.hold(own["local"])
+            copied._go_on(own)
         return copied
 
     @closes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +19,45 @@ from jobs.train.reduce.background import WireError, allow_p2p, start_process_gro
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
 from jobs.train.reduce.sparseloco import SparseLocoTraining
-from oktopk import METHODS, DistributedOptimizer
+from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB
+from oktopk.torch.updates import UpdatesOptimizer
 
 ReducingOptimizer = DistributedOptimizer | DenseTraining
 """What the loop trains with: its first half of a step reduces, its second applies."""
+
+
+def steps_alone(optimizer: ReducingOptimizer) -> bool:
+    """Whether each rank's inner optimizer steps on its own gradient, so that state and parameters differ over the ranks."""
+    return isinstance(optimizer, UpdatesOptimizer | SparseLocoTraining)
+
+
+def agreed(optimizer: ReducingOptimizer) -> AbstractContextManager[None]:
+    """Within it the parameters are what all ranks agree on; where ranks step alone their own differ."""
+    if isinstance(optimizer, UpdatesOptimizer | SparseLocoTraining):
+        return optimizer.agreed()
+    return nullcontext()
+
+
+def reduce(optimizer: ReducingOptimizer, step: int, *, measure: bool = False) -> StepReport:
+    """The first half of a step of the run, counted from 0; of updates all of it. Collective.
+
+    A step of updates without an exchange is reported as one that sends nothing, see STEP_COLUMNS.
+    """
+    if not isinstance(optimizer, UpdatesOptimizer):
+        return optimizer.reduce(measure=measure)
+    before = optimizer.report
+    optimizer.step(measure=measure)
+    report, length = optimizer.report, optimizer.length
+    if report is None or report is before:
+        return StepReport(step, "dense", length, length, {}, True, local_nnz=length, global_nnz=length)
+    return dataclasses.replace(report, step=step)  # it counts exchanges
+
+
+def apply(optimizer: ReducingOptimizer) -> None:
+    """The second half of a step."""
+    if not isinstance(optimizer, UpdatesOptimizer):
+        optimizer.apply()
 
 
 def build_reduction(
@@ -54,6 +90,8 @@ def build_reduction(
                 gradient_type=settings.gradient_type,
                 clip_norm=config.optimizer.clip_norm,
                 row_density=settings.row_density,
+                sends=settings.sends,
+                every=settings.every,
                 order=network.parameters() if settings.overlap else None,
                 **settings.buckets(),
                 **settings.settings(),

@@ -100,17 +100,20 @@ class SparseLocoTraining(DenseTraining):
             parameter.copy_(piece.view_as(parameter))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it is this rank's own: the optimizer's state and the parameters since the last exchange as well."""
+        """As DenseTraining's, this rank's own; the parameters since the last exchange as well."""
         n = self.length
         own = {"residual": self._residual[:n], "reference": self._reference[:n], "local": self._flat()[:n]}
-        common = {"steps": self._steps, "last_k": None, "velocity": None}
-        return {"reducer": {**common, **own, "inner": self.inner.state_dict()}}
+        return {
+            **self.inner.state_dict(),
+            "reducer": {"steps": self._steps, "last_k": None, "velocity": None, **own},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the `state_dict` was taken, bit for bit on as many ranks; on others from the last exchange."""
-        own = state_dict["reducer"]
+        state = dict(state_dict)
+        own = state.pop("reducer")
         self._steps = own["steps"]
-        load_state(self.inner, own["inner"])
+        load_state(self.inner, state)
         self._reference[: self.length] = own["reference"]
         self._residual[: self.length] = 0.0 if own["residual"] is None else own["residual"]
         self._write(own["reference" if "ranks" in own else "local"].to(self._reference))

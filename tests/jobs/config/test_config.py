@@ -37,6 +37,8 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
     assert Settings(**config.settings()) == Settings()
     assert set(ReductionConfig.model_fields) == {
         "method",
+        "sends",
+        "every",
         "gradient_type",
         "overlap",
         "share",
@@ -409,6 +411,8 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
     for mode in ("nccl", "ddp", "powersgd", "sparseloco"):
         assert with_overrides(f"reduction.method={mode}").reduction.method == mode
         for override in (
+            "reduction.sends=updates",
+            "reduction.every=2",
             "reduction.nonfinite=skip",
             "reduction.momentum_correction=0.9",
             "reduction.average=false",

@@ -154,7 +154,8 @@ def test_a_language_model_is_trained_by_each_rival_with_every_seed(tmp_path: Pat
         return {each.trial.name: validate(each.document) for each in planned}
 
     trained = planned(GPT, "--kinds", "train")
-    names = ("dense", "oktopk", "powersgd-4", "sparseloco-15")
+    updates = ("oktopk-updates", "oktopk-updates-4")
+    names = ("dense", "oktopk", "powersgd-4", "sparseloco-15", *updates)
     assert sorted(trained) == sorted(f"{name}-{seed}" for name in names for seed in (0, 1))
     for config in trained.values():
         assert (config.training.steps, config.training.eval_every) == (2000, 125)
@@ -165,17 +166,29 @@ def test_a_language_model_is_trained_by_each_rival_with_every_seed(tmp_path: Pat
     denser = {"reduction.method": "oktopk", "reduction.density": 0.05}
     more = dataclasses.replace(GPT, rivals={**GPT.rivals, "oktopk-dense": denser})
     alone = planned(more, "--kinds", "train", "--no-gpu-methods")
-    assert sorted(alone) == ["dense-0", "dense-1", "oktopk-0", "oktopk-1", "oktopk-dense-0"]
+    both = sorted(f"{name}-{seed}" for name in ("dense", "oktopk", *updates) for seed in (0, 1))
+    assert sorted(alone) == sorted([*both, "oktopk-dense-0"])
     assert alone["oktopk-dense-0"].reduction.density == 0.05
+    for name, every in zip(updates, (1, 4), strict=True):
+        reduction = alone[f"{name}-1"].reduction
+        assert (reduction.sends, reduction.every, reduction.density) == ("updates", every, 0.01 * every)
+        assert not reduction.deferred  # which updates do not take
 
 
 def test_the_loss_of_each_rival_is_held_against_denses(tmp_path: Path) -> None:
-    losses = (("dense", 4.0), ("oktopk", 5.4), ("powersgd", 4.03), ("sparseloco", 4.05))
+    losses = (
+        ("dense", 4.0),
+        ("oktopk", 5.4),
+        ("oktopk-updates", 4.02),
+        ("powersgd", 4.03),
+        ("sparseloco", 4.05),
+    )
     runs = [write_run(tmp_path / f"{name}.h5", method=name, held_out_loss=loss) for name, loss in losses]
-    claims = next_token_claims(GPT, group_runs(read_runs(runs)), [])[:3]
-    assert [claim.verdict for claim in claims] == ["failed", "held", "failed"]
-    assert claims[1].text.startswith("PowerSGD's held-out loss is at most 1% above dense's")
-    assert claims[2].measured == "+1.25%: 4.0500 and 4.0000"
+    claims = next_token_claims(GPT, group_runs(read_runs(runs)), [])[:4]
+    assert [claim.verdict for claim in claims] == ["failed", "held", "held", "failed"]
+    assert claims[1].text.startswith("Ok-Topk of updates's held-out loss is at most 1% above dense's")
+    assert claims[2].text.startswith("PowerSGD's held-out loss is at most 1% above dense's")
+    assert claims[3].measured == "+1.25%: 4.0500 and 4.0000"
 
 
 def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None:

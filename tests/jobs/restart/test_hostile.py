@@ -21,9 +21,12 @@ from jobs.restart.files import Identity
 from jobs.restart.packing import Snapshot
 from jobs.restart.resume import find
 from jobs.restart.state import Position, Progress, capture, restore
+from jobs.train.reduce.background import start_process_group, stop_process_group
+from jobs.train.reduce.reduction import agreed, apply, reduce
+from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank
-from tests.training import network, squares
+from tests.training import flat, network, squares
 
 pytestmark = pytest.mark.mpi
 
@@ -33,16 +36,23 @@ State = dict[str, Any]
 class Run:
     """A model and its optimizer, and the states that were taken of them."""
 
-    def __init__(self, comm: MPI.Intracomm, folder: Path) -> None:
+    def __init__(self, comm: MPI.Intracomm, folder: Path, sends: str = "gradients") -> None:
         self.comm, self.folder = comm, folder
         self.model = network()
         adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.optimizer = DistributedOptimizer(adam, comm, density=0.1)
+        self.optimizer: Any
+        if sends == "sparseloco":
+            self.optimizer = SparseLocoTraining(adam, 0.0, comm.size, 3)
+        else:
+            every = 1 + 2 * (sends == "updates")
+            self.optimizer = DistributedOptimizer(adam, comm, density=0.1, sends=sends, every=every)
         self.identity = Identity("a model", "oktopk", self.optimizer.length)
 
-    def train(self) -> None:
-        squares(self.model, self.comm.rank, 0).backward()
-        self.optimizer.step()
+    def train(self, step: int = 0) -> None:
+        self.optimizer.zero_grad()
+        squares(self.model, self.comm.rank, step).backward()
+        reduce(self.optimizer, step)
+        apply(self.optimizer)
 
     def states(self) -> tuple[State, State]:
         return capture(self.model, self.optimizer, Position(0, 8))
@@ -164,3 +174,36 @@ def test_a_set_with_right_digests_that_is_no_state_is_refused_by_name_and_the_ol
             )
             assert aside == f"checkpoint {newest} set aside as {newest.name}.refused"
     started.train()  # what was restored can go on
+
+
+@pytest.mark.parametrize("sends", ["updates", "sparseloco"])
+def test_ranks_that_step_alone_go_on_each_from_its_own_state(
+    comm: MPI.Intracomm, tmp_path: Path, sends: str
+) -> None:
+    if sends == "sparseloco":
+        start_process_group(comm, torch.device("cpu"), "gloo", "")
+    folder = comm.bcast(tmp_path)
+    run = Run(comm, folder, sends)
+    for step in range(4):  # one behind an exchange
+        run.train(step)
+    common, own = run.states()
+    with agreed(run.optimizer):
+        assert all(torch.equal(p, common["model"][name]) for name, p in run.model.named_parameters())
+        together = flat(run.model).tobytes()
+    assert set(comm.allgather(together)) == {together}
+    assert comm.size == 1 or len(set(comm.allgather(flat(run.model).tobytes()))) > 1
+    run.write(4, common, own)
+    run.train(4)
+    run.train(5)
+    wanted = run.states()
+    other = Run(comm, folder, sends)
+    assert other.resume(pytest.fail) == Progress(4, Position(0, 8))
+    other.train(4)
+    other.train(5)
+    taken = [Snapshot(), Snapshot()]
+    for snapshot, states in zip(taken, (wanted, other.states()), strict=True):
+        snapshot.take(dict(zip(("common", "own"), states, strict=True)))
+    assert taken[0].tensors.keys() == taken[1].tensors.keys()
+    assert all(torch.equal(tensor, taken[1].tensors[name]) for name, tensor in taken[0].tensors.items())
+    if sends == "sparseloco":
+        stop_process_group()

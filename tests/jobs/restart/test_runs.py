@@ -220,14 +220,18 @@ def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
 
 
-@pytest.mark.long("`make test` has a run of Ok-Topk that was stopped")
+ADAMW = ("optimizer.name=adamw", "optimizer.lr=2e-3", "optimizer.momentum=0", "optimizer.weight_decay=0.1")
+
+
+@pytest.mark.long("`make test` has a run of Ok-Topk that was stopped, and states of these modes that go on")
 @pytest.mark.parametrize(
     "settings",
     [
         ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"],
         ["reduction.method=sparseloco", "reduction.sparseloco_steps=7"],
+        [*ADAMW, "reduction.sends=updates", "reduction.every=3"],
     ],
-    ids=["powersgd", "sparseloco"],
+    ids=["powersgd", "sparseloco", "updates"],
 )
 def test_a_mode_ends_as_if_it_had_not_been_stopped(
     comm: MPI.Intracomm, path: Path, settings: list[str]

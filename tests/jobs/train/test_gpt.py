@@ -79,15 +79,19 @@ def test_what_does_not_go_together_is_refused_before_training(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", ["oktopk", "sparseloco"])
+@pytest.mark.parametrize("method", ["oktopk", "sparseloco", "updates"])
 def test_a_tiny_one_learns_text_that_the_test_makes(
     comm: MPI.Intracomm, documents: Path, tmp_path: Path, method: str
 ) -> None:
     path, folder = comm.bcast((documents.with_name("contiguous.h5"), tmp_path))
     words = [str(CONFIG), "--set", *TINY, f"data.path={path}", f"run.file={folder / 'run.h5'}"]
     words += ["training.batch_size=4", "training.steps=24", "data.eval_sequences=30", "optimizer.lr=1e-2"]
-    # evaluated, and saved at the end, where ranks of SparseLoCo have parted
-    words += ["training.eval_every=12", f"reduction.method={method}", "reduction.sparseloco_steps=5"]
+    # evaluated, and saved at the end, where ranks that step alone have parted
+    words += ["training.eval_every=12", "reduction.sparseloco_steps=5"]
+    if method == "updates":
+        words += ["reduction.sends=updates", "reduction.every=5", "reduction.deferred=false"]
+    else:
+        words.append(f"reduction.method={method}")
     assert main([*words, "reduction.density=0.2"], comm=comm) == 0
     (run,) = read_runs([folder / "run.h5"])
     assert run.evaluations["loss"][-1] < 0.9 * run.steps["loss"][0]

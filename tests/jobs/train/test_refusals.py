@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,27 @@ def test_what_cannot_be_read_or_replaced_is_refused_before_training(
         assert len(told) == 1
         assert said in told[0]
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "deferred=true",
+        "overlap=true",
+        "momentum_correction=0.5",
+        "method=dense",
+        "levels=hosts",
+        "average=false",
+    ],
+)
+def test_what_updates_do_not_take_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    settings = ["optimizer.momentum=0", "reduction.sends=updates", f"reduction.{setting}"]
+    assert train(tmp_path / "run.h5", *settings) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"{setting.partition('=')[0]}=.* is for sends='gradients'", told)
+    assert not (tmp_path / "run.h5").exists()
 
 
 @pytest.mark.parametrize("method", ["append_steps", "append_evaluation", "close"])

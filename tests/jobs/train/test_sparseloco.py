@@ -117,6 +117,6 @@ def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
     # other ranks start from what all had agreed on, and no residual is lost
     saved = group.allgather(training.state_dict()["reducer"])
     more = redistribute(lambda rank: saved[rank], group.size, group.rank, group.size + 1)
-    resumed.load_state_dict({"reducer": more})
+    resumed.load_state_dict({**training.inner.state_dict(), "reducer": more})
     with training.agreed():
         assert flat(resumed_model).tobytes() == flat(model).tobytes()
