@@ -100,13 +100,13 @@ extern "C" __global__ void undo_accumulate_sum(const __grid_constant__ UndoAccum
 
 // the velocity that follows, and whether it may: as the host's _with_momentum
 __device__ __forceinline__ bool with_momentum(const Momentum& p, long long i, float& moved) {
-  const float kept = multiply(p.momentum, p.velocity[i]);
-  const float gain = divide(1.0f, fmaxf(subtract(1.0f, p.momentum), 0x1p-24f));
+  const float kept = multiply(p.momentum, p.velocity[i]), rest = subtract(1.0f, p.momentum);
+  const float gain = divide(1.0f, magnitude(rest) > magnitude(0x1p-24f) ? rest : 0x1p-24f);
   moved = add(kept, flat(p)[i]);
-  if (fabsf(multiply(moved, gain)) <= 0x1p100f) return true;
+  if (magnitude(multiply(moved, gain)) <= magnitude(0x1p100f)) return true;
   const float held = p.residual ? p.residual[i] : 0.0f;
-  const float reach = fabsf(add(held, multiply(moved, gain)));
-  return reach <= 0x1p127f || (finite(moved) && reach <= fabsf(add(held, multiply(kept, gain))));
+  const unsigned reach = magnitude(add(held, multiply(moved, gain)));
+  return reach <= magnitude(0x1p127f) || (finite(moved) && reach <= magnitude(add(held, multiply(kept, gain))));
 }
 
 // velocity = momentum · velocity + gradient, where with_momentum allows it
