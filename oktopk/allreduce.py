@@ -714,6 +714,18 @@ class GradientAllreduce:
                 vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.undo(None)
 
+    def add_to_residual(self, vector: Any) -> None:
+        """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.
+
+        Args:
+            vector: float32[n] on the device, finite.
+        """
+        self.complete()
+        with self.backend.stream_scope():
+            self._vectors.put_back()
+            self._vectors.residual += vector
+            self._vectors.pending = True
+
     def forget_support(self) -> None:
         """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""
         self._vectors.support = None

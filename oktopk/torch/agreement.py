@@ -180,7 +180,7 @@ def rescaled_warning(parameters: Iterable[Tensor]) -> str:
     return (
         f"{', '.join(sorted(names))}(max_norm=...) rescales rows of its weight in each forward pass, on each rank those of its "
         "own batch, so that the ranks' parameters part: build it without max_norm, and after step() call "
-        "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm)) on all ranks"
+        "weight.data.copy_(torch.renorm(weight.data, 2, 0, max_norm)) on all ranks; with sends='updates' within agreed()"
     )
 
 

@@ -155,7 +155,8 @@ class DistributedOptimizer(WrappedOptimizer):
             DistributedOptimizer._kinds[sends] = cls
 
     def __new__(cls, *arguments: Any, sends: str = "gradients", **keywords: Any) -> Any:
-        return super().__new__(DistributedOptimizer._kinds.get(sends, cls))
+        kind = DistributedOptimizer._kinds.get(sends, cls)
+        return super().__new__(kind if issubclass(kind, cls) else cls)
 
     def __init__(
         self,
@@ -206,6 +207,7 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
+        sends = self._sends if sends == "gradients" else sends
         problem = problem or self._sends_problem(sends, every, local_share)
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
         problem = problem or self._refused(settings | asked | {"every": every, "tables": tables})
@@ -268,6 +270,9 @@ class DistributedOptimizer(WrappedOptimizer):
         known = ["gradients", *self._kinds]
         if sends not in known:
             return f"sends {sends!r} is not one of {', '.join(map(repr, known))}"
+        if sends != self._sends:
+            kind = self._kinds[sends].__name__
+            return f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             return f"every {every!r} is not an integer >= 1"
         number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
@@ -760,6 +765,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def _load(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state.get("reducer")}
+        if state.pop("updates", None) is not None:
+            state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = problem_of(state) or groups_problem(self.inner, state)

@@ -109,12 +109,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._parameters, 1 / self.reducer.transport.size if share is None else share
         )
         self._residual_array: Any = None
+        self._applied = self._update
+        self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
         if _adaptive(self.inner):
             timeout = self.reducer.settings.timeout
             self._ratio = SampledRatio(self._parameters, self.reducer.transport, self._memory, timeout)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
+        self._failed = False  # the last exchange has, on all ranks
         self._begin_window()
         self._counted = [*self._parameters, *self._table_list]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
@@ -124,6 +127,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _begin_window(self) -> None:
         self._steps = 0  # since the last exchange
         self._broken = False  # a gradient was not finite, and all ranks are to raise
+        self._problem = ""  # of a step, for the exchange to raise
         self._present = bytearray(len(self._parameters))  # has had a gradient
         self._factors = [1.0] * len(self.param_groups)  # of decay
 
@@ -172,11 +176,29 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._kept is not None:
+            raise RuntimeError(
+                "step() within `with optimizer.agreed():`, where parameters are not this rank's own: leave it first"
+            )
+        if self._only_sets_up_state():
+            self.inner.step()
+            self._reference.watch()
+            return loss
         self._as_wrapped.look()
-        problem = self._as_wrapped.problem or self._unwrapped_parameters() or self._unreadable()
+        here = self._as_wrapped.problem or self._unwrapped_parameters() or self._unreadable()
+        self._problem = problem = self._problem or here
         finite = False
         if not problem:
             self._take_written()
+            self._loaded = None
+            if (
+                self._tables is not None
+                and grad_scaler is not None
+                and (skipped := self._unscale(grad_scaler)) is not None
+            ):  # tables are summed: all skip, or none
+                self.report = skipped
+                self._reference.watch()
+                return loss
             finite = self._finite(grad_scaler)
         if self._tables is None:
             if finite:
@@ -210,7 +232,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
-            if any(bool(flag.item()) for flag in scaler._found_inf_per_device(self).values()):
+            found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+            if not found:  # no parameter has a gradient here: the scaler wants an answer all the same
+                found[self._update.device] = torch.zeros((), device=self._update.device)
+            if any(bool(flag.item()) for flag in found.values()):
                 return False
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
@@ -220,11 +245,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not gradients:
             return True
         norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        if not bool(torch.isfinite(norms).all()) and all(
+            bool(torch.isfinite(gradient).all()) for gradient in gradients
+        ):
+            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
         if not bool(torch.isfinite(norms).all()):
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
         if self.clip_norm:
-            torch._foreach_mul_(gradients, (self.clip_norm / (norms.norm() + 1e-6)).clamp(max=1.0))
+            scale = (self.clip_norm / (norms.norm() + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
 
     def _step_with_tables(self, finite: bool, problem: str) -> bool:
@@ -242,6 +272,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._reference.watch()
             return False
         try:
+            for table, reducer in zip(self._tables.tables, self._tables.reducers, strict=True):
+                if reducer.sum is None:  # no rank has touched a row: as in torch alone
+                    table.grad = None
             if not finite:
                 for parameter, _ in dense:
                     parameter.grad = None
@@ -265,7 +298,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             for group in self.param_groups:
                 if _decays(self.inner, group):
                     group["weight_decay"] = 0.0
-                if self._ratio is not None:
+                if self._ratio is not None and "betas" in group:
                     first, second = group["betas"]
                     group["betas"] = (first, second ** (1 / self.reducer.transport.size))
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
@@ -286,7 +319,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _exchange(self, measure: bool, problem: str) -> None:
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport = self._reference, self.reducer.transport
-        if new := self._exchanges < _FIRST or self._exchanges % _EVERY == 0:
+        new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
+        if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
         first = self.report is None and transport.rank == 0
         if first and (warning := reduced_twice_warning(self._trained, "updates")):
@@ -304,23 +338,36 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self.report = self.reducer.step(
                     self._memory.array(moved), measure=measure, problem=problem, absent=absent, token=token
                 )
-            anywhere = b""
-            if not self.report.skipped:
-                try:
-                    anywhere = self._agreement.hear(self.reducer.tokens, transport)
-                except ValueError:
-                    self.reducer.take_back()
-                    raise
         except (NonFiniteGradientError, ValueError):
+            self._failed = True
             if problem:  # the other ranks have stepped, this one has not
+                self.reducer.add_to_residual(self._memory.array(moved))
                 self._exchanges += 1
                 self._begin_window()
             else:
-                self._end_window(applied=False)
+                self._keep_displacement()
+                self._end_window()
             raise
+        anywhere = b""
+        if self.report.skipped:
+            self._keep_displacement()
+        else:
+            try:
+                anywhere = self._agreement.hear(self.reducer.tokens, transport)
+            except ValueError:
+                self._failed = True
+                self.reducer.take_back()
+                if self.reducer.settings.nonfinite == "skip":  # else what was summed is in residuals again
+                    self._keep_displacement()
+                self._end_window()
+                raise
+            reference.vector.sub_(self._update)
+            for number, factor in self._decay_of(anywhere):
+                reference.views[number].mul_(factor)
+        self._failed = False
         if self._tables is not None:
             self.report.row_bytes = sum(each.bytes for each in self._tables.reports)
-        self._end_window(not self.report.skipped, anywhere)
+        self._end_window()
         if new and self._ratio is not None:
             self._ratio.measure()
             sent = transport.take_traffic()
@@ -334,20 +381,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             ):
                 setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
 
-    def _end_window(self, applied: bool, anywhere: bytes = b"") -> None:
-        """Move the reference, and make the parameters what follows from it.
+    def _keep_displacement(self) -> None:
+        """After an exchange that applied nothing: what is finite of this rank's update goes to its residual."""
+        moved = self._reference.displacement(self._residual)
+        moved.masked_fill_(~torch.isfinite(moved), 0.0)
+        self.reducer.add_to_residual(self._memory.array(moved))
 
-        Where nothing was applied, what is finite of this rank's update stays in its residual.
-        """
-        reference, residual = self._reference, self._residual
-        if applied:
-            reference.vector.sub_(self._update)
-            for number, factor in self._decay_of(anywhere):
-                reference.views[number].mul_(factor)
-        elif not self._broken:
-            moved = reference.displacement(residual)
-            residual.add_(torch.where(torch.isfinite(moved), moved, 0.0))
-        reference.show(residual)
+    def _end_window(self) -> None:
+        """Make the parameters what follows from reference and residual, and begin a new window."""
+        self._reference.show(self._residual)
         self._exchanges += 1
         self._begin_window()
 
@@ -379,23 +421,26 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         numbers = reference.written(by_version=not self._steps)
         if numbers and loaded is not None and self._fits(loaded):
             self._go_on(loaded)
-            numbers = []
-        self._loaded = None
-        if numbers:
+        elif numbers:
             reference.take(numbers, self._residual)
+            reference.watch()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
 
-        Not collective. No step may be taken within.
+        Not collective. `step` raises within; `state_dict` is as outside.
         """
+        if self._kept is not None:
+            yield
+            return
         with torch.no_grad():
             self._take_written()
-            kept = self._reference.show_agreed()
+            self._kept = self._reference.show_agreed()
         try:
             yield
         finally:
+            kept, self._kept = self._kept, None
             with torch.no_grad():
                 self._reference.leave_agreed(kept, self._residual)
 
@@ -421,9 +466,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     @torch.no_grad()
     def _own_state(self) -> dict[str, Any]:
+        if self._kept is None:
+            self._take_written()
         return {
-            "reference": self._reference.vector.clone(),
-            "local": self._reference.flat(),
+            "reference": self._reference.vector.cpu().clone(),
+            "local": self._reference.flat(self._kept).cpu(),
             "steps": self._steps,
             "exchanges": self._exchanges,
             "present": list(self._present),
@@ -449,7 +496,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._go_on(own)
                 return
             self._reference.take(range(len(self._parameters)), None)
-            self._reference.watch()
+            self._reference.show(self._residual)
 
     def _fits(self, own: dict[str, Any]) -> bool:
         """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
@@ -511,7 +558,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     @closes
     @torch.no_grad()
     def close(self) -> None:
-        """Free what the library holds; the parameters become round(reference). Collective."""
+        """Free what the library holds; the parameters become round(reference). Collective.
+
+        Steps since the last exchange are dropped.
+        """
+        self._take_written()
         self._reference.show_agreed()
         if self._ratio is not None:
             self._ratio.close()
@@ -543,18 +594,22 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
 @contextmanager
 def _scaled_rates(groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
     """Within, the learning rate of each group is times `scale`; one in a tensor, which groups may share, keeps its address."""
+    groups = [group for group in groups if group.get("lr") is not None]
     before = [group["lr"] for group in groups]
     tensors = {id(rate): rate for rate in before if isinstance(rate, Tensor)}
     values = {key: rate.clone() for key, rate in tensors.items()}
+    scaled = before
     try:
         for rate in tensors.values():
             rate.mul_(scale)
         for group in groups:
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"] * scale
+        scaled = [group["lr"] for group in groups]
         yield
     finally:
         for key, rate in tensors.items():
             rate.copy_(values[key])
-        for group, was in zip(groups, before, strict=True):
-            group["lr"] = was
+        for group, was, now in zip(groups, before, scaled, strict=True):
+            if group["lr"] is now:  # else a hook of the optimizer has set another
+                group["lr"] = was

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,36 +62,71 @@ def test_the_reference_is_equal_on_all_ranks_after_every_exchange(
     assert not np.array_equal(start, flat(model))
 
 
+class Balance:
+    """What the optimizers of all ranks changed, against what the reference moved and residuals hold."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
+        self.model, self.optimizer, self.comm = model, optimizer, comm
+        self.before = optimizer._reference.vector.double().numpy().copy()
+        self.moved = np.zeros(len(self.before))
+        inner = optimizer.inner.step
+
+        def counted() -> None:
+            held = flat(model).astype(np.float64)
+            inner()
+            self.moved = self.moved + held - flat(model)
+
+        optimizer.inner.step = counted
+
+    def check(self) -> None:
+        moved = self.comm.allreduce(self.moved)
+        residuals = self.comm.allreduce(self.optimizer.reducer.residual.astype(np.float64))
+        applied = (self.before - self.optimizer._reference.vector.double().numpy()) * self.comm.size
+        assert np.abs(moved).max() > 0.01
+        assert np.allclose(moved, residuals + applied, atol=3e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_lost_between_the_optimizers_and_the_reference(
     comm: MPI.Intracomm, dtype: torch.dtype
 ) -> None:
-    """Of all ranks: what optimizers changed = what is in residuals + P times what the reference moved."""
     model = network().to(dtype)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = DistributedOptimizer(inner, comm, density=0.1, sends="updates")
-    before = optimizer._reference.vector.double().clone()
-    moved = np.zeros(len(before))
-    real = inner.step
-    parameters = list(model.parameters())
-
-    def counted() -> None:
-        nonlocal moved
-        held = flat(model).astype(np.float64)
-        real()
-        moved = moved + held - flat(model)
-
-    inner.step = counted  # type: ignore[method-assign, assignment]
+    balance = Balance(model, optimizer, comm)
     for step in range(6):
         optimizer.zero_grad()
         batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
         model(batch).float().square().mean().backward()
         optimizer.step()
-    assert parameters[0].dtype == dtype
-    residuals = comm.allreduce(optimizer.reducer.residual.astype(np.float64))
-    applied = (before - optimizer._reference.vector.double()).numpy() * comm.size
-    assert np.abs(comm.allreduce(moved)).max() > 0.01
-    assert np.allclose(comm.allreduce(moved), residuals + applied, atol=2e-6)
+    assert next(model.parameters()).dtype == dtype
+    balance.check()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("what", ["rates", "nan"])
+def test_nothing_is_lost_by_an_error(comm: MPI.Intracomm, nonfinite: str, what: str) -> None:
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends="updates", every=3, nonfinite=nonfinite)
+    balance = Balance(model, optimizer, comm)
+    fails = what == "rates" or nonfinite == "raise"
+    for window in range(4):
+        with pytest.raises((ValueError, NonFiniteGradientError)) if fails and window == 1 else nullcontext():
+            for step in range(3 * window, 3 * window + 3):
+                optimizer.zero_grad()
+                loss(model, comm.rank, step).backward()
+                if step == 4 and what == "nan" and comm.rank == 1:
+                    model[0].weight.grad[0, 0] = math.nan
+                if step == 5 and what == "rates":
+                    optimizer.param_groups[0]["lr"] = 0.05 + comm.rank
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.05
+        balance.check()
+    states = comm.allgather(of_rank(optimizer.state_dict()["reducer"])["residual"] is None)
+    assert states == [False] * comm.size
+    check_agreed(model, optimizer, comm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -531,3 +567,110 @@ def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: 
     assert all(group["lr"] is optimizer.param_groups[0]["lr"] for group in optimizer.param_groups)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2e-3)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:
+    """float64[n]: the reference less the mean residual, where training stands."""
+    residual = comm.allreduce(optimizer.reducer.residual.astype(np.float64)) / comm.size
+    return optimizer._reference.vector.double().numpy() - residual
+
+
+@pytest.mark.parametrize("how", ["data", "within agreed", "written"])
+def test_a_state_is_of_what_the_model_holds(comm: MPI.Intracomm, how: str) -> None:
+    """Saved within `agreed`, after a write, or loaded into parameters that were given other memory."""
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(4))
+    if how == "written":
+        with optimizer.agreed(), torch.no_grad():
+            model[0].weight.fill_(0.125)
+        model[3].bias.data = model[3].bias.data.clone()
+    with optimizer.agreed() if how == "within agreed" else nullcontext():
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    other = network(3)
+    loaded = wrap(other, comm)
+    if how == "data":
+        for p, held in zip(other.parameters(), model.parameters(), strict=True):
+            p.data = held.detach().clone()
+    else:
+        other.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    assert np.allclose(to_come(loaded, comm), to_come(optimizer, comm), atol=1e-7)
+    train(model, optimizer, comm.rank, range(4, 7))
+    train(other, loaded, comm.rank, range(4, 7))
+    assert np.array_equal(flat(other), flat(model))
+
+
+def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Intracomm) -> None:
+    """As with rank 0's own model on all ranks, or a model that is kept."""
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(4))
+    weights = comm.bcast({n: v.clone() for n, v in model.state_dict().items()} if comm.rank == 0 else None)
+    other = network(3)
+    loaded = wrap(other, comm)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(optimizer.state_dict())
+    residual = comm.allreduce(optimizer.reducer.residual.astype(np.float64))
+    before = loaded._reference.vector.double().numpy() - residual / comm.size
+    for p in other.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in loaded.param_groups:
+        group["lr"] = 0.0
+    loaded.step()
+    assert np.allclose(to_come(loaded, comm), before, atol=1e-7)
+
+
+def test_closing_keeps_what_was_written_last(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(3))
+    model.load_state_dict(network(9).state_dict())
+    optimizer.close()
+    assert np.array_equal(flat(model), flat(network(9)))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_element_that_a_rank_writes_alone_is_found_and_mended_ranks_go_on(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(2))
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].weight[0, 1] = 3
+    with pytest.raises(ValueError, match="have parted"):
+        train(model, optimizer, comm.rank, range(2, 5))
+    model.load_state_dict(network(9).state_dict())
+    train(model, optimizer, comm.rank, range(5, 9))
+    check_agreed(model, optimizer, comm)
+
+
+def test_agreed_within_agreed_is_one_and_takes_no_step(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    train(model, optimizer, comm.rank, range(3))
+    residual = optimizer.reducer.residual.copy()
+    with optimizer.agreed(), torch.no_grad():
+        model[3].bias.fill_(0.5)
+        with optimizer.agreed():
+            pass
+        with pytest.raises(RuntimeError, match=r"step\(\) within `with optimizer.agreed\(\):`"):
+            optimizer.step()
+    assert np.array_equal(optimizer.reducer.residual[:-7], residual[:-7])
+    assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
+    check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradscaler_of_a_rank_without_gradients_goes_on(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if comm.rank == 1:
+            optimizer.zero_grad()
+        scaler.step(optimizer)
+        scaler.update()
+    check_agreed(model, optimizer, comm)
