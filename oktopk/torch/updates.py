@@ -66,7 +66,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
-    parameter's steps since the last exchange. Ranks that part are named within ten exchanges.
+    parameter's steps since the last exchange. Ranks whose references part are named within ten exchanges.
 
     Memory: beside the reducer's 8n bytes 8n, the reference and scratch.
     Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
