@@ -16,7 +16,7 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "dense": ("Dense", COLOURS[6], 0),
     "dense-ovlp": ("DenseOvlp", COLOURS[0], 1),
     "oktopk": ("Ok-Topk", COLOURS[1], 0),
-    "oktopk-updates": ("Ok-Topk of updates", COLOURS[1], 2),
+    "oktopk-updates": ("Ok-Topk of updates", "#661100", 2),
     "topka": ("TopkA", COLOURS[2], 0),
     "topkdsa": ("TopkDSA", COLOURS[3], 1),
     "gtopk": ("gTopk", COLOURS[4], 0),
