@@ -158,10 +158,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         outcomes.leave_out(item.nodeid)
 
 
+class Frozen:
+    """How many modules were imported when objects were last kept out of garbage collections."""
+
+    modules = 0
+    more = 100  # modules, after which it is done again
+
+
 def pytest_collection_finish() -> None:
     """Keep what is imported by now out of garbage collections: torch and the tests are a million objects."""
     gc.collect()
     gc.freeze()
+    Frozen.modules = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Again after a test that imported much, as DDP does of torch: what wraps an optimizer looks at all objects not kept out."""
+    if len(sys.modules) > Frozen.modules + Frozen.more:
+        pytest_collection_finish()
 
 
 def for_gpus(item: pytest.Item) -> bool:
