@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from oktopk.reference import sparse_allreduce, top_k
+from oktopk.reference import sparse_allreduce, step_of_updates, top_k
 from oktopk.results import StepReport
 from oktopk.settings import entries_kept
 from tests.devices import get
@@ -36,9 +37,7 @@ class ReferenceAllreduce:
 
     def step(self, gradient: Any) -> StepReport:
         comm = CountingComm(self._comm)
-        self.residual += get(gradient)
-        selected = top_k(MPI.COMM_SELF, self.residual, self._k)
-        self.update = sparse_allreduce(comm, self.residual, self._k)
+        selected = self._exchange(comm, get(gradient))
         self._steps += 1
         return StepReport(
             step=self._steps - 1,
@@ -48,10 +47,39 @@ class ReferenceAllreduce:
             seconds={},
             local_exact=True,
             global_exact=True,
-            local_nnz=len(selected),
+            local_nnz=selected,
             global_nnz=np.count_nonzero(self.update),
             words=comm.words,
         )
 
+    def _exchange(self, comm: CountingComm, gradient: NDArray[np.float32]) -> int:
+        """Make `update` and `residual` those of the next step; return how many entries this rank selected."""
+        self.residual += gradient
+        selected = top_k(MPI.COMM_SELF, self.residual, self._k)
+        self.update = sparse_allreduce(comm, self.residual, self._k)
+        return len(selected)
+
     def close(self) -> None:
         pass
+
+
+class ReferenceUpdates(ReferenceAllreduce):
+    """The same, of optimizers that move parameters by P times the gradient: the reference then moves by the gradients' sum.
+
+    So that integers stay integers: the mean of P ranks, and parameters that have the whole residual (a share of 1).
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, length: int, method: str, *, density: float, **settings: object
+    ) -> None:
+        super().__init__(comm, length, method, density=density, **settings)
+        self._reference, self._moved = np.zeros(length, np.float32), np.zeros(length, np.float32)
+
+    def _exchange(self, comm: CountingComm, gradient: NDArray[np.float32]) -> int:
+        parameters = self._reference - self._moved - comm.size * gradient
+        selected = top_k(MPI.COMM_SELF, self._moved + comm.size * gradient, self._k)
+        before = self._reference.copy()
+        step_of_updates(comm, parameters, self._reference, self._moved, self._k, share=1.0)
+        assert np.array_equal(parameters, self._reference - self._moved)
+        self.update, self.residual = before - self._reference, self._moved / np.float32(comm.size)
+        return len(selected)

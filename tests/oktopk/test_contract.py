@@ -17,9 +17,10 @@ from oktopk.settings import selection_cap
 from tests import oracle
 from tests.devices import DEVICES, get, gpus, put, use
 from tests.inputs import GRADIENTS, SHAPES, Vector, shapes_of
-from tests.reference import ReferenceAllreduce
+from tests.reference import ReferenceAllreduce, ReferenceUpdates
 
 STEPS = 5
+REFERENCES = {"reference": ReferenceAllreduce, "reference of updates": ReferenceUpdates}
 
 pytestmark = pytest.mark.mpi
 
@@ -37,9 +38,9 @@ class Observed:
 
 
 def reducer_on(device: str, comm: Any, length: int, method: str, **settings: Any) -> Any:
-    """A reducer that gives the sum, on the host, on a GPU, or by `oktopk.reference`."""
-    if device == "reference":
-        return ReferenceAllreduce(comm, length, method, **settings)
+    """A reducer that gives the sum, on the host, on a GPU, or by `oktopk.reference`, of gradients or of updates."""
+    if device in REFERENCES:
+        return REFERENCES[device](comm, length, method, **settings)
     return GradientAllreduce(comm, length, method, device=device, average=False, **settings)
 
 
@@ -138,10 +139,13 @@ def test_ok_topk_loses_nothing_passes_no_cap_and_equals_the_oracle_where_exact(
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("reference", REFERENCES)
 def test_the_reference_loses_nothing_passes_no_cap_and_equals_the_oracle(
-    comm: MPI.Intracomm, kind: str
+    comm: MPI.Intracomm, reference: str, kind: str
 ) -> None:
-    check_contract(comm, "reference", "oktopk", kind, steps=3)
+    """Of gradients with half of the shapes, of updates with the others: the exchange is one."""
+    half = [*REFERENCES].index(reference)
+    check_contract(comm, reference, "oktopk", kind, shapes_of(kind, half, len(REFERENCES)), steps=3)
 
 
 def halves() -> list[Any]:
