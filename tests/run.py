@@ -2,9 +2,9 @@
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
 tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
-in for them (tests/host_cuda). Tests marked `long`, 2 ranks for the library's, and 6 for those of several hosts, are left to
---long. --all runs both, 4, 5 and 8 ranks for the library's, and Slurm. A group that hangs is ended. A test that took its job
-down, a group that ran nothing and a job that failed for no reported reason count as failed.
+in for them (tests/host_cuda). Tests marked `long`, those of jobs on 1 rank, 2 ranks for the library's, and 6 for those of
+several hosts, are left to --long. --all runs both, 4, 5 and 8 ranks for the library's, and Slurm. A group that hangs is ended.
+A test that took its job down, a group that ran nothing and a job that failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
     python -m tests.run --long                      what is left out above, Slurm excepted
@@ -43,6 +43,7 @@ MANY_RANKS = 8
 OTHER_RANKS = (2,)  # left to --long
 HOSTS_RANKS = 6  # left to --long: 3 hosts of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
 ON_HOSTS_RANKS = ("tests/oktopk/test_levels.py", "tests/oktopk/test_wires.py")
+NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank
 ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
 # on MANY_RANKS in every run: communication, and tests that need four ranks or more
@@ -348,19 +349,20 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
         mark = "mpi" if options.all else "mpi and long" if options.long else "mpi and not long"
         return [(ranks, everything, mark) for ranks in options.ranks]
     library = [file for file in everything if file.startswith(FOR_ANY_RANKS)]
+    of_jobs = [file for file in everything if file.startswith(NOT_ALONE)]
     of_hosts = [(HOSTS_RANKS, [file for file in ON_HOSTS_RANKS if file in files], "mpi and not long")]
     if options.all:
         few = [(ranks, everything, "mpi") for ranks in RANKS]
         return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)] + of_hosts
     if options.long:
         others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS] + of_hosts
+        others += [(1, of_jobs, "mpi and not long")]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
         return others + (
             repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []
         )
-    return [(ranks, everything, "mpi and not long") for ranks in RANKS] + [
-        (MANY_RANKS, many, "mpi and not long")
-    ]
+    groups = (1, [file for file in everything if file not in of_jobs]), (3, everything), (MANY_RANKS, many)
+    return [(ranks, chosen, "mpi and not long") for ranks, chosen in groups]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -382,7 +384,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="Run only what is left out by default: tests marked long, 2 ranks for the library's, 6 for those of several hosts",
+        help="Run only what is left out by default: tests marked long, those of jobs on 1 rank, 2 ranks for the library's, "
+        "6 for those of several hosts",
     )
     parser.add_argument(
         "--all",

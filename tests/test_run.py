@@ -113,7 +113,7 @@ def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:
 
 
 def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
-    """Every file of rank tests on 1 and 3 ranks, those of the library on more."""
+    """Every file of rank tests on 1 and 3 ranks, those of jobs on 1 in the long run, those of the library on more."""
 
     def jobs(*words: str) -> set[tuple[int, str, str]]:
         groups = rank_groups(parse(words), files_with_rank_tests(ALL_TESTS))
@@ -132,7 +132,9 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     assert everything <= {job[:2] for job in one | other}
     assert {mark for _, _, mark in one} == {"mpi and not long"}
     assert of_hosts < other
-    other -= of_hosts
+    alone = {(1, file, "mpi and not long") for file in files if file.startswith("tests/jobs")}
+    assert alone and alone < other and not alone & one
+    other -= of_hosts | alone
     assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 
