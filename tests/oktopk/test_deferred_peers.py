@@ -87,7 +87,15 @@ def until_deferred(cuda: str, reducer: GradientAllreduce, draw: Callable[[], NDA
     raise AssertionError("60 steps, and the host looked at each")
 
 
-@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "gradient_type",
+    [
+        "float32",
+        pytest.param(
+            "bfloat16", marks=pytest.mark.long("`make test` has it in pieces, test_gradient_tensors.py")
+        ),
+    ],
+)
 def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
     cuda: str, comm: MPI.Intracomm, gradient_type: str
 ) -> None:
@@ -409,8 +417,17 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
     assert stopped > 6 or comm.size == 1
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("gradient_type", "nonfinite"),
+    [
+        ("float32", "raise"),
+        ("bfloat16", "skip"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.long("`make test` has each type and each setting"))
+            for pair in (("float32", "skip"), ("bfloat16", "raise"))
+        ),
+    ],
+)
 def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     cuda: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
 ) -> None:

@@ -120,6 +120,18 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
+# which of its cases `make test` has of a way: of messages between GPUs each one either staged or not
+SHARED = {"cuda": 0, "cuda, staged": 1}
+
+
+def marks(name: str, at: int) -> list[pytest.MarkDecorator]:
+    """Of the case at this place of a way."""
+    found = [pytest.mark.skipif(not gpus(), reason="no GPU")] if "cuda" in name else []
+    if SHARED.get(name, at % 2) != at % 2:
+        found.append(pytest.mark.long("`make test` has each case of messages between GPUs staged or not"))
+    return found
+
+
 def counted(report: StepReport, way: Way) -> dict[str, Any]:
     """What is counted and measured on every way alike."""
     found = {**dataclasses.asdict(report), "seconds": None, "spans": None}
@@ -151,11 +163,11 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
     [
         pytest.param(
             *(name, *case),
-            marks=[pytest.mark.skipif(not gpus(), reason="no GPU")] if "cuda" in name else [],
+            marks=marks(name, at),
             id=f"{name}-{case[0]}-{case[1]}",
         )
         for name, cases in WAYS.items()
-        for case in cases
+        for at, case in enumerate(cases)
     ],
 )
 def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts(

@@ -104,26 +104,29 @@ def _one_shard(rng: np.random.Generator, length: int, rank: int, size: int) -> V
 
 
 DRAWN = GRADIENTS | {"one shard": _one_shard}
-# the other number of ranks a host for each kind is left to `make test-all`
+SHAPES = (1, 0.25), (5, 0.25), (400, 0.1), (LENGTH, 0.02)
+# (kind, ranks a host, half of the shapes): each kind meets one of these four, its neighbours the others
 KINDS = [
     pytest.param(
-        kind,
-        per,
+        *(kind, per, half),
         marks=[]
-        if at % 2 == per % 2
-        else pytest.mark.long("`make test` has each kind with one number of ranks a host"),
+        if (per % 2, half) == (at % 2, at // 2 % 2)
+        else pytest.mark.long(
+            "`make test` has each kind with one number of ranks a host and half of the shapes"
+        ),
     )
     for at, kind in enumerate(DRAWN)
     for per in (2, 3)
+    for half in (0, 1)
 ]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("kind", "ranks_per_host"), KINDS)
+@pytest.mark.parametrize(("kind", "ranks_per_host", "half"), KINDS)
 def test_nothing_is_lost_a_host_keeps_to_its_caps_and_exact_steps_are_the_oracles(
-    comm: MPI.Intracomm, device: str, ranks_per_host: int, kind: str
+    comm: MPI.Intracomm, device: str, ranks_per_host: int, kind: str, half: int
 ) -> None:
-    for length, density in ((1, 0.25), (5, 0.25), (400, 0.1), (LENGTH, 0.02)):
+    for length, density in SHAPES[half::2]:
         reducer = two_levels(
             comm, device, ranks_per_host, length=length, density=density, threshold_interval=2
         )
