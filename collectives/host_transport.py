@@ -27,7 +27,8 @@ from collectives.traffic import WORD_BYTES, Traffic
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
 from collectives.workspace import Workspace
 
-_CALL = np.dtype(f"S{MOST_BYTES}")
+CALL = np.dtype(f"S{MOST_BYTES}")
+"""A call of a rank, as `call_of` gives it."""
 
 
 class HostTransport(Transport):
@@ -102,9 +103,10 @@ class HostTransport(Transport):
         if limit is None:
             self._collect("barrier")
             return
-        # ranks that begin different calls with one may meet here
-        mine, calls = np.array([call_of(limit)], _CALL), np.empty(self.size, _CALL)
-        self._collect("allgather", mine.view(np.uint8), calls.view(np.uint8).reshape(self.size, -1))
+        # ranks that begin different calls with one may meet here; others may be in a collective operation of a step
+        calls = np.zeros(self.size, CALL)
+        calls[self.rank] = call_of(limit)
+        self._wait_expected(self._start_telling(calls))
         self._given_up.error = other_calls(limit, [call.decode() for call in calls.tolist()])
         if self._given_up.error is not None:
             raise self._given_up.error
@@ -132,10 +134,15 @@ class HostTransport(Transport):
         if self._expected is None:
             self._run(operation, *arrays)
             return
+        self._wait_expected(self._start(operation, *arrays))
+
+    def _wait_expected(self, done: Callable[[float], bool]) -> None:
+        """Wait for what is expected of all ranks, until `done`; see `wait_within`."""
         limit, self._expected = self._expected, None
+        assert limit is not None
         notes = self._given_up.notes
         try:
-            wait_within(limit, self._start(operation, *arrays), notes)
+            wait_within(limit, done, notes)
             # the others can have given up only about as long after the last operation; looking costs a round of progress
             since, self._last_collected = time.monotonic() - self._last_collected, time.monotonic()
             if since > limit.seconds / 2 and others_gave_up(notes):
@@ -188,6 +195,14 @@ class HostTransport(Transport):
     @abstractmethod
     def _start(self, operation: str, *arrays: NDArray[Any]) -> Callable[[float], bool]:
         """Start the same; returns what tells whether it is over, see `wait_within`."""
+
+    @abstractmethod
+    def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
+        """As `_start`, of an allgather of CALL[P], by messages that no collective operation of another rank takes for its own.
+
+        Args:
+            calls: this rank's is there; the others' are filled in.
+        """
 
     @abstractmethod
     def _allgather_objects(self, value: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from collectives.limit import MOST_BYTES, Limit, Note, missing_ranks, wait_withi
 from collectives.sparse import ENTRY
 from collectives.transport import PersistentRound, Round
 
-_PAYLOAD, _GAVE_UP = 0, 1  # tags
+_PAYLOAD, _GAVE_UP, _CALLED = 0, 1, 2  # tags
 
 _CALLERS_TAG = 32_749
 """Of the notes on a caller's communicator, which carries the caller's messages too."""
@@ -150,6 +150,14 @@ class MpiTransport(HostTransport):
         request = getattr(self.comm, f"I{operation}")(*arrays)
         kept = request, arrays
         return lambda seconds: kept[0].Test()
+
+    def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
+        rows = calls.view(np.uint8).reshape(self.size, -1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        requests = [self.comm.Irecv(rows[rank], rank, _CALLED) for rank in others]
+        requests += [self.comm.Isend(rows[self.rank], rank, _CALLED) for rank in others]
+        kept = requests, calls
+        return lambda seconds: MPI.Request.Testall(kept[0])
 
     def _allgather_objects(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)

@@ -157,6 +157,7 @@ class ProcessGroupTransport(HostTransport):
     def __init__(self, comm: Meeting) -> None:
         self.comm = comm.again()
         super().__init__(comm.rank, comm.size, StoreNotes(self.comm))
+        self._told = 0  # calls that ranks have told each other
         store = dist.PrefixStore("gloo", self.comm.store)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -264,9 +265,28 @@ class ProcessGroupTransport(HostTransport):
         self._recent.append((work, tensors))
         return work
 
-    def _collect(self, operation: str, *arrays: NDArray[Any]) -> None:
+    def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
+        # in the store: gloo ends the connections where one waits for a message that does not come
+        self._told += 1
+        store = self.comm.store
+        keys = [f"called/{self._told}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], calls[self.rank].decode())
+        store.delete_key(
+            f"called/{self._told - 2}/{self.rank}"
+        )  # all have read it when they told the next one
+
+        def done(seconds: float) -> bool:
+            if not store.check(keys):
+                time.sleep(PAUSE if seconds else 0)
+                return False
+            calls[:] = [store.get(key) for key in keys]
+            return True
+
+        return done
+
+    def _wait_expected(self, done: Callable[[float], bool]) -> None:
         try:
-            super()._collect(operation, *arrays)
+            super()._wait_expected(done)
         except MissingRanksError:
             self._leave_gloo()
             raise

@@ -197,7 +197,7 @@ class GradientAllreduce:
     def gradient_buffer(self) -> NDArray[np.float32] | None:
         """[n] of the gradient type, to be filled and given to `step`, which then copies nothing. None in flat steps.
 
-        Not valid after `close`.
+        After `close` an array that was taken before still has its memory, which no step reads.
         """
         return None if self._group is None else self._group.gradient
 
@@ -661,6 +661,9 @@ class GradientAllreduce:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
         none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "methods": {}}
         none |= dict.fromkeys(("last_k", "residual", "velocity"))
+        self._expect_all("reset")
+        self.transport.barrier()
+        self._expect_none()
         with self.backend.stream_scope():
             self._load(none)
 

@@ -33,8 +33,8 @@ class HostGroup:
         between: transport among the ranks that hold this shard on all hosts; None where this rank holds no shard.
         layout: of the vector.
         shard: of this rank, None for a rank that holds none.
-        gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy; not valid after
-            `close`.
+        gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy. The array keeps
+            its memory after `close`.
 
     Memory: n words of gradient and n/G of sums; on GPUs a window of the update's entries of a shard.
     """

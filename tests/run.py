@@ -449,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pytest = [*plain, *selection]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     # Open MPI's module for libfabric sleeps for 1 s in every process when it finds no network of its own
-    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
     # else each process compiles the tests and their asserts anew, in 3 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:

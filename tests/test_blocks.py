@@ -1,12 +1,15 @@
 """Every block of code of README and of the guide runs as it stands, alone, on several ranks.
 
-A block has the imports that a reader would copy. It finds what is a reader's own: a network, batches, earlier files.
+One that follows `<!-- needs GPUs -->` runs where there are some. A block has the imports that a reader would copy. It finds what
+is a reader's own: a network, batches, earlier files.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk.torch import OkTopkState, ddp_hook
+from tests.conftest import NO_GPU
+from tests.devices import asynchronous
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -34,7 +39,11 @@ PAGES = (
     "docs/ddp.md",
     "docs/checkpoints.md",
     "docs/migrate.md",
+    "docs/adamw.md",
+    "docs/gpu.md",
+    "docs/add-a-method.md",
 )
+NEEDS_GPUS = "<!-- needs GPUs -->"
 
 
 def changed(example: Example) -> None:
@@ -49,6 +58,14 @@ BLOCKS = {
     for page in PAGES
     for number, example in enumerate(Sybil(PARSERS).parse(ROOT / page).examples())
 }
+
+
+def block(name: str) -> Any:
+    """The test's parameter of a block."""
+    example = BLOCKS[name]
+    before = example.document.text[: example.start].rstrip()
+    marks = [pytest.mark.skipif(not asynchronous(), reason=NO_GPU)] if before.endswith(NEEDS_GPUS) else []
+    return pytest.param(name, marks=marks)
 
 
 class Network(nn.Linear):
@@ -73,6 +90,7 @@ def own(comm: MPI.Intracomm, code: str) -> dict[str, Any]:
     }
     names |= {"gradient": np.ones(50, np.float32), "parameters": np.zeros(50, np.float32)}
     names |= {"folder": "checkpoint", "ranks_that_saved": comm.size}
+    names |= {"local_rank": comm.rank, "mine": batches[0][0].new_ones(1 << 18)}
     if ("optimizer." in code and "optimizer =" not in code) or "scaler" in code:
         names["model"] = Network()
         sgd = torch.optim.SGD(names["model"].parameters(), lr=0.1)
@@ -104,7 +122,17 @@ def under_torchrun(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Iter
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+def test_every_page_with_blocks_is_among_these() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    with_blocks = [
+        str(page.relative_to(ROOT))
+        for page in pages
+        if re.search("^```(python|diff)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert sorted(with_blocks) == sorted(PAGES)
+
+
+@pytest.mark.parametrize("name", [block(name) for name in BLOCKS])
 def test_a_block_of_code_runs_alone(
     comm: MPI.Intracomm,
     name: str,
@@ -120,10 +148,11 @@ def test_a_block_of_code_runs_alone(
     example.evaluate()
     if "my_ranks_batches" in str(example.parsed):
         (model,) = (names[name] for name in ("model", "ddp") if name in names)
-        weight: Any = next(iter(model.parameters())).detach()
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        assert len({*comm.allgather(weight.numpy().tobytes())}) == 1
-        assert not torch.equal(weight, Network().weight)
+        with getattr(names.get("optimizer"), "agreed", nullcontext)():  # it sends updates
+            weight: Any = next(iter(model.parameters())).detach()
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            assert len({*comm.allgather(weight.numpy().tobytes())}) == 1
+            assert not torch.equal(weight, Network().weight)
     for value in list(names.values()):
         if hasattr(value, "close") and not isinstance(value, type):
             value.close()

@@ -183,7 +183,9 @@ class OkTopkReplicas:
 
     @closes
     def close(self) -> None:
-        """Free what the reducers hold. Collective. The model must not take another step."""
+        """Free what the reducers hold. Collective. A further backward pass of the model raises RuntimeError."""
+        for module in self._modules.values():
+            module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers = {}

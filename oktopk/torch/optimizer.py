@@ -610,9 +610,9 @@ class DistributedOptimizer(WrappedOptimizer):
         rest = self._buckets.rest(problem)
         ready = self._memory.after_current()
         last = len(self.reducer.buckets) - 1
-        for gradient in rest:
+        for gradient, more in rest:
             number = self.reducer.started
-            beside = {"problem": problem, "absent": self._gradients.missing(number)}
+            beside = {**more, "absent": self._gradients.missing(number)}
             self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
 
     def _discard_buckets(self) -> StepReport:

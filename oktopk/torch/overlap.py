@@ -122,7 +122,7 @@ class BucketReducer(Protocol):
         """Whether a bucket may be given as a tensor list; asked where gradients stay in place."""
 
     def start(self, gradient: Any, ready: Callable[[Any], None] | None = None) -> Any:
-        """Begin with the next bucket. Collective."""
+        """Begin with the next bucket. Collective. With gradients in place it takes `problem`, too."""
 
     def abandon(self) -> None:
         """Undo what was started."""
@@ -226,21 +226,26 @@ class BackwardBuckets:
             self._recorded.marks.append(self._memory.mark())
 
     def _start(self, number: int) -> None:
-        problem = self._changed(first=not number)
-        gradient, _ = self._bucket(number, problem)
-        more: dict[str, Any] = {"problem": problem} if problem else {}
+        gradient, _, more = self._bucket(number, self._changed(first=not number))
         self._reducer.start(gradient, self._memory.after_current(), **more)
 
-    def _bucket(self, number: int, problem: str = "") -> tuple[Any, bool]:
-        """A bucket as the reducer takes it, and whether gradients were copied for it, on the current stream."""
-        if isinstance(self._gradients, GradientsInPlace):
-            if self._reducer.reads_tensors(number):
-                return self._gradients.tensors(number, problem)
-            vector = self._gradients.collect(self._layout.ranges[number], problem)
-        else:
+    def _bucket(self, number: int, problem: str = "") -> tuple[Any, bool, dict[str, Any]]:
+        """A bucket as the reducer takes it, whether the current stream copies gradients for it, and a problem, if any."""
+        if not isinstance(self._gradients, GradientsInPlace):
             with torch.no_grad():
                 vector = self._gradients.collect(only=self._layout.ranges[number])
-        return self._array(vector, number), True
+            return self._array(vector, number), True, {}
+        try:
+            taken = self._in_place(self._gradients, number, problem)
+        except (RuntimeError, TypeError) as error:  # on this rank alone, perhaps: as without `overlap`
+            problem = str(error).splitlines()[0]
+            taken = self._in_place(self._gradients, number, problem)
+        return *taken, {"problem": problem} if problem else {}
+
+    def _in_place(self, gradients: GradientsInPlace, number: int, problem: str) -> tuple[Any, bool]:
+        if self._reducer.reads_tensors(number):
+            return gradients.tensors(number, problem)
+        return self._array(gradients.collect(self._layout.ranges[number], problem), number), True
 
     def _changed(self, first: bool) -> str:
         """What has changed of the parameters since they were wrapped, see `AsWrapped.problem`; looks with the first bucket."""
@@ -284,11 +289,13 @@ class BackwardBuckets:
         self.check_nothing_started("a replay")
         self._give_back(recorded.gradients)
         for number, mark in enumerate([] if self._postponed() else recorded.marks):
+            more: dict[str, Any]
             if self._gradients.in_vector:  # the pass has filled the vector
-                given, copied = self._array(self._gradients.filled, number), False
+                given, copied, more = self._array(self._gradients.filled, number), False, {}
             else:
-                given, copied = self._bucket(number)
-            self._reducer.start(given, self._memory.after_current() if copied else self._memory.after(mark))
+                given, copied, more = self._bucket(number)
+            ready = self._memory.after_current() if copied else self._memory.after(mark)
+            self._reducer.start(given, ready, **more)
         self._missing = [0] * len(self._sizes)  # a further pass would add to what is being reduced
 
     def _give_back(self, gradients: Sequence[Tensor | None]) -> None:
@@ -345,17 +352,21 @@ class BackwardBuckets:
                 f"{what} while the gradients of the last backward pass are reduced: call step() first, or abandon() on every rank"
             )
 
-    def rest(self, problem: str = "") -> list[Any]:
+    def rest(self, problem: str = "") -> list[tuple[Any, dict[str, Any]]]:
         """The buckets that were not started, for `BucketedAllreduce.start`; the next backward pass starts anew.
 
         Args:
             problem: why the step will not be taken.
 
+        Returns:
+            Of each the gradient, and under "problem" why the step will not be taken, if so.
+
         Raises:
             RuntimeError: gradients were changed while they are reduced.
         """
         self._check_unchanged()
-        rest = [self._bucket(number, problem)[0] for number in range(self._reducer.started, len(self._sizes))]
+        numbers = range(self._reducer.started, len(self._sizes))
+        rest = [(given, more) for given, _, more in (self._bucket(number, problem) for number in numbers)]
         self.forget()
         return rest
 

@@ -21,6 +21,7 @@ from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.optimizer import DistributedOptimizer
+from oktopk.torch.own_weights import keeps_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.states import by_rank
@@ -586,7 +587,9 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.distributed.optim"):
         return f"{name} talks to other ranks by itself: wrap the optimizer that it is made of"
-    if any("train_mode" in group for group in optimizer.param_groups):
+    if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
+        return f"{name} moves the parameters between two backward passes: wrap the optimizer that its second step calls"
+    if any("train_mode" in group for group in optimizer.param_groups) or keeps_weights(optimizer):
         return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
     return ""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,30 @@ from collectives.transport import Round
 from tests.fake_device import FakeDevice, FakeDeviceTransport
 
 pytestmark = pytest.mark.mpi
+
+
+def listened_on() -> set[str]:
+    """The addresses that this process listens on, in the kernel's hexadecimal digits."""
+    sockets = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the walk itself
+            sockets.add(os.readlink(file))
+    lines = [
+        line.split()
+        for kind in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    listening = [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+    return {address.partition(":")[0] for address in listening}
+
+
+@pytest.mark.skipif("Open MPI" not in MPI.Get_library_version(), reason="as the site configures it")
+def test_ranks_of_one_host_listen_to_no_other_host(comm: MPI.Intracomm) -> None:
+    """The first test of this file: those over gloo have torch's store, which listens for all."""
+    opened = MpiTransport(comm)
+    opened.barrier()
+    assert listened_on() <= {"0100007F"}
+    opened.close()
 
 
 def connected(kind: str, request: pytest.FixtureRequest, comm: MPI.Intracomm) -> HostTransport:

@@ -16,6 +16,8 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.rows import RowSparseAllreduce
 from oktopk.torch import OkTopkState
 from oktopk.worker import CommunicationThread
+from tests.conftest import NO_GPU
+from tests.devices import gpus, put, use
 from tests.training import network, squares
 
 pytestmark = pytest.mark.mpi
@@ -40,6 +42,15 @@ def wrapped(comm: MPI.Intracomm, **settings: Any) -> DistributedOptimizer:
     return optimizer
 
 
+def on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
+    use("cuda", comm)
+    reducer = GradientAllreduce(
+        comm, LENGTH, density=0.1, device="cuda", levels="hosts", ranks_per_host=2, peer_memory=True
+    )
+    reducer.step(put("cuda", GRADIENT))
+    return reducer
+
+
 def bucketed(comm: MPI.Intracomm) -> BucketedAllreduce:
     reducer = BucketedAllreduce(comm, [LENGTH, LENGTH], density=0.1)
     reducer.step([GRADIENT, GRADIENT])
@@ -55,6 +66,7 @@ def of_rows(comm: MPI.Intracomm) -> RowSparseAllreduce:
 MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
     "messages": stepped,
     "tree": lambda comm: stepped(comm, method="gtopk"),
+    "two levels on GPUs": on_gpus,
     "two levels": lambda comm: stepped(comm, levels="hosts", ranks_per_host=2),
     "buckets": bucketed,
     "table": of_rows,
@@ -77,7 +89,18 @@ def public_calls(kind: type) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+def every_call_refuses(closed: Any) -> None:
+    calls = set(public_calls(type(closed)))
+    assert len(calls) > 2
+    for call in calls - {"close", "remove"}:
+        with pytest.raises(RuntimeError, match=r"this \w+ was closed"):
+            getattr(closed, call)()
+
+
+ON_GPUS = pytest.param("two levels on GPUs", marks=pytest.mark.skipif(not gpus(), reason=NO_GPU))
+
+
+@pytest.mark.parametrize("name", [*(name for name in MAKERS if name != ON_GPUS.values[0]), ON_GPUS])
 def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name: str) -> None:
     made = MAKERS[name](comm)
     kind = type(made)
@@ -85,13 +108,8 @@ def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name:
     buffer = getattr(made, "gradient_buffer", None)
     made.close()
     for closed in held:
-        if closed is None:
-            continue
-        calls = set(public_calls(type(closed)))
-        assert len(calls) > 2
-        for call in calls - {"close", "remove"}:
-            with pytest.raises(RuntimeError, match=r"this \w+ was closed"):
-                getattr(closed, call)()
+        if closed is not None:
+            every_call_refuses(closed)
     made.close()  # again is allowed
     assert isinstance(made, kind)
     if buffer is not None:  # its memory lives as long as the array

@@ -15,6 +15,7 @@ from torch import nn
 from oktopk import DistributedOptimizer
 from tests.conftest import NO_GPU
 from tests.launched import ROOT, run_torchrun
+from tests.oktopk.test_closed import every_call_refuses
 
 HEAD = f"""
 import sys
@@ -251,6 +252,20 @@ def test_parameters_that_are_frozen_later_are_named_or_stay(comm: MPI.Intracomm,
         Exception, match=r"the gradient of module '' has 18 elements .* had 26: .* fully_shard on those"
     ):
         backward(model, comm.rank, 2)
+
+
+@pytest.mark.mpi
+def test_replicas_that_were_closed_refuse_every_call_and_the_backward_pass(
+    comm: MPI.Intracomm, replicas: Any
+) -> None:
+    model, made, _ = replicas(density=0.2)
+    backward(model, comm.rank, 0)
+    held = [made, made._transport, *made._reducers.values()]
+    made.close()
+    for closed in held:
+        every_call_refuses(closed)
+    with pytest.raises(RuntimeError, match="this OkTopkReplicas was closed"):
+        backward(model, comm.rank, 1)
 
 
 @pytest.mark.mpi

@@ -330,6 +330,30 @@ def test_a_parameter_that_was_frozen_at_wrapping_undoes_what_was_reduced(comm: M
     assert np.allclose(left, mass, atol=1e-6)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["in the backward pass", "in the step"])
+def test_a_sparse_gradient_of_one_rank_is_a_sentence_on_all(comm: MPI.Intracomm, last: bool) -> None:
+    first, second = torch.nn.Parameter(torch.ones(60, 10)), torch.nn.Parameter(torch.ones(60, 10))
+    optimizer = wrap(torch.nn.ParameterList([first, second]), comm)
+    drawn = torch.Generator().manual_seed(comm.rank)
+    for sparse in (False, True, False):
+        numbers = torch.randint(60, (4,), generator=drawn)
+        optimizer.zero_grad()
+        here = sparse and comm.rank == comm.size - 1
+        rows = [
+            torch.nn.functional.embedding(numbers, table, sparse=here and (table is first) == last)
+            for table in (first, second)
+        ]
+        (rows[0] * rows[1]).sum().backward()
+        assert optimizer.reducer.started == 1
+        if sparse:
+            with pytest.raises(ValueError, match=rf"rank {comm.size - 1}: a gradient is sparse: name its"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    for parameter in (first, second):
+        assert np.array_equal(parameter.detach(), comm.bcast(parameter.detach().numpy()))
+
+
 def test_an_optimizer_that_was_wrapped_anew_takes_over(comm: MPI.Intracomm) -> None:
     model = network()
     wrap(model, comm).close()

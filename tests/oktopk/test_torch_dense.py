@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class Enqueued:
 def allreduce() -> Any:
     """A DenseAllreduce of GPU 0 that launches nothing."""
     made: Any = oktopk.torch.DenseAllreduce.__new__(oktopk.torch.DenseAllreduce)
-    made._dense, made._gpu = Enqueued(), torch.device("cuda", 0)
+    made._dense, made._transport, made._gpu = Enqueued(), SimpleNamespace(), torch.device("cuda", 0)
     yield made
     assert not made._dense.calls
 
@@ -72,6 +73,21 @@ def test_out_and_addend_must_fit_the_tensor(allreduce: Any, name: str) -> None:
             allreduce(tensor, **{name: OnGpu(other)})
     with pytest.raises(ValueError, match=f"{name} of shape .12,. on cuda:1 is not contiguous on cuda:0"):
         allreduce(tensor, **{name: OnGpu(torch.zeros(12), gpu=1)})
+
+
+def test_what_was_closed_refuses_every_call_and_waits_for_no_gpu(
+    allreduce: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("waited"))
+    allreduce._dense.close = allreduce._transport.close = lambda: waits.append("closed")
+    allreduce.close()
+    assert waits == ["waited", "closed", "closed"]
+    for call in (lambda: allreduce(OnGpu(torch.zeros(3))), allreduce.check):
+        with pytest.raises(RuntimeError, match="^this DenseAllreduce was closed$"):
+            call()
+    allreduce.close()  # again is allowed
+    assert len(waits) == 3
 
 
 class Twice:

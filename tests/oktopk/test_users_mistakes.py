@@ -299,16 +299,23 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     over = comm if library == "MPI" else request.getfixturevalue("group")
     calls: dict[str, Callable[[GradientAllreduce], object]] = {
         "gathered_residual": GradientAllreduce.gathered_residual,
+        "reset": GradientAllreduce.reset,
         "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
-        "step 0 with measure=True": lambda reducer: reducer.step(np.ones(100, np.float32), measure=True),
+        "step 1 with measure=True": lambda reducer: reducer.step(np.ones(100, np.float32), measure=True),
     }
-    for name, call in calls.items():
-        reducer = GradientAllreduce(over, 100, density=0.1, timeout=LIMIT, levels="hosts", ranks_per_host=2)
+    flat: dict[str, Any] = {"levels": "flat"}
+    hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
+    cases = [(name, flat) for name in calls]
+    cases += [("gathered_residual", hosts), ("step 1 with measure=True", hosts)]
+    cases.append(("load_state_dict", flat | {"method": "dense"}))
+    for name, more in cases:
+        reducer = GradientAllreduce(over, 100, density=0.1, timeout=LIMIT, **more)
+        reducer.step(np.ones(100, np.float32))  # the first one agrees on more than later ones
         with pytest.raises(
-            MissingRanksError, match=rf"^step 0: rank\(s\) 1 called {name} instead, and did not"
+            MissingRanksError, match=rf"^step 1: rank\(s\) 1 called {name} instead, and did not"
         ) as raised:
             if comm.rank == 1:
-                call(reducer)
+                calls[name](reducer)
             else:
                 reducer.step(np.ones(100, np.float32))
         assert raised.value.ranks == [1]

@@ -174,7 +174,7 @@ class NcclTraining(DenseTraining):
 
     def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back
-        for vector in self._buckets.rest():
+        for vector, _ in self._buckets.rest():
             self._wire.start(vector)
         return self._wire.finish()
 

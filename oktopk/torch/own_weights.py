@@ -1,0 +1,67 @@
+"""Weights that an optimizer keeps beside its parameters, which an exchange of updates would not change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMES = re.compile("slow|master|lookahead|cached_param|old_p|^z$")
+"""Of state that is weights, whatever it holds by now: Lookahead's, fp32 masters, SAM's, schedule-free averages, FTRL's."""
+
+_DEPTH = 3
+"""Lists within lists within attributes."""
+
+
+def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps weights of its own, as Lookahead and those with fp32 masters do, as far as can be told.
+
+    Compared are names, and the tensors in state, groups and attributes with the parameters. Weights that are made in a later
+    step, under another name, are not found.
+    """
+    if "lookahead" in type(optimizer).__name__.lower():
+        return True
+    groups = optimizer.param_groups
+    if any("lookahead" in str(name) for group in groups for name in group):
+        return True
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    held = [optimizer.state.get(parameter) or {} for parameter in parameters]
+    for parameter, state in zip(parameters, held, strict=True):
+        for name, value in state.items():
+            shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+            if shaped and (_NAMES.search(str(name)) or (name != "ax" and _copies(value, parameter))):
+                return True  # "ax" is ASGD's average, which its steps do not read
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for parameter in parameters:
+        shapes.setdefault(parameter.shape, []).append(parameter)
+    beside = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    beside.append(
+        {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    )
+    return any(
+        _copies(value, parameter)
+        for value in _tensors(beside, _DEPTH)
+        for parameter in shapes.get(value.shape, ())
+    )
+
+
+def _copies(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor holds a parameter's values, and is no view of it. Constants are not compared: much is all ones."""
+    if not value.is_floating_point() or value.is_sparse or value.data_ptr() == parameter.data_ptr():
+        return False
+    values = parameter.detach()
+    if value.device != values.device or values.numel() < 2 or bool((values == values.flatten()[0]).all()):
+        return False
+    return torch.equal(value.detach().to(values.dtype), values)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth >= 0 and isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, depth - 1)
