@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -341,6 +342,13 @@ def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
     return found
 
 
+def files_of_ranks_alone() -> list[str]:
+    """Test files that are marked as a whole. The processes of the other tests need not import them."""
+    files = files_with_rank_tests(ALL_TESTS)
+    marked = re.compile(r"^pytestmark = .*\bmark\.mpi\b", re.MULTILINE)
+    return [file for file in files if marked.search(Path(file).read_text(encoding="utf-8"))]
+
+
 def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple[int, list[str], str]]:
     """(ranks, files, expression of marks) of each job that runs the tests marked mpi."""
     everything = list(files)
@@ -465,6 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"--outcomes={outcomes}",
                     *workers(options),
                     *options.paths,
+                    *(f"--ignore={file}" for file in files_of_ranks_alone() if options.paths == ALL_TESTS),
                 ]
                 command = [sys.executable, *pytest, *single]
                 run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)

@@ -22,6 +22,7 @@ from tests.run import (
     ON_MANY_RANKS,
     ROOT,
     Tally,
+    files_of_ranks_alone,
     files_with_rank_tests,
     parse,
     rank_groups,
@@ -137,6 +138,14 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     other -= of_hosts | alone
     assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
+
+
+def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None:
+    ignored, files = files_of_ranks_alone(), files_with_rank_tests(ALL_TESTS)
+    assert (
+        {"tests/oktopk/test_contract.py", "tests/collectives/test_cuda_dense_p2p.py"} < {*ignored} < {*files}
+    )
+    assert not {"tests/oktopk/test_levels.py", "tests/jobs/bench/test_bench.py"} & {*ignored}
 
 
 def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> None:
