@@ -177,3 +177,22 @@ def fence(typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def _pointer_to(element: Any) -> Any:
+    """What makes a pointer of an int64, for `numba.carray`."""
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        """The elements that begin at an address."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+floats_at, halves_at = _pointer_to(types.float32), _pointer_to(types.uint16)
+"""An address as a pointer to float32, and to the bits of 16-bit floats; for `numba.carray`."""

@@ -329,5 +329,5 @@ def test_entries_are_written_scaled_and_added(indices: list[int]) -> None:
     kernels.write_scaled(vector, entries, 0.25)
     assert vector.tolist() == [(3.0 * i + 1) / 4 if i in indices else i for i in range(31)]
     vector = np.arange(31, dtype=np.float32)
-    kernels.add_entries(vector, entries)
+    kernels.add_entries(vector, entries, 1.0)
     assert vector.tolist() == [4.0 * i + 1 if i in indices else i for i in range(31)]
