@@ -748,9 +748,9 @@ class GradientAllreduce:
     def take_back(self) -> None:
         """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
 
-        With nonfinite="skip" residual and velocity become what they were before, bit for bit, but after a displacement.
-        Then or else the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the
-        first host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
+        With nonfinite="skip" residual and velocity become what they were before, bit for bit. Else, or after a displacement,
+        the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the first
+        host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
         """
         self.complete()
         with self.backend.stream_scope():
