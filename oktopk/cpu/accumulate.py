@@ -22,15 +22,19 @@ from collectives.cpu.lanes import (
     halves_at,
     load,
     lowest,
+    multiply,
     prefetch,
     reaching,
+    spread,
     store,
+    subtract,
 )
 from oktopk.displacement import Displacement
 
 BLOCK = 4096
 """Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
+_PIECE = 1024  # elements of a displacement that stay in the first-level cache with all that they are made of
 _AHEAD = 512  # elements that memory is asked for before they are read
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
@@ -235,29 +239,26 @@ class HostDisplacement(Displacement):
 
 @compiled((_SPANS, INT, VECTOR, FLOAT, VECTOR, types.int32, ENTRIES))
 def _accumulate_displaced(spans, kind, reference, share, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    held, moved = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    held, moved = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
     rest = np.empty(2 * LANES, np.float32)
     factor = np.float32(share)
     packed = nonfinite = 0
     for tensor in range(len(spans) - 1):
         begin, end, address = spans[tensor, 0], spans[tensor + 1, 0], spans[tensor, 1]
-        for start in range(begin, end, BLOCK):
-            stop = min(start + BLOCK, end)
+        for start in range(begin, end, _PIECE):
+            stop = min(start + _PIECE, end)
             size = stop - start
             if address:
                 _shown(reference[start:stop], factor, residual[start:stop], kind, moved)
                 if kind == _FLOAT32:
-                    values = carray(floats_at(address + 4 * (start - begin)), size)
-                    for i in range(size):
-                        moved[i] -= values[i]
+                    _subtract(moved, carray(floats_at(address + 4 * (start - begin)), size), size)
                 else:
                     _widen(carray(halves_at(address + 2 * (start - begin)), size), kind, held)
-                    for i in range(size):
-                        moved[i] -= held[i]
+                    _subtract(moved, held, size)
             else:
                 moved[:] = 0
             packed, bad = _accumulate_range(
-                moved, -start, BLOCK, 1, residual, start, stop, threshold, entries, packed, rest
+                moved, -start, _PIECE, 1, residual, start, stop, threshold, entries, packed, rest
             )
             nonfinite += bad
     return packed, nonfinite
@@ -265,12 +266,12 @@ def _accumulate_displaced(spans, kind, reference, share, residual, threshold, en
 
 @compiled((_SPANS, INT, VECTOR, FLOAT, VECTOR, VECTOR))
 def _show(spans, kind, reference, share, residual, factors):  # type: ignore[no-untyped-def]
-    shown = np.empty(BLOCK, np.float32)
+    shown = np.empty(_PIECE, np.float32)
     factor = np.float32(share)
     for tensor in range(len(spans) - 1):
         begin, end, address = spans[tensor, 0], spans[tensor + 1, 0], spans[tensor, 1]
-        for start in range(begin, end, BLOCK):
-            stop = min(start + BLOCK, end)
+        for start in range(begin, end, _PIECE):
+            stop = min(start + _PIECE, end)
             size = stop - start
             if factors[tensor] != 1:
                 for i in range(start, stop):
@@ -288,10 +289,28 @@ def _show(spans, kind, reference, share, residual, factors):  # type: ignore[no-
 
 
 @register_jitable
+def _subtract(vector, other, size):  # type: ignore[no-untyped-def]
+    """The first elements of a vector, less those of another one."""
+    whole = size - size % LANES
+    for i in range(0, whole, LANES):
+        for ahead in range(i + _AHEAD, i + _AHEAD + LANES, LINE):
+            prefetch(other, ahead)
+        store(vector, i, subtract(load(vector, i), load(other, i)))
+    for i in range(whole, size):
+        vector[i] -= other[i]
+
+
+@register_jitable
 def _shown(reference, factor, residual, kind, out):  # type: ignore[no-untyped-def]
     """out = round(reference - factor · residual), which a parameter of this kind can hold, as float32."""
     size = len(reference)
-    for i in range(size):
+    whole, factors = size - size % LANES, spread(factor)
+    for i in range(0, whole, LANES):
+        for ahead in range(i + _AHEAD, i + _AHEAD + LANES, LINE):
+            prefetch(reference, ahead)
+            prefetch(residual, ahead)
+        store(out, i, subtract(load(reference, i), multiply(factors, load(residual, i))))
+    for i in range(whole, size):
         out[i] = reference[i] - factor * residual[i]
     if kind == _FLOAT32:
         return
