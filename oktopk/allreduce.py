@@ -17,6 +17,7 @@ from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
+from oktopk.displacement import Displacement
 from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
 from oktopk.message_executor import MessageExecutor
@@ -27,6 +28,7 @@ from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
+from oktopk.thresholds import NOTHING
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -277,22 +279,58 @@ class GradientAllreduce:
         """
         if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a tensor list: pass one vector")
-        known = GRADIENT_TYPES["cuda"]
-        problem = ""
-        if element_type not in known:
-            problem = f"element_type {element_type!r} is not one of {', '.join(known)}"
-        elif min(sizes, default=0) < 0:
-            problem = f"size {min(sizes)} is negative"
-        elif sum(sizes) != self.length:
-            problem = f"sizes add up to {sum(sizes)}, not to {self.length}"
         with self.backend.stream_scope():
             return make_together(
-                self.transport, partial(self.backend.gradient_tensors, sizes, element_type), problem
+                self.transport,
+                partial(self.backend.gradient_tensors, sizes, element_type),
+                self._sizes_problem(sizes, element_type),
             )
+
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> Displacement:
+        """What parameters move from round(reference - share · residual), as the gradient of all steps to come. Collective.
+
+        Steps keep no copy of the residual to undo by: a finite displacement stays in it, whatever becomes of the step.
+
+        Args:
+            sizes, element_type: of the parameters, as `gradient_tensors`.
+            reference: float32[n] on the device, its memory; read.
+            share: of the residual that parameters hold.
+
+        Raises:
+            ValueError: as `gradient_tensors`; or steps have no residual, are in two levels, deferred or with momentum correction.
+
+        Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
+            a way of their own, n words.
+        """
+        problem, settings = self._sizes_problem(sizes, element_type), self.settings
+        if self._vectors.residual is None or self._group is not None:
+            problem = (
+                problem or "a displacement needs a residual of this rank's own: flat steps of a sparse method"
+            )
+        if settings.deferred or settings.momentum_correction:
+            problem = problem or "a displacement is not for deferred steps, nor for momentum correction"
+        make = partial(self.backend.displacement, sizes, element_type, reference, share)
+        with self.backend.stream_scope():
+            made = make_together(self.transport, make, problem)
+            self._vectors.keep_no_copies()
+        return made
+
+    def _sizes_problem(self, sizes: Sequence[int], element_type: str) -> str:
+        """Why there is no gradient of such parts, in a sentence; "" if there is."""
+        known = GRADIENT_TYPES["cuda"]
+        if element_type not in known:
+            return f"element_type {element_type!r} is not one of {', '.join(known)}"
+        if min(sizes, default=0) < 0:
+            return f"size {min(sizes)} is negative"
+        if sum(sizes) != self.length:
+            return f"sizes add up to {sum(sizes)}, not to {self.length}"
+        return ""
 
     def step(
         self,
-        gradient: NDArray[np.float32] | GradientTensors,
+        gradient: NDArray[np.float32] | GradientTensors | Displacement,
         *,
         measure: bool = False,
         problem: str = "",
@@ -315,7 +353,7 @@ class GradientAllreduce:
 
         Args:
             gradient: [n] of the gradient type, C-contiguous, on the device; unchanged. bfloat16 is passed as uint16. Or a tensor
-                list, where `reads_tensors` allows it.
+                list, where `reads_tensors` allows it, or a `displacement`.
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
             problem: an error that the caller found on this rank alone; every rank then raises it, and nothing is applied.
@@ -381,7 +419,8 @@ class GradientAllreduce:
     def _take(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
     ) -> StepReport:
-        if isinstance(gradient, GradientTensors) and not self.reads_tensors(measure):
+        moved = isinstance(gradient, Displacement)
+        if isinstance(gradient, GradientTensors) and not (moved or self.reads_tensors(measure)):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
         if self.backend.share_memory(accepted, self._vectors.update):
@@ -395,6 +434,8 @@ class GradientAllreduce:
             self._expect_step(self.steps, measure)
             beside = problem, absent, token
             try:
+                if moved:
+                    accepted = self._displaced(accepted, measure)
                 if measure:
                     return self._measured_step(accepted, *beside)
                 report = self._begin(accepted, *beside, may_defer=True)
@@ -404,6 +445,19 @@ class GradientAllreduce:
                 return report
             finally:
                 self._expect_none()  # through peer memory there was no control operation
+
+    def _displaced(self, moved: Displacement, measure: bool) -> Any:
+        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag."""
+        vectors, kernels = self._vectors, self.backend.kernels
+        vectors.pending = True
+        if self._method_at(self.steps)[0].reads_displacements and not measure:
+            return moved
+        nothing = self.transport.workspace.entries("nothing", 1 + kernels.BLOCK)
+        nonfinite = kernels.accumulate_select(moved, vectors.residual, NOTHING, nothing).nonfinite
+        zeros = self.backend.zeros(self.length)
+        if nonfinite or moved.flagged:
+            zeros[:1] = np.nan
+        return zeros
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
@@ -697,16 +751,16 @@ class GradientAllreduce:
     def take_back(self) -> None:
         """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
 
-        With nonfinite="skip" residual and velocity become what they were before, bit for bit. Else the sum that was applied, of
-        the step's gradients too, goes to the residual of rank 0, in two levels to those of the first host: nothing is lost, and
-        the next steps apply it. A dense step without a residual is lost.
+        With nonfinite="skip" residual and velocity become what they were before, bit for bit. Else, or after a displacement,
+        the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the first
+        host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
         """
         self.complete()
         with self.backend.stream_scope():
             vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
             vectors.put_back()
             first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
-            if self.settings.nonfinite == "skip":
+            if vectors.restores:
                 vectors.restore()
             elif vectors.residual is not None:
                 if first:
@@ -728,6 +782,22 @@ class GradientAllreduce:
             self._vectors.put_back()
             self._vectors.residual += vector
             self._vectors.pending = True
+
+    def subtract_update(self, vector: Any) -> None:
+        """vector -= update, of a step that has ended. No traffic.
+
+        Args:
+            vector: float32[n] on the device.
+
+        Memory traffic: some 40 bytes an entry of the update, where the step knows them; else 12n bytes.
+        """
+        support = self._vectors.support
+        with self.backend.stream_scope():
+            if support is None:
+                vector -= self._vectors.update
+            else:
+                scale = 1.0 / self.transport.size if self.settings.average else 1.0
+                self.backend.kernels.add_entries(vector, support.entries, -scale)
 
     def forget_support(self) -> None:
         """Tell that `writable_update` was written to: the next step zeroes all of it, not only the applied entries."""

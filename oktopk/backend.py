@@ -13,8 +13,10 @@ from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
+from oktopk.cpu.accumulate import HostDisplacement
 from oktopk.cpu.update import STREAMED, SparseUpdate
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -47,11 +49,13 @@ class Backend:
         return SparseUpdate(vector) if vector.nbytes >= STREAMED else None
 
     def validate(self, gradient: Any, length: int) -> Any:
-        """Check the caller's gradient, an array of this backend or, on a GPU, a tensor list; returns it, not copied.
+        """Check the caller's gradient, an array of this backend, a displacement or, on a GPU, a tensor list; returns it as it is.
 
         Raises:
             TypeError, ValueError: of another type, length or device, or not contiguous.
         """
+        if isinstance(gradient, Displacement) and gradient.length == length:
+            return gradient
         if not isinstance(gradient, np.ndarray):
             raise TypeError(f"gradient is a {type(gradient).__name__}, not a NumPy array")
         if gradient.dtype != np.float32:
@@ -65,6 +69,12 @@ class Backend:
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
         raise TypeError("kernels of the host read one vector, not a tensor list")
+
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> Displacement:
+        """As `GradientAllreduce.displacement`."""
+        return HostDisplacement(sizes, element_type, reference, share)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         """Enter the device and stream that kernels run on."""
@@ -89,8 +99,8 @@ class Backend:
         return view
 
     def share_memory(self, one: Any, other: Any) -> bool:
-        """Whether two contiguous arrays have memory in common; False for a tensor list, where it is not known."""
-        return np.may_share_memory(one, other)
+        """Whether two contiguous arrays have memory in common; False for a list of tensors, where it is not known."""
+        return not isinstance(one, Displacement) and np.may_share_memory(one, other)
 
     def indices(self, entries: Any) -> NDArray[np.int32]:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from oktopk.backend import Backend
+from oktopk.displacement import Displacement
 from oktopk.settings import Settings
 from oktopk.step import Spans, StepResult
 
@@ -97,6 +98,15 @@ class ErrorFeedback:
         for name, saved in self._saved.items():
             saved[:] = getattr(self, name)
 
+    def keep_no_copies(self) -> None:
+        """Free what `save` copies to: nothing that a step adds to the residual is taken out again."""
+        self._saved = {}
+
+    @property
+    def restores(self) -> bool:
+        """Whether `restore` makes residual and velocity what they were."""
+        return bool(self._saved)
+
     def restore(self) -> None:
         """Make residual and velocity what they were at the last `save`."""
         for name, saved in self._saved.items():
@@ -105,7 +115,7 @@ class ErrorFeedback:
     def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
         """The vector to accumulate, after momentum correction; and whether that is not finite, or would not remain so."""
         if self.velocity is None:
-            return gradient, False
+            return gradient, isinstance(gradient, Displacement) and gradient.flagged
         self._all_moved = not self._kernels.accumulate_momentum(
             gradient, self.velocity, self.residual, self._momentum
         )
@@ -176,7 +186,7 @@ class ErrorFeedback:
         self._clear_applied(self.residual, result, result.errors_stay)
         self._added = self._added or bool(result.returned)
         for pruned in result.returned:
-            self._kernels.add_entries(self.residual, pruned.entries)
+            self._kernels.add_entries(self.residual, pruned.entries, 1.0)
         if self.velocity is not None:
             self._clear_applied(self.velocity, result, errors_stay=False)
 

@@ -77,14 +77,35 @@ def store(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
     return (types.void(array, types.intp, LANES_TYPE), generate) if _is_vector(array) else None
 
 
+def _by_lane(operation: str, text: str) -> Any:
+    """What combines two vectors lane by lane; each result is rounded, and fused with no other."""
+
+    @intrinsic
+    def combined(typing: Any, one: Any, other: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return getattr(builder, operation)(*arguments)
+
+        return LANES_TYPE(LANES_TYPE, LANES_TYPE), generate
+
+    combined.__doc__ = text
+    return combined
+
+
+add = _by_lane("fadd", "one + other, lane by lane.")
+subtract = _by_lane("fsub", "one - other, lane by lane.")
+multiply = _by_lane("fmul", "one · other, lane by lane.")
+
+
 @intrinsic
-def add(typing: Any, one: Any, other: Any) -> Any:
-    """one + other, lane by lane."""
+def spread(typing: Any, value: Any) -> Any:
+    """A float32 in all lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fadd(*arguments)
+        nothing, zeros = ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INTS, [0] * LANES)
+        one = builder.insert_element(nothing, arguments[0], ir.Constant(_INT, 0))
+        return builder.shuffle_vector(one, nothing, zeros)
 
-    return LANES_TYPE(LANES_TYPE, LANES_TYPE), generate
+    return LANES_TYPE(types.float32), generate
 
 
 @intrinsic
@@ -177,3 +198,22 @@ def fence(typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+def _pointer_to(element: Any) -> Any:
+    """What makes a pointer of an int64, for `numba.carray`."""
+
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        """The elements that begin at an address."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+floats_at, halves_at = _pointer_to(types.float32), _pointer_to(types.uint16)
+"""An address as a pointer to float32, and to the bits of 16-bit floats; for `numba.carray`."""

@@ -1,4 +1,4 @@
-"""Host kernels that touch gradients: accumulate-select-pack and apply; histograms lie beside them.
+"""Host kernels that touch gradients: apply, undo and select; accumulate-select-pack and histograms lie beside them.
 
 All magnitudes are compared by bits, as in `collectives.cpu.kernels`. A vector is read and written once per call; no call
 allocates more than a block.
@@ -6,7 +6,6 @@ allocates more than a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,22 @@ from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
-from collectives.cpu.lanes import LANES, LINE, add, choose, count, load, lowest, prefetch, reaching, store
-from oktopk.cpu.histograms import (  # noqa: F401 - of these kernels, too
+from collectives.cpu.lanes import LANES, load, lowest, prefetch, reaching
+from oktopk.cpu.accumulate import (  # noqa: F401 - of these kernels, too
+    BLOCK,
+    Packing,
+    ShardSum,
+    accumulate_select,
+    sum_shard,
+)
+from oktopk.cpu.histograms import (  # noqa: F401 - likewise
     LEVELS,
     magnitude_histogram,
     top_histogram,
     words_of,
 )
+from oktopk.displacement import Displacement
 
-BLOCK = 4096
-"""Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
-
-_AHEAD = 512  # elements that memory is asked for before they are read
 _SOON = 32  # entries likewise
 _TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -34,124 +37,6 @@ _INFINITY = np.int32(0x7F800000)
 _HALF_OF_LARGEST = np.float32(2.0**127)
 _FAR_FROM_LARGEST = np.float32(2.0**100)
 _LEAST_LOSS = np.float32(2.0**-24)  # of a momentum that is 1 in float32
-
-
-@dataclass(slots=True)
-class Packing:
-    """The outcome of `accumulate_select`.
-
-    Attributes:
-        nnz: elements that reach the threshold, packed or not.
-        nonfinite: elements whose sum is NaN or Inf; never packed.
-        offsets: int64[P + 1], where each region begins in the list, if that was found on the way.
-    """
-
-    nnz: int
-    nonfinite: int
-    offsets: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSum:
-    """One shard of the sum of several gradients, added up in their order where a kernel reads it.
-
-    Attributes:
-        gradients: float32[G, n or more], C-contiguous.
-        block, shards, shard: of the block-cyclic layout, as `oktopk.levels.Layout`.
-        out: float32[elements of the shard], where `summed` writes.
-    """
-
-    gradients: NDArray[np.float32]
-    block: int
-    shards: int
-    shard: int
-    out: NDArray[np.float32]
-
-    def summed(self) -> NDArray[np.float32]:
-        """The sum as one vector."""
-        sum_shard(self.gradients, self.block, self.shards, self.shard, self.out)
-        return self.out
-
-
-def accumulate_select(
-    gradient: NDArray[np.float32] | ShardSum,
-    residual: NDArray[np.float32],
-    threshold_bits: int,
-    entries: NDArray[np.void],
-    boundaries: NDArray[np.int64] | None = None,
-) -> Packing:
-    """Add the gradient to the residual and pack what reaches a threshold, in one pass.
-
-    Args:
-        gradient: float32[n], or a sum of n elements; read.
-        residual: float32[n]; becomes gradient + residual, except where that is NaN or Inf: there it stays.
-        threshold_bits: bits of the smallest magnitude to pack, >= 1.
-        entries: ENTRY[capacity + BLOCK], filled in ascending index order; what does not fit is counted, not packed.
-        boundaries: int64[P + 1], regions whose beginning in the list a device finds on the way; of no use here.
-
-    Returns:
-        What was packed; the list is whole when nnz <= capacity.
-
-    Memory traffic: 12n bytes; of a sum of G gradients 4n (G - 1) more.
-    """
-    if isinstance(gradient, ShardSum):
-        layout = gradient.gradients, gradient.block, gradient.shards, gradient.shard
-    else:
-        layout = gradient[np.newaxis], max(1, len(gradient)), 1, 0
-    return Packing(*_accumulate_select(*layout, residual, np.int32(threshold_bits), entries))
-
-
-@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR, types.int32, ENTRIES))
-def _accumulate_select(rows, block, shards, shard, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    values, stride = rows.reshape(-1), rows.shape[1]
-    # what is left of a block, padded with zeros: the rows, then the residual
-    rest = np.zeros((len(rows) + 1) * LANES, np.float32)
-    packed = nonfinite = 0
-    for begin in range(0, len(residual), block):
-        stop = min(begin + block, len(residual))
-        moved = (begin // block * shards + shard) * block - begin  # from the shard to the vector
-        for start in range(begin, stop, LANES):
-            size = min(LANES, stop - start)
-            if size == LANES:
-                mask, excess = _accumulate_lanes(
-                    values, start + moved, stride, len(rows), residual, start, threshold
-                )
-            else:
-                rest[:] = 0
-                for row in range(len(rows)):
-                    at = row * stride + start + moved
-                    rest[row * LANES : row * LANES + size] = values[at : at + size]
-                kept = rest[len(rows) * LANES :]
-                kept[:size] = residual[start:stop]
-                mask, excess = _accumulate_lanes(rest, 0, LANES, len(rows), kept, 0, threshold)
-                residual[start:stop] = kept[:size]
-            nonfinite += count(excess)
-            if packed > len(entries) - BLOCK:
-                packed += count(mask)
-                continue
-            while mask:
-                at = start + lowest(mask)
-                entries[packed].index = at
-                entries[packed].value = residual[at]
-                packed += 1
-                mask &= mask - np.uint64(1)
-    return packed, nonfinite
-
-
-@register_jitable
-def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
-    """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
-    for ahead in range(_AHEAD, _AHEAD + LANES, LINE):
-        prefetch(residual, to + ahead)
-        for row in range(rows):
-            prefetch(values, at + row * stride + ahead)
-    before, total = load(residual, to), load(values, at)
-    for row in range(1, rows):
-        total = add(total, load(values, at + row * stride))
-    total = add(total, before)
-    excess = reaching(total, _INFINITY)
-    store(residual, to, choose(excess, before, total))
-    return reaching(total, threshold) & ~excess, excess
 
 
 @compiled((VECTOR, VECTOR))
@@ -198,7 +83,9 @@ def accumulate_moments(
 
 
 def undo_accumulate(
-    gradient: NDArray[np.float32] | ShardSum, residual: NDArray[np.float32], all_added: bool = False
+    gradient: NDArray[np.float32] | ShardSum | Displacement,
+    residual: NDArray[np.float32],
+    all_added: bool = False,
 ) -> None:
     """Take the gradient back out of the residual, where `accumulate_select` put it in; exact to rounding.
 
@@ -206,7 +93,10 @@ def undo_accumulate(
         all_added: every sum was finite. Else an element above half the largest float may stay in the residual: it could
             be one that was never added.
     """
-    _undo_accumulate(gradient.summed() if isinstance(gradient, ShardSum) else gradient, residual, all_added)
+    if not isinstance(gradient, Displacement):  # that stays
+        _undo_accumulate(
+            gradient.summed() if isinstance(gradient, ShardSum) else gradient, residual, all_added
+        )
 
 
 @compiled((VECTOR, VECTOR, BOOL))
@@ -406,43 +296,18 @@ def write_scaled(vector: NDArray[np.float32], entries: NDArray[np.void], scale: 
         vector[entries[at].index] = entries[at].value * factor
 
 
-@compiled((VECTOR, ENTRIES))
-def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void]) -> None:
-    """vector[index] += value, for every entry."""
+@compiled((VECTOR, ENTRIES, FLOAT))
+def add_entries(vector: NDArray[np.float32], entries: NDArray[np.void], scale: float) -> None:
+    """vector[index] += value * scale, for every entry; product and sum are each rounded."""
+    factor = np.float32(scale)
     for at in range(len(entries)):
         _prefetch_soon(vector, entries, at)
-        vector[entries[at].index] += entries[at].value
+        vector[entries[at].index] += entries[at].value * factor
 
 
 def write_block_scaled(block: NDArray[np.void], scale: float, out: NDArray[np.float32]) -> None:
     """out = values * scale, where ENTRY[ceil(m / 2)] holds float32[m] values, and out is float32[m]."""
     np.multiply(block.view(np.float32)[: len(out)], np.float32(scale), out=out)
-
-
-@compiled((types.float32[:, ::1], INT, INT, INT, VECTOR))
-def sum_shard(
-    gradients: NDArray[np.float32], block: int, shards: int, shard: int, out: NDArray[np.float32]
-) -> None:
-    """Sum one shard of several gradients, in their order.
-
-    Args:
-        gradients: float32[G, n or more].
-        block, shards, shard: of the block-cyclic layout, as `oktopk.levels.Layout`.
-        out: float32[elements of the shard].
-
-    Memory traffic: 4 (G + 1) bytes an element of the shard; the sums of a piece stay in the first-level cache.
-    """
-    for begin in range(0, len(out), block):
-        first = (begin // block * shards + shard) * block
-        stop = min(begin + block, len(out))
-        for start in range(begin, stop, BLOCK):
-            size = min(BLOCK, stop - start)
-            total = out[start : start + size]
-            total[:] = gradients[0, first + start - begin : first + start - begin + size]
-            for row in range(1, len(gradients)):
-                added = gradients[row, first + start - begin : first + start - begin + size]
-                for i in range(size):
-                    total[i] += added[i]
 
 
 @compiled((ENTRIES, INT, INT, INT))

@@ -1,11 +1,12 @@
 // accumulate_select: add a gradient to the residual, and pack what reaches a threshold, in one pass over both.
 //
 // Two kernels. The first streams: each block adds one chunk and appends its hits to a pool, in any order, without waiting for other
-// blocks; accumulate_select_tensors reads a tensor list, accumulate_select_sum a shard of a host's gradients, which it sums. The second
-// brings the hits into order, in O(k): each block adds up the counts before its group of chunks.
+// blocks; accumulate_select_tensors reads a tensor list, accumulate_select_sum a shard of a host's gradients, which it sums,
+// accumulate_select_displacement what parameters have moved. The second brings the hits into order, in O(k): each block adds up the
+// counts before its group of chunks.
 //
-// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise) or a ShardSum
-//          of n elements (shard_sum.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a
+// Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise), a ShardSum
+//          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a
 //          chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
@@ -20,10 +21,12 @@
 // Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
 // Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of tensors (4 + sizeof(SOURCE)) n read, and 8 bytes a
-//          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers. Where a tensor does not
+//          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers; of a
+//          displacement (8 + sizeof(SOURCE)) n read. Where a tensor does not
 //          begin on a vector of four, its loads are of single elements, four times as many.
 
 #include "coo.cuh"
+#include "displacement.cuh"
 #include "gradient.cuh"
 #include "multi_tensor.cuh"
 #include "p2p.cuh"
@@ -50,7 +53,7 @@ __device__ __forceinline__ unsigned before_warp(unsigned hits, unsigned* of_warp
   return before;
 }
 
-// Gradients. BY_WARP: `load` fetches a warp's elements by itself, by what `word` has looked up for the chunk.
+// Gradients. BY_WARP: `load` fetches a warp's elements by itself, by what `word` has looked up for the chunk; e: the residual's.
 //
 // A gradient that is one vector: its loads are issued beside the residual's.
 struct Flat {
@@ -71,17 +74,20 @@ struct Scattered {
 
   __device__ __forceinline__ unsigned long long word(unsigned chunk) const { return list.table[chunk]; }
 
-  // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's for this chunk.
-  __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
+  __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS],
+                                       const float4 (&)[VECTORS]) const {
+    fetch(word, start, lane, g);
+  }
+
+  // A warp's elements from `start` on, four a lane of each vector, zeros from n on. `word`: the table's for this chunk. Returns
+  // which elements have an address, four bits a vector.
+  __device__ __forceinline__ unsigned fetch(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
     const long long end = start + SPAN < list.n ? start + SPAN : list.n;
     word = list.narrowed(word, start, end);
-    if (word & SEVERAL) {
-      search(word, start, lane, g);
-      return;
-    }
+    if (word & SEVERAL) return search(word, start, lane, g);
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) g[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (!word) return;
+    if (!word) return 0;
     const SOURCE* from = reinterpret_cast<const SOURCE*>(word);
     if (word % (4 * sizeof(SOURCE)) == 0 && end - start == SPAN) {
 #pragma unroll
@@ -99,11 +105,13 @@ struct Scattered {
     }
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) g[j] = rounded(g[j]);
+    return ~0u;
   }
 
   // The same where several tensors meet: each may hold one element.
-  __device__ __forceinline__ void search(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
+  __device__ __forceinline__ unsigned search(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS]) const {
     const unsigned last = static_cast<unsigned>(word) >> 1;
+    unsigned there = 0;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       const long long at = start + (j * 32 + lane) * 4;
@@ -113,10 +121,49 @@ struct Scattered {
       for (int c = 0; c < 4; ++c) {
         if (c && tensor < last && list.begin(tensor + 1) <= at + c) ++tensor;
         addresses[c] = at + c < list.n ? list.address(tensor, at + c) : 0;
+        there |= static_cast<unsigned>(addresses[c] != 0) << (4 * j + c);
       }
       float* gj = reinterpret_cast<float*>(&g[j]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) gj[c] = element(addresses[c]);
+    }
+    return there;
+  }
+};
+
+// What parameters have moved. The reference's loads are in flight beside the residual's; those of parameters wait for the table.
+struct Displaced {
+  static constexpr bool BY_WARP = true;
+  const DisplacementHead* head;
+  Scattered parameters;
+
+  __device__ __forceinline__ unsigned long long word(unsigned chunk) const { return parameters.word(chunk); }
+
+  __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS],
+                                       const float4 (&e)[VECTORS]) const {
+    const long long n = parameters.list.n;
+    const float* reference = head->reference;
+    const bool whole = start + SPAN <= n && reinterpret_cast<unsigned long long>(reference) % 16 == 0;
+    float4 r[VECTORS];
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      const long long at = start + (j * 32 + lane) * 4;
+      if (whole) {
+        r[j] = load4(reference + at);
+        continue;
+      }
+      float* rj = reinterpret_cast<float*>(&r[j]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) rj[c] = at + c < n ? reference[at + c] : 0.0f;
+    }
+    const unsigned there = parameters.fetch(word, start, lane, g);
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      const float4 before = shown(r[j], head->share, e[j]);
+      g[j].x = there >> (4 * j) & 1 ? subtract(before.x, g[j].x) : 0.0f;
+      g[j].y = there >> (4 * j + 1) & 1 ? subtract(before.y, g[j].y) : 0.0f;
+      g[j].z = there >> (4 * j + 2) & 1 ? subtract(before.z, g[j].z) : 0.0f;
+      g[j].w = there >> (4 * j + 3) & 1 ? subtract(before.w, g[j].w) : 0.0f;
     }
   }
 };
@@ -130,7 +177,8 @@ struct Summed {
   __device__ __forceinline__ unsigned long long word(unsigned) const { return 0; }  // nothing to look up
 
   // As Scattered's. All loads of one gradient are in flight together.
-  __device__ __forceinline__ void load(unsigned long long, long long start, int lane, float4 (&g)[VECTORS]) const {
+  __device__ __forceinline__ void load(unsigned long long, long long start, int lane, float4 (&g)[VECTORS],
+                                       const float4 (&)[VECTORS]) const {
     if (sum.block % SPAN == 0 && start + SPAN <= n) {  // within one block
       const long long at = in_whole(sum, start) + 4 * lane;
       for (int rank = 0; rank < sum.ranks; ++rank) {
@@ -189,7 +237,7 @@ __device__ __forceinline__ void add_and_append(const Gradient& gradient, const A
       }
     }
   }
-  if constexpr (Gradient::BY_WARP) gradient.load(word, start, lane, g);
+  if constexpr (Gradient::BY_WARP) gradient.load(word, start, lane, g, e);
   unsigned hits = 0, nonfinite = 0;  // hits: four bits a vector
 #pragma unroll
   for (int j = 0; j < VECTORS; ++j) {
@@ -260,6 +308,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_tensors(
 
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_sum(const __grid_constant__ AccumulateSelect p) {
   add_and_append(Summed{*static_cast<const ShardSum*>(p.gradient), p.n}, p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_displacement(const __grid_constant__ AccumulateSelect p) {
+  const DisplacementHead* head = static_cast<const DisplacementHead*>(p.gradient);
+  add_and_append(Displaced{head, {parameters_of(head, p.n)}}, p);
 }
 
 constexpr int AHEAD = 4;  // entries that a thread has in flight

@@ -20,9 +20,9 @@ extern "C" __global__ void write_scaled(const __grid_constant__ ApplyEntries p) 
   FOR_EACH(i, p.n) p.vector[p.entries[i].x] = multiply(entry_value(p.entries[i]), p.scale);
 }
 
-// vector[index] += value
+// vector[index] += value · scale
 extern "C" __global__ void add_entries(const __grid_constant__ ApplyEntries p) {
-  FOR_EACH(i, p.n) p.vector[p.entries[i].x] = add(p.vector[p.entries[i].x], entry_value(p.entries[i]));
+  FOR_EACH(i, p.n) p.vector[p.entries[i].x] = add(p.vector[p.entries[i].x], multiply(entry_value(p.entries[i]), p.scale));
 }
 
 // the indices of entries in a shard become those of the same elements in the whole vector, see oktopk/levels.py

@@ -25,6 +25,7 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
 from oktopk.cuda.shard_sum import DeviceShardSum
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -111,6 +112,11 @@ class DeviceBackend(Backend):
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         return self.kernels.gradient_tensors(sizes, element_type)
+
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> Displacement:
+        return self.kernels.displacement(sizes, element_type, reference, share)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         if cupy.cuda.runtime.getDevice() == self.device.id:

@@ -19,9 +19,11 @@ from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.cpu.kernels import Packing
+from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
 from oktopk.cuda.shard_sum import DeviceShardSum
+from oktopk.displacement import Displacement
 
 _KERNELS = Path(__file__).parent
 _CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
@@ -56,6 +58,20 @@ def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
         "undo_accumulate": Kernel(passes, "undo_accumulate_tensors"),
         "locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks"),
     }
+
+
+def _displacement_kernels(element_type: str) -> dict[str, Kernel]:
+    """The kernels of a displacement of parameters of this type, of whose passes over vectors there is one alone."""
+    defines = ["GRADIENT=float"]
+    if element_type != "float32":
+        defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
+    return {
+        name: Kernel(compiled(_KERNELS / f"{file}.cu", *defines), kernel)
+        for name, file, kernel in (
+            ("accumulate_select", "accumulate_select", "accumulate_select_displacement"),
+            ("show", "displacement", "show"),
+        )
+    } | {"locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks")}
 
 
 class DeviceKernels:
@@ -140,6 +156,8 @@ class DeviceKernels:
         return float(total), float(squares), nonfinite
 
     def undo_accumulate(self, gradient: Any, residual: Any, all_added: bool = False) -> None:
+        if isinstance(gradient, Displacement):  # that stays
+            return
         kernel = self.kernels_of(gradient)["undo_accumulate"]
         fields = {"gradient": pointer_of(gradient), "residual": residual.data.ptr, "all_added": all_added}
         self.device.launch_for(kernel, residual.size, **fields)
@@ -211,8 +229,8 @@ class DeviceKernels:
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
         self._on_entries("write_scaled", vector, entries, scale=scale)
 
-    def add_entries(self, vector: Any, entries: DeviceEntries) -> None:
-        self._on_entries("add_entries", vector, entries)
+    def add_entries(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
+        self._on_entries("add_entries", vector, entries, scale=scale)
 
     def to_whole_indices(self, entries: DeviceEntries, block: int, shards: int, shard: int) -> None:
         fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
@@ -257,6 +275,13 @@ class DeviceKernels:
         """A gradient as a list of tensors of so many elements, each "float32", "bfloat16" or "float16"."""
         kernels = _tensor_kernels(self._gradient_type, element_type)
         return GradientTensors(self.device, kernels, sizes, _BYTES[element_type])
+
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> DeviceDisplacement:
+        """What parameters of so many elements, each "float32", "bfloat16" or "float16", have moved."""
+        kernels = _displacement_kernels(element_type)
+        return DeviceDisplacement(self.device, kernels, sizes, _BYTES[element_type], reference, share)
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
         fields = {"vector": vector.data.ptr, "entries": entries.pointer, **more}

@@ -39,7 +39,7 @@ class GradientTensors(ComposedGradient):
 
     Attributes:
         length: elements of all tensors (n).
-        address: of the table, which stays the same; kernels take it in place of a vector's.
+        address: of head and table, which stays the same; kernels take it in place of a vector's.
         kernels: as given.
 
     Raises:
@@ -47,6 +47,9 @@ class GradientTensors(ComposedGradient):
 
     Memory: n/512 bytes, and 16 bytes a tensor, on the device.
     """
+
+    HEAD = 0
+    """Words before the table, of what is more than a tensor list."""
 
     def __init__(
         self, device: Device, kernels: Mapping[str, Kernel], sizes: Sequence[int], element_bytes: int
@@ -57,8 +60,9 @@ class GradientTensors(ComposedGradient):
         self._device, self._element_bytes = device, element_bytes
         self._filled = np.flatnonzero(counts)
         self._chunks = -(-self.length // CHUNK)
-        self._table = device.allocate(self._chunks + 2 * len(self._filled), np.uint64)
-        self.address: int = self._table.data.ptr
+        self._memory = device.allocate(self.HEAD + self._chunks + 2 * len(self._filled), np.uint64)
+        self.address: int = self._memory.data.ptr
+        self._table = self.address + 8 * self.HEAD
         self._spans = np.zeros((len(self._filled), 2), np.uint64)  # TensorSpan[]: begin, address
         self._spans[:, 0] = (counts.cumsum() - counts)[self._filled]
         self._addresses: list[int] | None = None
@@ -89,10 +93,10 @@ class GradientTensors(ComposedGradient):
                 f"address {pointers[at]} of tensor {at} is not a multiple of an element's {self._element_bytes} bytes"
             )
         self._spans[:, 1] = pointers[self._filled]
-        self._device.upload(self.address + 8 * self._chunks, self._spans)
+        self._device.upload(self._table + 8 * self._chunks, self._spans)
         self._device.launch_for(
             self.kernels["locate_chunks"], self._chunks,
-            table=self.address, n=self.length, tensors=len(self._spans), element_bytes=self._element_bytes,
+            table=self._table, n=self.length, tensors=len(self._spans), element_bytes=self._element_bytes,
         )  # fmt: skip
         self._addresses = list(addresses)
 

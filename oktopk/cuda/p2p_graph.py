@@ -57,13 +57,13 @@ class _Reader:
     Attributes:
         kernels: of that kind.
         alone, p2p: select from it, for this rank and for a step.
-        undo: takes it out of the residual again, where a step stopped for elements that are not finite.
+        undo: takes it out of the residual again, where a step stopped for elements that are not finite; None for one that stays.
     """
 
     kernels: Mapping[str, Kernel]
     alone: SelectLaunches
     p2p: SelectLaunches
-    undo: PreparedLaunch
+    undo: PreparedLaunch | None
 
 
 class P2PGraph:
@@ -237,7 +237,10 @@ class P2PGraph:
             p2p=self._p2p, boundaries=self._boundaries.data.ptr, regions=self._transport.size, header=self._header,
             mailbox=self.selected.address, k=self.k, cap=selection_cap(self.k), needs_no_trim=self._needs_no_trim,
         )  # fmt: skip
-        undo = kernels["undo_accumulate"].prepare(n=self._length, decision=self._p2p.decision)
+        kernel = kernels.get("undo_accumulate")
+        undo = None
+        if kernel is not None:
+            undo = kernel.prepare(n=self._length, decision=self._p2p.decision)
         return _Reader(kernels, alone, p2p, undo)
 
     @property
@@ -262,7 +265,7 @@ class P2PGraph:
             if self._tensor_reader is None or self._tensor_reader.kernels is not gradient.kernels:
                 self._tensor_reader = self._make_reader(gradient.kernels)
             self._reader = self._tensor_reader
-        return int(self._reader.undo.kernel.function)
+        return int(self._reader.p2p.select.kernel.function)
 
     def set_regions(self, boundaries: NDArray[np.int64]) -> bool:
         """Set the regions; returns whether captured steps have too few blocks for them."""
@@ -323,8 +326,7 @@ class P2PGraph:
             self._keep_sums(self._keep_blocks, COMPACT_THREADS, stream)
         self._mark(4, stream)
         self._enqueue_apply(vectors, stream)
-        if deferred:
-            undo = self._reader.undo
+        if deferred and (undo := self._reader.undo) is not None:
             undo.params.gradient, undo.params.residual = vectors[:2]
             undo(self._undo_blocks, 256, stream)
         self._mark(5, stream)

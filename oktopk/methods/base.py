@@ -48,6 +48,11 @@ class Method(ABC):
         self.settings = settings
 
     @property
+    def reads_displacements(self) -> bool:
+        """Whether `reduce` reads a gradient by the kernels' `accumulate_select` and `undo_accumulate` alone."""
+        return False
+
+    @property
     def boundaries(self) -> NDArray[np.int64] | None:
         """int64[P + 1], the regions that the last step was split by; None for a method or a step without."""
         return None
@@ -127,6 +132,11 @@ class SparseMethod(Method):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         self.selection = self.selection_type(length, kernels, transport)
+
+    @property
+    def reads_displacements(self) -> bool:
+        own = type(self).reduce is SparseMethod.reduce
+        return own and self.selection_type.select is LocalSelection.select
 
     def reduce(
         self,

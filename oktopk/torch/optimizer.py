@@ -657,8 +657,11 @@ class DistributedOptimizer(WrappedOptimizer):
         self._said_none = self._said_none or not any(anywhere)
         return anywhere
 
-    def _unscale(self, scaler: GradScaler) -> StepReport | None:
+    def _unscale(self, scaler: GradScaler, problem: str = "") -> StepReport | None:
         """Divide the gradients by the scale, where the user has not. Collective.
+
+        Args:
+            problem: why this rank's gradients cannot be read: they stay as they are.
 
         Returns:
             The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
@@ -667,10 +670,10 @@ class DistributedOptimizer(WrappedOptimizer):
             raise RuntimeError(
                 "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
             )
-        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+        if not problem and scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
-        if not found:  # no parameter has a gradient here
+        if not found:  # no parameter has a gradient here, or none is read
             found[self._applied.device] = torch.zeros((), device=self._applied.device)
         skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
         if skipped is not None:

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from oktopk.allreduce import GradientAllreduce
+from oktopk.displacement import Displacement
+from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense
+from oktopk.torch.interop import TensorMemory
 
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
@@ -22,49 +27,87 @@ class Reference:
 
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
+        reducer: whose residual it is.
+        memory: of both.
         share: of the residual that a rank's own parameters hold, in [0, 1].
+        as_wrapped: what the parameters were at construction: the reference is laid out as they.
+
+    Raises:
+        ValueError: the device has no memory for it; on every rank alike. Collective.
 
     Attributes:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
 
-    Memory: 8n bytes, the reference and scratch.
+    Memory: 4n bytes. A parameter that is laid out otherwise than it was, once more.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], share: float) -> None:
-        self._parameters, self._share = list(parameters), share
-        length, device = sum(p.numel() for p in parameters), parameters[0].device
-        self.vector, self._scratch = torch.zeros(length, device=device), torch.zeros(length, device=device)
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        reducer: GradientAllreduce,
+        memory: TensorMemory,
+        share: float,
+        as_wrapped: AsWrapped,
+    ) -> None:
+        self._parameters, self._share, self._as_wrapped = list(parameters), share, as_wrapped
+        self._reducer, self._memory = reducer, memory
+        self.vector = torch.zeros(reducer.length, device=parameters[0].device)
+        self._array = memory.array(self.vector)
+        kind = next(name for name, known in GRADIENT_TYPES.items() if known == parameters[0].dtype)
+        with memory.stream_scope():
+            self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
         self.views = dense_views(self.vector, parameters)
-        self._scratch_views = dense_views(self._scratch, parameters)
         self._held = [parameter.detach() for parameter in parameters]
-        self._in_scratch = False  # what the parameters held after the last `show`
+        self._copies: dict[int, Tensor] = {}  # of parameters that are laid out otherwise than they were
         torch._foreach_copy_(self.views, self._held)
         self.watch()
 
-    def displacement(self, residual: Tensor) -> Tensor:
-        """What the parameters have moved since `show`: round(reference - share · residual) - parameters.
+    def displacement(self, present: Sequence[int | bool], flagged: bool) -> Displacement:
+        """What the parameters have moved since `show`, for the next step of the reducer.
 
         Args:
-            residual: float32[n], as at the last `show`.
-
-        Returns:
-            float32[n], scratch that is valid until another method is called.
+            present: of each parameter, whether it may have moved; others count as where they were.
+            flagged: as `Displacement.flagged`.
         """
-        self._follow()
-        if not self._in_scratch:  # as `show` has left it
-            self._compute_shown(residual)
-        torch._foreach_sub_(self._scratch_views, self._held)
-        self._in_scratch = False
-        return self._scratch
+        self._moved.flagged = flagged
+        self._set_pointers(present)
+        return self._moved
 
-    def show(self, residual: Tensor) -> None:
-        """Make the parameters round(reference - share · residual)."""
-        self._follow()
-        self._compute_shown(residual)
-        torch._foreach_copy_(self._held, self._scratch_views)
-        self._in_scratch = True
+    def subtract_update(self) -> None:
+        """reference -= the reducer's update."""
+        with self._memory.stream_scope():
+            self._reducer.subtract_update(self._array)
+
+    def show(self, factors: Sequence[float] | None = None) -> None:
+        """Make the parameters round(reference - share · residual).
+
+        Args:
+            factors: one a parameter, which its reference is multiplied by first; None: 1 for each.
+        """
+        copied = self._set_pointers(None)
+        with self._memory.stream_scope():
+            self._moved.show(self._reducer.residual, factors)
+        if copied:
+            torch._foreach_copy_([self._held[n] for n in copied], [self._copies[n] for n in copied])
+        for parameter in self._parameters:  # as autograd and `written` see a write of torch's
+            torch.autograd.graph.increment_version(parameter)
         self.watch()
+
+    def _set_pointers(self, present: Sequence[int | bool] | None) -> list[int]:
+        """Tell kernels where parameters lie, None for all. Returns the numbers of those that were copied, laid out as before."""
+        self._follow()
+        addresses, copied = [], []
+        for number, held in enumerate(self._held):
+            here = present is None or present[number]
+            if here and not self._as_wrapped.fits(number, held):
+                if number not in self._copies:
+                    self._copies[number] = self._as_wrapped.like(number)
+                held = self._copies[number].copy_(held)
+                copied.append(number)
+            addresses.append(held.data_ptr() if here else 0)
+        self._moved.set_pointers(addresses)
+        return copied
 
     def show_agreed(self) -> list[Tensor]:
         """Make the parameters round(reference), equal on all ranks. Returns copies of what they held, for `leave_agreed`."""
@@ -89,7 +132,6 @@ class Reference:
     def load(self, vector: Tensor) -> None:
         """Take float32[n] for the reference."""
         self.vector.copy_(vector)
-        self._in_scratch = False
 
     def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
         """A copy of what the parameters hold, or of what is given, [n] of their type, in the order of the reference."""
@@ -112,23 +154,29 @@ class Reference:
         self._samples = [_sample(held) for held in self._held]
         self._sample = torch.cat(self._samples)
 
-    def written(self, by_version: bool = True) -> list[int]:
+    def changed(self) -> Tensor:
+        """bool[], on the parameters' device: whether a sample of their elements has changed since `watch`. For `written`."""
+        now = [(p._version, p.data_ptr()) for p in self._parameters]
+        self._rewritten = [
+            number for number, (one, other) in enumerate(zip(now, self._seen, strict=True)) if one != other
+        ]
+        for number in self._rewritten:
+            self._held[number] = self._parameters[number].detach()
+            self._samples[number] = _sample(self._held[number])
+        self._now = torch.cat(self._samples)
+        return (self._now != self._sample).any()
+
+    def written(self, by_version: bool = True, changed: bool | None = None) -> list[int]:
         """The parameters that may have changed since `watch`: by version, by address or by a sample of their elements.
 
         Args:
             by_version: name those, too, that were written to where no sample lies, and those that were written back.
+            changed: what `changed` has just given; None: ask it here, which waits for a GPU.
         """
-        now = [(p._version, p.data_ptr()) for p in self._parameters]
-        moved = [
-            number for number, (one, other) in enumerate(zip(now, self._seen, strict=True)) if one != other
-        ]
-        for number in moved:
-            self._held[number] = self._parameters[number].detach()
-            self._samples[number] = _sample(self._held[number])
-        sample = torch.cat(self._samples)
-        numbers = set(moved) if by_version else set()
-        if not torch.equal(sample, self._sample):
-            differs = (sample != self._sample).split([len(each) for each in self._samples])
+        changed = bool(self.changed()) if changed is None else changed
+        numbers = set(self._rewritten) if by_version else set()
+        if changed:
+            differs = (self._now != self._sample).split([len(each) for each in self._samples])
             numbers |= {number for number, each in enumerate(differs) if bool(each.any())}
         return sorted(numbers)
 
@@ -139,14 +187,13 @@ class Reference:
             numbers: of the parameters to compare.
             residual: float32[n], becomes zero where an element is taken; None: all elements are taken, and it stays.
         """
-        self._in_scratch = False
         if residual is None:
             torch._foreach_copy_([self.views[n] for n in numbers], [self._held[n] for n in numbers])
             return
-        self._compute_shown(residual)
         residuals = dense_views(residual, self.views)
         for number in numbers:
-            self._take(number, self._held[number] != self._scratch_views[number], residuals[number])
+            shown = self._shown(number, residuals[number])
+            self._take(number, self._held[number] != shown, residuals[number])
 
     def _follow(self) -> None:
         """Look where the parameters lie now: `p.data = ...` and conversions move them."""
@@ -157,7 +204,6 @@ class Reference:
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""
         held = self._held[number]
-        self._in_scratch = False
         self.views[number].copy_(torch.where(changed, held.float(), self.views[number]))
         residual.masked_fill_(changed, 0)
         if kept is not None:
@@ -167,15 +213,9 @@ class Reference:
         """A hash of the reference, equal on all ranks: the sum of its bits as integers. Memory traffic: 4n bytes."""
         return int(self.vector.view(torch.int32).sum(dtype=torch.int64))
 
-    def _compute_shown(self, residual: Tensor) -> None:
-        """scratch := round(reference - share · residual), as float32."""
-        if self._share:
-            torch.sub(self.vector, residual, alpha=self._share, out=self._scratch)
-        else:
-            self._scratch.copy_(self.vector)
-        dtype = self._held[0].dtype
-        if dtype != torch.float32:
-            self._scratch.copy_(self._scratch.to(dtype))
+    def _shown(self, number: int, residual: Tensor) -> Tensor:
+        """round(reference - share · residual) of one parameter, as kernels compute it: each operation is rounded by itself."""
+        return (self.views[number] - residual * self._share).to(self._held[number].dtype)
 
 
 def _sample(tensor: Tensor) -> Tensor:

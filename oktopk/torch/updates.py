@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,7 +68,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
     parameter's steps since the last exchange. Ranks whose references part are named within ten exchanges.
 
-    Memory: beside the reducer's 8n bytes 8n, the reference and scratch.
+    Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference.
     Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
@@ -106,9 +105,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._interval: int = self._arguments["every"]
         share = self._arguments["local_share"]
         self._as_wrapped = AsWrapped(self._parameters)
-        self._reference = Reference(
-            self._parameters, 1 / self.reducer.transport.size if share is None else share
-        )
+        share = 1 / self.reducer.transport.size if share is None else share
+        try:
+            self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
+        except ValueError:
+            self.reducer.close()  # on every rank alike, as the error is
+            raise
         self._residual_array: Any = None
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
@@ -188,19 +190,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._as_wrapped.look()
         here = self._as_wrapped.problem or self._unwrapped_parameters() or self._unreadable()
         self._problem = problem = self._problem or here
-        finite = False
-        if not problem:
-            self._take_written()
-            self._loaded = None
-            if (
-                self._tables is not None
-                and grad_scaler is not None
-                and (skipped := self._unscale(grad_scaler)) is not None
-            ):  # tables are summed: all skip, or none
+        if self._tables is not None and grad_scaler is not None:  # tables are summed: all skip, or none
+            skipped = self._unscale(grad_scaler, problem)
+            if skipped is not None:
+                self._take_written()
                 self.report = skipped
                 self._reference.watch()
                 return loss
-            finite = self._finite(grad_scaler)
+        finite = not problem and self._finite(grad_scaler)
         if self._tables is None:
             if finite:
                 self._step_alone()
@@ -229,31 +226,38 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     @torch.no_grad()
     def _finite(self, scaler: GradScaler | None) -> bool:
-        """Whether this rank's gradients are finite, after unscaling; then they are clipped."""
+        """Whether this rank's gradients are finite, after unscaling; then they are clipped. What was written to is taken before.
+
+        A GPU is waited for once, for both.
+        """
+        flags = [self._reference.changed()]
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
             found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
             if not found:  # no parameter has a gradient here: the scaler wants an answer all the same
                 found[self._update.device] = torch.zeros((), device=self._update.device)
-            if any(bool(flag.item()) for flag in found.values()):
-                return False
+            flags += [flag.reshape(()).to(flags[0].device).bool() for flag in found.values()]
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
             )
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if not gradients:
-            return True
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-        if not bool(torch.isfinite(norms).all()) and all(
-            bool(torch.isfinite(gradient).all()) for gradient in gradients
-        ):
+        norms = flags[0].new_zeros(1, dtype=torch.float32)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        changed, *overflowed, finite = torch.stack([*flags, torch.isfinite(norms).all()]).tolist()
+        self._take_written(changed)
+        self._loaded = None
+        if any(overflowed):
+            return False
+        if not finite and all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
-        if not bool(torch.isfinite(norms).all()):
+            finite = bool(torch.isfinite(norms).all())
+        if not finite:
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
-        if self.clip_norm:
+        if self.clip_norm and gradients:
             scale = (self.clip_norm / (norms.norm() + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
@@ -266,6 +270,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """
         assert self._tables is not None
         dense = [(p, p.grad) for p in self._parameters]
+        self._problem = ""  # raised here
         with self._memory.stream_scope():
             reduced = self._tables.reduce(problem)
         if not reduced:
@@ -328,47 +333,41 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
-        moved = reference.displacement(self._residual)
-        if problem:
-            moved.zero_()
-        elif self._broken:
-            moved.fill_(math.nan)  # the flag that all ranks see
+        # where there is a problem nothing can be read: this window's moves stay in the parameters
+        moved = reference.displacement(
+            bytes(len(self._present)) if problem else self._present, flagged=self._broken
+        )
         absent = missing_spans([p.numel() for p in self._parameters], self._present)
         try:
             with self._memory.stream_scope():
                 self.report = self.reducer.step(
-                    self._memory.array(moved), measure=measure, problem=problem, absent=absent, token=token
+                    moved, measure=measure, problem=problem, absent=absent, token=token
                 )
         except (NonFiniteGradientError, ValueError):
             self._failed = True
             if problem:  # the other ranks have stepped, this one has not
-                self.reducer.add_to_residual(self._memory.array(moved))
+                present = self._present
                 self._exchanges += 1
                 self._begin_window()
+                self._present = present
             else:
-                self._keep_displacement()
                 self._end_window()
             raise
-        anywhere = b""
-        if self.report.skipped:
-            self._keep_displacement()
-        else:
+        factors = None
+        if not self.report.skipped:
             try:
                 anywhere = self._agreement.hear(self.reducer.tokens, transport)
             except ValueError:
                 self._failed = True
                 self.reducer.take_back()
-                if self.reducer.settings.nonfinite == "skip":  # else what was summed is in residuals again
-                    self._keep_displacement()
                 self._end_window()
                 raise
-            reference.vector.sub_(self._update)
-            for number, factor in self._decay_of(anywhere):
-                reference.views[number].mul_(factor)
+            reference.subtract_update()
+            factors = self._decay_of(anywhere)
         self._failed = False
         if self._tables is not None:
             self.report.row_bytes = sum(each.bytes for each in self._tables.reports)
-        self._end_window()
+        self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
             sent = transport.take_traffic()
@@ -382,15 +381,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             ):
                 setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
 
-    def _keep_displacement(self) -> None:
-        """After an exchange that applied nothing: what is finite of this rank's update goes to its residual."""
-        moved = self._reference.displacement(self._residual)
-        moved.masked_fill_(~torch.isfinite(moved), 0.0)
-        self.reducer.add_to_residual(self._memory.array(moved))
-
-    def _end_window(self) -> None:
-        """Make the parameters what follows from reference and residual, and begin a new window."""
-        self._reference.show(self._residual)
+    def _end_window(self, factors: Sequence[float] | None = None) -> None:
+        """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
+        self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
 
@@ -402,24 +395,27 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._residual_array, self._residual_tensor = held, self._memory.tensor(held)
         return self._residual_tensor
 
-    def _decay_of(self, anywhere: bytes) -> Iterator[tuple[int, float]]:
-        """The parameters that decay since the last exchange, and by which factor; equal on all ranks."""
+    def _decay_of(self, anywhere: bytes) -> list[float] | None:
+        """By which factor each parameter decays since the last exchange; None where none does; equal on all ranks."""
+        if all(factor == 1.0 for factor in self._factors):
+            return None
         factors = {
             id(p): factor
             for group, factor in zip(self.param_groups, self._factors, strict=True)
             for p in group["params"]
         }
-        for number, parameter in enumerate(self._parameters):
-            if anywhere[number] and (factor := factors.get(id(parameter), 1.0)) != 1.0:
-                yield number, factor
+        return [
+            factors.get(id(parameter), 1.0) if here else 1.0
+            for parameter, here in zip(self._parameters, anywhere[: len(self._parameters)], strict=True)
+        ]
 
     # what users write
 
     @torch.no_grad()
-    def _take_written(self) -> None:
-        """Make what was written to since the last step the reference."""
+    def _take_written(self, changed: bool | None = None) -> None:
+        """Make what was written to since the last step the reference. changed: as `Reference.written`."""
         reference, loaded = self._reference, self._loaded
-        numbers = reference.written(by_version=not self._steps)
+        numbers = reference.written(by_version=not self._steps, changed=changed)
         if numbers and loaded is not None and self._fits(loaded):
             self._go_on(loaded)
         elif numbers:
@@ -497,7 +493,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._go_on(own)
                 return
             self._reference.take(range(len(self._parameters)), None)
-            self._reference.show(self._residual)
+            self._reference.show()
 
     def _fits(self, own: dict[str, Any]) -> bool:
         """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
@@ -513,7 +509,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._steps, self._present = own["steps"], bytearray(own["present"])
         self._factors = list(own["factors"])
         if own["local"] is None:
-            self._reference.show(self._residual)
+            self._reference.show()
         else:
             self._reference.hold(own["local"].to(self._reference.vector.device))
 

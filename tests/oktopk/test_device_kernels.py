@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
+from oktopk.cpu.accumulate import HostDisplacement
 from oktopk.cpu.kernels import BLOCK, ShardSum
 from oktopk.cpu.kernels import accumulate_select as select_on_host
 from oktopk.cpu.kernels import undo_accumulate as undo_on_host
@@ -284,6 +285,68 @@ def test_pieces_are_selected_from_as_one_vector(
             kernels.undo_accumulate(gradient, rest[:n])
         assert left[0].get().tobytes() == left[1].get().tobytes()
         assert np.all(left[1].get()[n:] == 0)
+
+
+@pytest.mark.parametrize(
+    ("element_type", "pieces"),
+    [
+        pytest.param(
+            element_type,
+            pieces,
+            marks=[]
+            if at in (3, number + 4, 7)
+            else pytest.mark.long("`make test` has lists of many parts in each type"),
+        )
+        for number, element_type in enumerate(("float32", "bfloat16", "float16"))
+        for at, pieces in enumerate(PIECES)
+    ],
+)
+def test_displacements_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
+    """Added and selected from, and shown: residual, reference and parameters bit for bit, wherever these begin."""
+    import cupy
+    import torch
+
+    from oktopk.cuda.kernels import DeviceKernels
+
+    sizes, share = PIECES[pieces], 1 / 3
+    n, rng, dtype = sum(sizes), np.random.default_rng(len(PIECES[pieces])), getattr(torch, element_type)
+    reference = wild(rng, n).numpy()
+    reference[~(np.abs(reference) < 1e38)] = 1e-40
+    residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
+    near = torch.from_numpy(reference * (1 + 3 * residual)).to(dtype)
+    near[rng.random(n) < 0.01] = np.nan
+    parts = list(near.split(sizes))
+    where = cupy.asarray(np.pad(reference, (1, 0)))[1:] if pieces == "odd" else cupy.asarray(reference)
+    left, kernels = cupy.asarray(np.pad(residual, (0, GUARD))), DeviceKernels(device)
+    on_device = kernels.displacement(sizes, element_type, where, share)
+    on_host = HostDisplacement(sizes, element_type, reference, share)
+    entries = entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY))
+    packed, homes = np.empty(n + BLOCK, ENTRY), [at_an_offset(part, GUARD) for part in parts]
+    width, before = near.element_size(), [home.get() for home in homes]
+    for absent, factors in (
+        (len(sizes) // 2, [0.5 + each % 3 / 4 for each in range(len(sizes))]),
+        (-1, None),
+    ):
+        there = [number != absent for number in range(len(sizes))]
+        on_host.set_pointers([part.data_ptr() * here for part, here in zip(parts, there, strict=True)])
+        on_device.set_pointers(
+            [(home.data.ptr + width * GUARD) * here for home, here in zip(homes, there, strict=True)]
+        )
+        expected = select_on_host(on_host, residual, magnitude_bits(2e-3), packed)
+        found = kernels.accumulate_select(on_device, left[:n], magnitude_bits(2e-3), entries[:n])
+        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
+        assert entries.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
+        assert np.all(entries.get()[n:].view(np.uint64) == POISON)
+        kernels.undo_accumulate(on_device, left[:n])
+        assert left.get().tobytes() == residual.tobytes() + bytes(4 * GUARD)
+        on_host.show(residual, factors)
+        on_device.show(left[:n], factors)
+        assert where.get().tobytes() == reference.tobytes()
+        for part, home, was in zip(parts, homes, before, strict=True):
+            now, end = home.get(), GUARD + len(part)
+            assert now[GUARD:end].tobytes() == bits_of(part).tobytes()
+            assert now[:GUARD].tobytes() == was[:GUARD].tobytes()
+            assert now[end:].tobytes() == was[end:].tobytes()
 
 
 def wild(rng: np.random.Generator, size: int) -> Any:

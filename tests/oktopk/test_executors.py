@@ -219,3 +219,79 @@ def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts
                 method == "dense" and not way.per_rank  # which sends otherwise through peer memory
             )
         assert plain.vectors(expected) == way.vectors(found), step
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("host", "oktopk"),
+        ("host", "gaussiank"),
+        pytest.param("cuda", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+        pytest.param("cuda, peers", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+    ],
+)
+def test_displacements_give_the_bits_of_their_vectors(
+    comm: MPI.Intracomm,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    method: str,
+) -> None:
+    """In steps that are dense, measured, flagged, not finite and without a part; where nothing is applied they stay."""
+    plain = Way(comm)
+    way = plain if name == "host" else _way(name, comm, request, monkeypatch)
+    settings = {"dense_warmup_steps": 1, "threshold_interval": 1, "nonfinite": "skip", "average": True}
+    expected, found = plain.reducer(method, settings), way.reducer(method, settings)
+    sizes, share, factors = [1000, 3, LENGTH - 1003], 1 / 3, [1.0, 0.5, 0.999]
+    rng, last = np.random.default_rng(comm.rank), comm.rank == comm.size - 1
+    reference = np.random.default_rng(9).standard_normal(LENGTH, np.float32)
+    held = put(way.device, reference.copy())
+    moved = found.displacement(sizes, "float32", held, share)
+    shown = reference.copy()
+    for step, what in enumerate(
+        ["dense", "sparse", "measured", "flagged", "absent", "nan", "sparse", "sparse"]
+    ):
+        parameters = shown + (rng.standard_normal(LENGTH) ** 3).astype(np.float32)
+        absent = ((1000, 1003),) if what == "absent" and comm.rank == 0 else ()
+        for begin, end in absent:
+            parameters[begin:end] = shown[begin:end]
+        gradient = shown - parameters
+        if what == "nan" and last:
+            parameters[7] = np.nan
+        parts = [put(way.device, part.copy()) for part in np.split(parameters, [1000, 1003])]
+        addresses = [part.ctypes.data if way.device == "cpu" else part.data.ptr for part in parts]
+        moved.set_pointers([0 if absent and at == 1 else address for at, address in enumerate(addresses)])
+        moved.flagged = what == "flagged" and last
+        told = {"measure": what == "measured", "absent": absent, "token": 5}
+        report, fails = found.step(moved, **told), what in ("flagged", "nan")
+        vector = gradient.copy()
+        vector[: 8 * (fails and last)] = np.nan
+        assert expected.step(vector, **told).skipped == report.skipped == fails, step
+        if fails:
+            gradient[7] *= not (what == "nan" and last)
+            expected.add_to_residual(gradient)
+        else:
+            found.subtract_update(held)
+            reference -= expected.update
+            reference *= np.repeat(np.array(factors, np.float32), sizes)
+        moved.set_pointers(addresses)
+        moved.show(found.residual, None if fails else factors)
+        shown = reference - np.float32(share) * expected.residual
+        assert np.array_equal(get(held), reference), step
+        assert np.array_equal(get(found.residual), expected.residual), step
+        assert np.array_equal(np.concatenate([get(part) for part in parts]), shown), step
+        assert report.global_nnz or fails or what == "dense"
+    assert expected.residual.any()
+    for reducer in (expected, found):
+        reducer.close()
+
+
+def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.Intracomm) -> None:
+    array = np.zeros(LENGTH, np.float32)
+    for method, settings, message in (
+        ("dense", {}, "a displacement needs a residual"),
+        ("oktopk", {"deferred": True}, "not for deferred steps"),
+        ("oktopk", {"momentum_correction": 0.5}, "nor for momentum correction"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Way(comm).reducer(method, settings).displacement([LENGTH], "float32", array, 0.5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from collectives.cpu.lanes import LANES
 from collectives.sparse import ENTRY
 from oktopk.cpu import kernels
+from oktopk.cpu.accumulate import HostDisplacement
 from oktopk.cpu.histograms import LEVELS
 from oktopk.cpu.kernels import BLOCK
 
@@ -109,6 +111,57 @@ def test_a_shard_of_a_sum_is_taken_in_the_order_of_its_rows(ranks: int, block: i
         assert after.tobytes() == np.where(finite, expected, residual).tobytes()
         assert entries["index"][: len(wanted)].tolist() == wanted.tolist()
         assert entries["value"][: len(wanted)].tobytes() == expected[wanted].tobytes()
+
+
+TYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("element_type", TYPES)
+def test_a_displacement_is_rounded_where_torch_rounds_and_added_as_a_vector_is(element_type: str) -> None:
+    """And what is shown then leaves none."""
+    dtype, rng = getattr(torch, element_type), np.random.default_rng(7)
+    sizes = [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3]
+    special = [0.0, -0.0, 1e-45, 6e-8, -6e-8, 65519, 65520, -65536, 1e-40, 3.4e38, 2**-14, 1.3 * 2**-15]
+    special += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11]  # half way
+    reference = (rng.standard_normal(sum(sizes)) ** 3 * 3).astype(np.float32)
+    chosen = rng.random(len(reference)) < 0.3
+    reference[chosen] = rng.choice(np.array(special, np.float32), int(chosen.sum()))
+    residual = np.where(rng.random(len(reference)) < 0.5, 0, rng.standard_normal(len(reference)) / 99)
+    residual, share = residual.astype(np.float32), 1 / 3
+    shown = torch.from_numpy(reference - np.float32(share) * residual).to(dtype)
+    held = (shown.float() * (1 + torch.from_numpy(residual))).to(dtype)
+    held[5], held[-1] = math.nan, math.inf
+    parts, absent = [part.clone() for part in held.split(sizes)], 5
+    with np.errstate(invalid="ignore"):
+        gradient = shown.float().numpy() - held.float().numpy()
+    begin = sum(sizes[:absent])
+    gradient[begin : begin + sizes[absent]] = 0
+
+    moved = HostDisplacement(sizes, element_type, reference, share)
+    moved.set_pointers([0 if n == absent else part.data_ptr() for n, part in enumerate(parts)])
+    alike = []
+    for each in (gradient, moved):
+        after, packed = residual.copy(), np.zeros(len(reference) + BLOCK, ENTRY)
+        packing = kernels.accumulate_select(each, after, int(magnitude_bits(0.02)[0]), packed)
+        alike.append((packing.nnz, packing.nonfinite, after.tobytes(), packed.tobytes()))
+        kernels.undo_accumulate(moved, after)
+        assert after.tobytes() == alike[-1][2]
+    assert alike[0] == alike[1]
+    assert alike[0][0] > 100 < len(reference) - alike[0][0]
+
+    factors = [1.0, 0.999, 0.5, 1.0, 1.0, 0.25, 1.0, 1.0]
+    expected = reference * np.repeat(np.array(factors, np.float32), sizes)
+    moved.set_pointers([part.data_ptr() for part in parts])
+    moved.show(residual, factors)
+    assert reference.tobytes() == expected.tobytes()
+    shown = torch.from_numpy(reference - np.float32(share) * residual).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(torch.cat(parts).view(bits), shown.view(bits))
+    after = residual.copy()
+    moved.show(residual)
+    shown_well = np.isfinite(shown.float().numpy())
+    assert kernels.accumulate_select(moved, after, 1, np.empty(BLOCK, ENTRY)).nonfinite == np.sum(~shown_well)
+    assert after.tobytes() == residual.tobytes()
 
 
 @st.composite
@@ -329,5 +382,5 @@ def test_entries_are_written_scaled_and_added(indices: list[int]) -> None:
     kernels.write_scaled(vector, entries, 0.25)
     assert vector.tolist() == [(3.0 * i + 1) / 4 if i in indices else i for i in range(31)]
     vector = np.arange(31, dtype=np.float32)
-    kernels.add_entries(vector, entries)
+    kernels.add_entries(vector, entries, 1.0)
     assert vector.tolist() == [4.0 * i + 1 if i in indices else i for i in range(31)]

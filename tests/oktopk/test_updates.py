@@ -282,6 +282,27 @@ def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping
     check_agreed(model, optimizer, comm)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.timeout(120)
+def test_a_problem_of_one_rank_beside_tables_and_a_gradscaler_is_raised_on_all(comm: MPI.Intracomm) -> None:
+    """Ranks agree on what scalers found, whether they can read their gradients or not; then they go on."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(inner, comm, density=0.2, sends="updates")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = torch.arange(5) + step + comm.rank
+        scaler.scale(model(batch).square().mean()).backward()
+        if step == 1 and comm.rank == 1:
+            model[1].weight.grad = model[1].weight.grad.to_sparse()
+        with pytest.raises(ValueError, match="rank 1: a gradient is sparse") if step == 1 else nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+    assert len(set(references(optimizer, comm))) == 1
+
+
 def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, every=4)
