@@ -6,15 +6,20 @@ the sums above a global threshold are applied to the reference. Decay acts on th
 
     DATA=DIR STEPS=1000 P=4 python sim.py SPEC ...          SPEC = name/key=value/...; one JSON line a run on standard output
 
-name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW).
+name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW),
+  powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32.
 keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
+  mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
   rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
   dr, dw: density falls from dr to d over the share dw of the steps
   v: own; mean (of the mean gradient, exact); slice/K=..: a rotating 1/K of it; ratio: own times the measured ratio of each tensor;
      pools/K=..: pool from a rotating 1/K of the workers' v and m, averaged densely in 8 bits (stale by up to K steps)
+     split: as sig, by a mean over 1/(1-b2) steps of the squared momentum
+     sig: what is noise in v, by a slower mean of the worker's own gradients, counts a P-th
+  vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
   pr, pl: a shared prediction of the mean movement is applied in every step and taken from what is unsent: w = pl (w + pr u)
      frozen: exact until the share fz of the steps; pool: (own + (P-1) mean of all)/P^2 + signal
@@ -35,6 +40,7 @@ torch.backends.cuda.matmul.allow_tf32 = True
 env = os.environ.get
 STEPS, P, T, V = int(env("STEPS", 1000)), int(env("P", 4)), int(env("T", 512)), int(env("V", 16384))
 BATCH = int(env("BATCH", 64))
+B1 = 0.9
 B = BATCH // P
 L, D = int(env("L", 6)), int(env("D", 384))
 DATA = env("DATA", "gptdata")
@@ -56,16 +62,10 @@ class Block(nn.Module):
         self.qkv, self.o = nn.Linear(D, 3 * D), nn.Linear(D, D)
         self.u, self.d = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
 
-    def forward(self, x):
-        b, t, _ = x.shape
-        q, k, v = self.qkv(self.n1(x)).view(b, t, 3, D // 64, 64).permute(2, 0, 3, 1, 4)
-        x = x + self.o(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, D)
-        )
-        return x + self.d(F.gelu(self.u(self.n2(x))))
-
 
 class GPT(nn.Module):
+    """The shapes and the start; `losses` computes with the weights of several workers at once."""
+
     def __init__(self):
         super().__init__()
         self.e, self.p = nn.Embedding(V, D), nn.Embedding(T, D)
@@ -77,13 +77,31 @@ class GPT(nn.Module):
             if isinstance(m, nn.Linear):
                 nn.init.zeros_(m.bias)
 
-    def forward(self, x):
-        h = self.e(x) + self.p.weight
-        for b in self.b:
-            h = b(h)
-        return F.cross_entropy(
-            (self.n(h[:, :-1]) @ self.e.weight.T).float().reshape(-1, V), x[:, 1:].reshape(-1)
+
+def losses_of(w, x):
+    """The sum over W workers of their mean losses. w: name -> [W, ...], x: tokens [W, B, T]."""
+    W, b, t = x.shape
+
+    def linear(h, name):
+        return torch.baddbmm(w[name + ".bias"][:, None], h, w[name + ".weight"].transpose(1, 2))
+
+    def norm(h, name):
+        return F.layer_norm(h, (D,)) * w[name + ".weight"][:, None] + w[name + ".bias"][:, None]
+
+    rows = torch.arange(W, device=x.device)[:, None, None]
+    h = (w["e.weight"][rows, x] + w["p.weight"][:, None]).view(W, b * t, D)
+    for i in range(L):
+        q, k, v = (
+            linear(norm(h, f"b.{i}.n1"), f"b.{i}.qkv").view(W * b, t, 3, D // 64, 64).permute(2, 0, 3, 1, 4)
         )
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(W, b * t, D)
+        h = h + linear(a, f"b.{i}.o")
+        h = h + linear(F.gelu(linear(norm(h, f"b.{i}.n2"), f"b.{i}.u")), f"b.{i}.d")
+    h = norm(h, "n").view(W, b, t, D)[:, :, :-1].reshape(W, b * (t - 1), D)
+    logits = torch.bmm(h, w["e.weight"].transpose(1, 2))
+    return F.cross_entropy(logits.float().view(-1, V), x[:, :, 1:].reshape(-1), reduction="sum") / (
+        b * (t - 1)
+    )
 
 
 def start_weights(seed):
@@ -91,33 +109,29 @@ def start_weights(seed):
     return torch.cat([p.detach().reshape(-1) for p in GPT().parameters()])
 
 
-torch.manual_seed(0)
-model = GPT().to(dev)
-params = list(model.parameters())
-sizes = [p.numel() for p in params]
+shapes = {name: p.shape for name, p in GPT().named_parameters()}
+sizes = [shape.numel() for shape in shapes.values()]
 n = sum(sizes)
-flat = torch.empty(n, device=dev)
-grad = torch.zeros(n, device=dev)
 decays = torch.zeros(n, device=dev)
-at = 0
-for p in params:
-    k = p.numel()
-    flat[at : at + k].copy_(p.data.reshape(-1))
-    p.data = flat[at : at + k].view_as(p)
-    p.grad = grad[at : at + k].view_as(p)
-    if p.dim() > 1:
-        decays[at : at + k] = 0.1
-    at += k
-xs = torch.zeros(B, T, dtype=torch.long, device=dev)
+views = torch.empty(P, n, device=dev)  # the workers' own weights
+gs = torch.zeros(P, n, device=dev)  # and gradients
+weights, at = {}, 0
+for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+    weights[name] = views[:, at : at + size].view(P, *shape).requires_grad_()
+    weights[name].grad = gs[:, at : at + size].view(P, *shape)
+    if len(shape) > 1:
+        decays[at : at + size] = 0.1
+    at += size
+xs = torch.zeros(P, B, T, dtype=torch.long, device=dev)
 ar = torch.arange(T, device=dev)
-fast = compiled(model)
+fast = compiled(losses_of)
 
 
 @torch.enable_grad()
 def forward_backward():
-    grad.zero_()
+    gs.zero_()
     with torch.autocast(dev, torch.bfloat16):
-        loss = fast(xs)
+        loss = fast(weights, xs)
     loss.backward()
     return loss
 
@@ -140,16 +154,19 @@ else:
         loss_t = forward_backward()
 
 
-def evaluate(weights):
+def evaluate(vector):
     global first_half
-    flat.copy_(weights)
-    total = 0.0
+    one, at = {}, 0
+    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+        one[name] = vector[at : at + size].view(1, *shape)
+        at += size
+    total = torch.zeros((), device=dev)
     with torch.no_grad(), torch.autocast(dev, torch.bfloat16):
         for i in range(0, EVAL, 48):
             if i == EVAL // 2:
-                first_half = total / i
-            total += float(model(held_t[i : i + 48])) * len(held_t[i : i + 48])
-    return total / EVAL
+                first_half = float(total) / i
+            total += losses_of(one, held_t[None, i : i + 48]) * len(held_t[i : i + 48])
+    return float(total) / EVAL
 
 
 @compiled
@@ -182,14 +199,9 @@ def step_pools(m, v, pool, signal, unsent, lr, c1, c2):
     unsent.add_(lr * (m * c1) / (v2.sqrt() + 1e-8))
 
 
-def rounded(x, wire, least, d):
-    """Values as they arrive: bfloat16, or a code in [0, Q] linear in the bits between a block's least and largest magnitude."""
-    if wire in ("float32", "plain"):
-        return x
-    if wire == "bfloat16":
-        return x.bfloat16().float()
-    top = 127 if wire == "int8" else 7
-    block = max(256, int(256 / d))
+@compiled
+def coded(x, top: int, block: int):
+    """As `rounded`, in blocks; `masked` codes may be zero: 7 magnitudes between a block's largest and a 32nd of it."""
     rows = x.shape[0]
     pad = -x.shape[-1] % block
     y = F.pad(x, (0, pad)).view(rows, -1, block)
@@ -200,6 +212,29 @@ def rounded(x, wire, least, d):
     code = ((bits - low) * top / span).round()
     out = (low + code * span / top).to(torch.int32).view(torch.float32) * y.sign()
     return torch.where(y == 0, 0.0, out).view(rows, -1)[:, : x.shape[-1]]
+
+
+@compiled
+def coded_masked(x, block: int):
+    rows = x.shape[0]
+    pad = -x.shape[-1] % block
+    y = F.pad(x, (0, pad)).view(rows, -1, block)
+    bits = y.abs().view(torch.int32).float()
+    high = bits.amax(-1, keepdim=True)
+    span = 5.0 * 2**23  # five octaves
+    code = ((bits - high) * 6 / span + 6).round()
+    out = (high + (code - 6) * span / 6).to(torch.int32).view(torch.float32) * y.sign()
+    return torch.where((code < 0) | (high == 0), 0.0, out).view(rows, -1)[:, : x.shape[-1]]
+
+
+def rounded(x, wire, least, d):
+    """Values as they arrive: bfloat16, or a code in [0, Q] linear in the bits between a block's least and largest magnitude."""
+    if wire in ("float32", "plain"):
+        return x
+    if wire == "bfloat16":
+        return x.bfloat16().float()
+    top = 127 if wire == "int8" else 7
+    return coded(x, top, max(256, int(256 / d)))
 
 
 @compiled
@@ -219,6 +254,32 @@ def thresholds(x, k, count=400_000):
     return torch.topk(x[:, pos].abs(), max(1, round(count * k / n)), dim=1, sorted=False).values.amin(
         1, keepdim=True
     )
+
+
+@compiled
+def masked(unsent, mask):
+    return torch.where(mask, unsent, 0.0)
+
+
+def exchange_masked(unsent, d, wire, kind, turn):
+    """All workers send the same entries: those that a worker in turn chose (leader), or a P-th of them each (union)."""
+    if kind == "leader":
+        q = turn % P
+        mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
+    else:
+        mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
+    sent = masked(unsent, mask)
+    block = max(256, int(256 / d))
+    if wire == "int4":
+        sent = coded_masked(sent, block)
+    unsent.sub_(sent)
+    u = sent.mean(0, keepdim=True)
+    if wire == "int4":
+        v = coded_masked(u, block)
+        owner = torch.arange(n, device=dev) * P // n
+        unsent.scatter_add_(0, owner[None], (u - v) * P)
+        u = v
+    return u[0], float(mask.float().mean()) if turn % 500 == 0 else None
 
 
 def exchange(unsent, d, wire, chunk, stride=None):
@@ -261,7 +322,94 @@ def exchange(unsent, d, wire, chunk, stride=None):
     return u[0] / P
 
 
+@compiled
+def orthogonal(matrix):
+    """Gram-Schmidt, as PowerSGD does it."""
+    columns = []
+    for column in matrix.T:
+        for other in columns:
+            column = column - (column @ other) * other
+        columns.append(column / (column.norm() + 1e-8))
+    return torch.stack(columns, 1)
+
+
+def power_sgd(err, factors, rank, mean):
+    """PowerSGD (Vogels et al., 2019) with error feedback: matrices as rank products, the rest densely."""
+    at, words = 0, 0
+    for i, (shape, size) in enumerate(zip(shapes.values(), sizes, strict=True)):
+        part = slice(at, at + size)
+        if len(shape) == 2:
+            matrix = gs[:, part].add_(err[:, part]).view(P, *shape)
+            left = orthogonal((matrix @ factors[i]).mean(0))
+            factors[i] = (matrix.transpose(1, 2) @ left).mean(0)
+            near = (left @ factors[i].T).reshape(-1)
+            torch.sub(gs[:, part], near, out=err[:, part])
+            mean[part] = near
+            words += rank * sum(shape)
+        else:
+            mean[part] = gs[:, part].mean(0)
+            words += size
+        at += size
+    return 2 * words / n
+
+
+def cosines():
+    i = torch.arange(64, device=dev, dtype=torch.float64)
+    basis = torch.cos(math.pi / 64 * (i[None] + 0.5) * i[:, None]) * (2 / 64) ** 0.5
+    basis[0] *= 0.5**0.5
+    return basis.float()
+
+
+def demo(delta, lr, decay, keep, total):
+    """DeMo (Peng et al., 2024): the largest cosine components of each 64 x 64 of the momentum leave it; their sum's sign is the step."""
+    delta.mul_(decay).add_(gs, alpha=lr)
+    at, C = 0, cosines()
+    for shape, size in zip(shapes.values(), sizes, strict=True):
+        part = slice(at, at + size)
+        at += size
+        square = len(shape) == 2
+        x = delta[:, part]
+        if square:
+            x = x.view(P, shape[0] // 64, 64, shape[1] // 64, 64).transpose(2, 3)
+            y = C @ x @ C.T
+            flat = y.reshape(P, -1, 4096)
+        else:
+            y = x.view(P, -1, 64) @ C.T
+            flat = y
+        k = min(keep, flat.shape[-1])
+        top = flat.abs().topk(k, dim=-1).indices
+        sent = torch.zeros_like(flat).scatter_(-1, top, flat.gather(-1, top))
+        if square:
+            back = C.T @ sent.view_as(y) @ C
+            back = back.transpose(2, 3).reshape(P, -1)
+        else:
+            back = (sent @ C).reshape(P, -1)
+        delta[:, part] -= back
+        total[part] = back.sum(0)
+
+
+@compiled
+def step_signal(m, v, s, unsent, lr, c1, c2, cs):
+    own = v * c2
+    v2 = own / P + (1 - 1 / P) * torch.minimum((s * cs).square(), own)
+    unsent.add_(lr * (m * c1) / (v2.sqrt() + 1e-8))
+
+
+@compiled
+def step_split(m, v, a, unsent, lr, c1, c2, b2):
+    """What of v is the mean's square, from a longer mean of the squared momentum, and what is noise, which counts a P-th."""
+    mh = m * c1
+    a.add_((mh * mh - a) * (1 - b2))
+    own, second = v * c2, a * c2
+    quiet = (1 - B1) / (1 + B1)
+    signal = ((second - quiet * own) / (1 - quiet)).clamp(min=0)
+    signal = torch.minimum(signal, own)
+    v2 = signal + (own - signal) / P
+    unsent.add_(lr * mh / (v2.sqrt() + 1e-8))
+
+
 STRIDE = {"float32": 2, "bfloat16": 1, "int8": 0.516, "int4": 0.266}
+MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
 first_half = 0.0
@@ -296,14 +444,15 @@ def run(spec):
     )
     w, wm, wh = f("w", 0), o.get("wm", "u"), int(f("wh", 1))
     dr, dw = f("dr", 0), f("dw", 0)
-    S = 1 if name in ("dense", "gradients") else P
+    S, factors = 1 if name in ("dense", "gradients", "powersgd") else P, []
     idx = batches(seed, steps)
     ref = start_weights(seed).to(dev)
 
     def zeros(r):
         return torch.zeros(r, n, device=dev)
 
-    m, v, unsent, gs = zeros(S), zeros(S), zeros(P if name != "dense" else 1), zeros(P)
+    m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
+    mask, chosen = o.get("mask"), []
     car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
     buf = zeros(1)[0] if mu else None
     pr, pl = f("pr", 0), f("pl", 0.99)
@@ -311,6 +460,7 @@ def run(spec):
     msh = zeros(1)[0] if vmode == "pools" else None
     vsh = zeros(1)[0] if vmode in ("mean", "slice", "frozen", "pool", "pools") or wm == "g" else None
     rho = torch.ones(n, device=dev)
+    vs, slow = int(f("vs", 0)), zeros(P) if vmode in ("sig", "split") else None
     sums = torch.zeros(2, len(sizes), device=dev)
     Ks = int(f("K", 50))
     sl = -(-n // Ks)
@@ -326,16 +476,18 @@ def run(spec):
         dd = 1.0 if starting else d
         if dw and s < dw * steps:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
-        flat.copy_(ref)
-        for q in range(P):
+        with torch.no_grad():
             if name == "updates" and (since or lv):
-                torch.sub(ref, unsent[q] if car is not None or lv == 1 else lv * unsent[q], out=flat)
                 if car is not None:
-                    flat.add_(car[q], alpha=1 - lv)
-            xs.copy_(train_t[idx[s, q][:, None] + ar])
-            replay()
-            gs[q].copy_(grad)
-            losses += loss_t.detach()
+                    torch.sub(ref, unsent, out=views)
+                    views.add_(car, alpha=1 - lv)
+                else:
+                    torch.sub(ref, unsent, alpha=lv, out=views)
+            else:
+                views.copy_(ref.expand(P, n))
+        xs.copy_(train_t[idx[s][:, :, None] + ar])
+        replay()
+        losses += loss_t.detach()
         c1, c2 = 1 / (1 - b1**t), 1 / (1 - b2**t)
 
         def scalar(x):
@@ -344,13 +496,29 @@ def run(spec):
         def clip(g):
             return (1 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
 
-        if name != "updates" or (starting and wm == "g"):
-            if name == "gradients":
+        if name == "demo":
+            demo(v, lr, f("decay", 0.999), int(f("keep", 32)), unsent[0])
+            ref.mul_(1 - lr * decays).sub_(lr * unsent[0].sign())
+            sent_bytes += (P - 1) * f("keep", 32) / 4096 * 28 / 32
+        elif name != "updates" or (starting and wm == "g"):
+            if name == "powersgd":
+                mean = torch.empty(1, n, device=dev)
+                if starting:
+                    mean[0] = gs.mean(0)
+                    sent_bytes += 1.0
+                else:
+                    if not factors:
+                        factors.extend(
+                            torch.randn(x[-1], int(f("rank", 4)), device=dev) for x in shapes.values()
+                        )
+                    sent_bytes += power_sgd(unsent, factors, int(f("rank", 4)), mean[0])
+            elif name == "gradients":
                 unsent.add_(gs)
                 mean = exchange(unsent, dd, wire, chunk)[None]
             else:
                 mean = gs.mean(0, keepdim=True)
-            sent_bytes += 1.0 if dd >= 1 else BYTES[wire] * dd
+            if name != "powersgd":
+                sent_bytes += 1.0 if dd >= 1 else BYTES[wire] * dd
             one = mean.expand(S, n)
             moments(one.contiguous() if S > 1 else one, m, v, clip(mean), scalar(b1), scalar(b2))
             u = torch.zeros(1, n, device=dev)
@@ -360,7 +528,13 @@ def run(spec):
             ref.mul_(1 - lr * decays).sub_(u[0])
         else:
             lrt, c1t, c2t = scalar(lr), scalar(c1), scalar(c2)
-            moments(gs, m, v, clip(gs), scalar(b1), scalar(b2))
+            clips = clip(gs)
+            moments(gs, m, v, clips, scalar(b1), scalar(b2))
+            if vs:
+                j = s % vs
+                part = slice(j * -(-n // vs), (j + 1) * -(-n // vs))
+                v[:, part] = v[:, part].mean(0)
+                sent_bytes += 0.5 / vs
             if vmode in ("mean", "slice", "frozen", "pool"):
                 mean = (gs * clip(gs)).mean(0)
             if vmode in ("mean", "frozen") and (vmode == "mean" or s < f("fz", 0.1) * steps):
@@ -374,7 +548,16 @@ def run(spec):
                 bs = f("bs", 0.9)
                 vsh[part].lerp_(mean[part].square(), 1 - min(bs, 1 - 1 / age))
                 sent_bytes += 1 / Ks
-            if vmode in ("mean", "frozen"):
+            if vmode == "split":
+                if vs:
+                    slow[:, part] = slow[:, part].mean(0)
+                    sent_bytes += 0.5 / vs
+                step_split(m, v, slow, unsent, lrt, c1t, c2t, scalar(b2))
+            elif vmode == "sig":
+                bs = f("bs", 0.98)
+                slow.lerp_(gs * clips, 1 - bs)
+                step_signal(m, v, slow, unsent, lrt, c1t, c2t, scalar(1 / (1 - bs**t)))
+            elif vmode in ("mean", "frozen"):
                 step_of(m, vsh.expand(P, n).contiguous(), unsent, lrt, c1t, scalar(info["c2"]))
             elif vmode == "slice":
                 own = (
@@ -431,10 +614,15 @@ def run(spec):
                 if pr:
                     unsent.sub_(pred)
                     ref.sub_(pred)
-                u = exchange(unsent, dd, wire, chunk, turn if stride else None)
+                if mask and dd < 1:
+                    u, share = exchange_masked(unsent, dd, wire, mask, turn)
+                    if share is not None:
+                        chosen.append(round(share, 5))
+                else:
+                    u = exchange(unsent, dd, wire, chunk, turn if stride else None)
                 since = 0
                 turn += 1
-                sent_bytes += 1.0 if dd >= 1 else (STRIDE if stride else BYTES)[wire] * dd
+                sent_bytes += 1.0 if dd >= 1 else (STRIDE if stride else MASKED if mask else BYTES)[wire] * dd
                 if mu:
                     buf.mul_(mu).add_(u)
                     u = u + mu * buf
@@ -451,7 +639,8 @@ def run(spec):
             out.append(round(evaluate(ref), 4))
             if out[-1] != out[-1] or out[-1] > 9.5:
                 break
-    less = round(evaluate(ref - unsent.mean(0)), 4) if name != "dense" and d < 1 else None
+    half = first_half
+    less = round(evaluate(ref - unsent.mean(0)), 4) if name in ("updates", "gradients") and d < 1 else None
     ratio = float(gs.mean(0).square().sum() / gs.square().sum(1).mean())
     print(
         json.dumps(
@@ -461,13 +650,14 @@ def run(spec):
                 "P": P,
                 "steps": steps,
                 "held": out,
-                "half": round(first_half, 4),
+                "half": round(half, 4),
                 "less": less,
                 "train": round(float(losses) / P / (s + 1), 4),
                 "bytes": round(sent_bytes / (s + 1), 5),
                 "gratio": round(ratio, 3),
                 "residual": round(float(unsent.mean(0).norm()), 3),
                 "seconds": round(time.time() - t0, 1),
+                "chosen": chosen if mask else None,
             }
         ),
         flush=True,
