@@ -81,7 +81,15 @@ class DeviceKernels:
         self._select_at_least = Kernel(select, "select_at_least")
         self._take_values = Kernel(select, "take_values")
         self._magnitude_histogram = Kernel(select, "magnitude_histogram")
-        names = ("clear_support", "clear_common", "write_scaled", "add_entries", "to_whole_indices", "set_values", "to_indices")
+        names = (
+            "clear_support",
+            "clear_common",
+            "write_scaled",
+            "add_entries",
+            "to_whole_indices",
+            "set_values",
+            "to_indices",
+        )
         self._apply = {name: Kernel(apply, name) for name in names}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
         self._launches: dict[int, SelectLaunches] = {}  # by the bytes of a gradient's element

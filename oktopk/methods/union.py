@@ -44,11 +44,11 @@ def union_words(k: int, ranks: int) -> tuple[float, float]:
 class SharedSupport(SparseMethod):
     """Each rank chooses a P-th of k; all ranks send their values at all chosen indices, and all sums are applied.
 
-    So every applied entry is the sum of all ranks' values, and is cleared on all ranks. At most P·ceil(k/P) entries are applied in a
-    step of exact thresholds, and 5/4 of that in others.
+    So every applied entry is the sum of all ranks' values, and is cleared on all ranks. A step of exact thresholds applies at
+    most P·ceil(k/P) entries, any other one 5/4 of that.
 
-    The values travel by their positions in the list of chosen indices, which takes a coded entry 2 bits. A wire that rounds leaves
-    out what is below 1/8 of a rank's own threshold: it stays in the residual.
+    The values travel by their positions in the list of chosen indices, which takes a coded entry 2 bits. A wire that rounds
+    leaves out what is below 1/8 of a rank's own threshold: it stays in the residual.
 
     Traffic: with plain entries 2k(P-1)/P words a rank for the chosen lists and at most 4k(P-1)/P for the values; P + 2 log2 P
         messages, 2P more where sums that cancel leave blocks to be balanced. Control: two allgathers and one alltoall of 2 int64.
