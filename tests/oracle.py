@@ -104,6 +104,19 @@ def gtopk(gradients: Vector, residuals: Vector, k: int) -> Step:
     return Step(accumulated, selected, held[0], np.flatnonzero(held[0]), left)
 
 
+def union(gradients: Vector, residuals: Vector, k: int) -> Step:
+    """All ranks send what any of them chose of its top ceil(k / P); every sum that is not zero is applied."""
+    accumulated = gradients + residuals
+    share = -(-k // len(accumulated))
+    support = np.unique(np.concatenate([top_k(row, share) for row in accumulated]))
+    selected = [support[row[support] != 0] for row in accumulated]
+    update = masked(accumulated.sum(axis=0), support)
+    applied = np.flatnonzero(update)
+    left = accumulated.copy()
+    left[:, applied] = 0
+    return Step(accumulated, selected, update, applied, left)
+
+
 ORACLES = {
     "dense": dense,
     "oktopk": ok_topk,
@@ -111,5 +124,6 @@ ORACLES = {
     "topkdsa": sum_of_top_ks,
     "gaussiank": sum_of_top_ks,
     "gtopk": gtopk,
+    "union": union,
 }
 """One step of each method, by its name in the registry."""

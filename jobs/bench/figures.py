@@ -28,7 +28,15 @@ TITLES = {
     "oktopk-into-g": "Ok-Topk into g",
 }
 """Of rows that are no method; those of methods are in jobs.report.style."""
-MARKERS = {"oktopk": "o", "dense": "s", "topka": "D", "topkdsa": "^", "gtopk": "v", "gaussiank": "X"}
+MARKERS = {
+    "oktopk": "o",
+    "dense": "s",
+    "topka": "D",
+    "topkdsa": "^",
+    "gtopk": "v",
+    "gaussiank": "X",
+    "union": "P",
+}
 """Of methods' lines."""
 
 

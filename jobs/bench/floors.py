@@ -157,6 +157,12 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
             "apply": apply,
         },
     }
+    # what each rank chose, and then the values at as many indices as were applied
+    stages["union"] = stages["oktopk"] | {
+        "exchange": (0, applied * share, ranks - 1),
+        "reduce": (applied + applied / ranks, 0, 0),
+        "allgather": (0, (selected * ranks + applied) * share, 2 * rounds),
+    }
     # a second pass selects
     stages["gaussiank"] = stages["topka"] | {"select": ((12 + work.gradient_bytes) * n, 0, 0)}
     for library in ("mpi", "mpi-ring", "mpi-rabenseifner"):

@@ -21,6 +21,7 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "topkdsa": ("TopkDSA", COLOURS[3], 1),
     "gtopk": ("gTopk", COLOURS[4], 0),
     "gaussiank": ("Gaussiank", COLOURS[5], 2),
+    "union": ("Union", "#332288", 3),
     "nccl": ("NCCL", "#999999", 0),
     "ddp": ("DDP", "#882255", 1),
     "powersgd": ("PowerSGD", "#117733", 2),

@@ -19,6 +19,7 @@ from oktopk.cpu.kernels import undo_accumulate as undo_on_host
 from oktopk.levels import Layout
 from oktopk.thresholds import CANDIDATES
 from tests.devices import asynchronous, gpus
+from tests.inputs import entries_with
 
 pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
 
@@ -567,3 +568,28 @@ def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> Non
         PreparedLaunch(kernels.keep_kernel, kernels.splits_kernel.parameters())
     with pytest.raises(AttributeError, match="limit"):
         kernels.keep_kernel.prepare(limit=1)
+
+
+@pytest.mark.parametrize("count", [1, 2047, 2049, 30_001])
+def test_values_at_the_indices_of_a_list_are_the_hosts(device: Any, count: int) -> None:
+    import cupy
+
+    from oktopk.cpu import kernels as on_host
+    from oktopk.cuda.kernels import DeviceKernels
+
+    rng = np.random.default_rng(count)
+    vector = rng.standard_normal(3 * count, np.float32)
+    vector[::5] = 0
+    support = entries_with(np.sort(rng.choice(3 * count, count, replace=False)), np.ones(count))
+    kernels, on_device = DeviceKernels(device), entries_of(device, support)
+    for bits in (1, magnitude_bits(0.5)):
+        expected, found = np.zeros(count, ENTRY), entries_of(device, np.zeros(count, ENTRY))
+        taken = on_host.take_values(vector, support, bits, expected)
+        assert kernels.take_values(cupy.asarray(vector), on_device, bits, found) == taken
+        assert found.get()[:taken].tobytes() == expected[:taken].tobytes()
+        on_host.to_indices(expected[:taken], support)
+        kernels.to_indices(found[:taken], on_device)
+        assert found.get()[:taken].tobytes() == expected[:taken].tobytes()
+    kernels.set_values(on_device, 2.5)
+    on_host.set_values(support, 2.5)
+    assert on_device.get().tobytes() == support.tobytes()

@@ -30,6 +30,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("oktopk", {"bucket_rounds": 1, "balance_trigger": 1.0}),
     ("oktopk", {"wire": "float32", "momentum_correction": 0.5}),
     ("oktopk", {"wire": "int8", "bucket_rounds": 1}),
+    ("union", {"wire": "int8", "bucket_rounds": 1}),
     ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
 ]
 PEERS: list[tuple[str, dict[str, Any]]] = [

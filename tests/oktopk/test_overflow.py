@@ -209,7 +209,7 @@ def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
         pytest.param(device, way, settings, marks=marks(device), id=f"{device}-{way}-{settings}")
         for device, way in ON
         for settings in ({}, {"momentum_correction": 0.5}, {"wire": "int8"})
-        if "wire" not in settings or way in ("oktopk", "two levels")
+        if "wire" not in settings or way in ("oktopk", "union", "two levels")
     ],
 )
 def test_a_skipped_step_leaves_residual_and_velocity_bit_for_bit(

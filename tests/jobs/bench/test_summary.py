@@ -95,6 +95,7 @@ def test_formulas_for_a_hundred_entries_of_ten_thousand_on_four_ranks() -> None:
     )
     assert formulas("gtopk", 100, 10_000, 4) == {"least": 300, "most": 300, "busiest": 400}
     assert formulas("topkdsa", 100, 10_000, 4) == {"least": 300, "most": 7650}
+    assert formulas("union", 100, 10_000, 4) == {"least": 225, "most": 450}
     assert formulas("nccl-bf16", 100, 10_000, 4) == {"least": 7500, "most": 7500}
     for method in ("dense", "mpi", "mpi-ring", "nccl"):
         assert formulas(method, 100, 10_000, 4) == {"least": 15_000, "most": 15_000}

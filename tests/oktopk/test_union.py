@@ -1,0 +1,180 @@
+"""The union of the ranks' choices: what is cleared, what each wire does, what damaged bytes and cancelled sums lead to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from collectives.codec import VALUE_BITS, CodedEntries
+from collectives.cpu.kernels import magnitude_bits
+from collectives.sparse import ENTRY
+from oktopk import DistributedOptimizer, GradientAllreduce
+from oktopk.cpu.kernels import set_values, take_values, to_indices
+from oktopk.methods.union import share_of, union_words
+from oktopk.settings import selection_cap
+from tests.devices import get, put, use
+from tests.inputs import entries_with
+
+LENGTH = 4000
+
+
+def reducer(comm: MPI.Intracomm, device: str, wire: str = "plain", **settings: Any) -> GradientAllreduce:
+    use(device, comm)
+    chosen = {"density": 0.05, "threshold_interval": 3, "average": False, "wire": wire} | settings
+    return GradientAllreduce(comm, LENGTH, "union", device=device, **chosen)
+
+
+def gradient_of(comm: MPI.Intracomm, step: int) -> np.ndarray:
+    drawn = np.random.default_rng((comm.rank, step)).standard_t(3, LENGTH)
+    return drawn.astype(np.float32)
+
+
+def test_positions_become_indices_and_zeros_and_what_is_small_are_left_out() -> None:
+    vector = np.array([0.0, -3.0, 1e-45, -0.0, 0.5, 7.0], np.float32)
+    support = entries_with([0, 1, 2, 4], np.zeros(4))
+    for magnitude, positions in ((0.0, [1, 2, 3]), (0.5, [1, 3]), (0.75, [1]), (4.0, [])):
+        taken = np.empty(4, ENTRY)
+        taken = taken[: take_values(vector, support, max(1, magnitude_bits(magnitude)), taken)]
+        assert taken["index"].tolist() == positions
+        to_indices(taken, support)
+        assert taken["index"].tolist() == support["index"][positions].tolist()
+        assert np.array_equal(taken["value"], vector[taken["index"]])
+    set_values(support, 1.0)
+    assert support["value"].tolist() == [1.0] * 4
+
+
+def test_words_by_formula() -> None:
+    assert union_words(100, 4) == (225, 450)
+    assert [share_of(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
+
+
+@pytest.mark.mpi
+def test_every_rank_is_cleared_wherever_an_entry_is_applied(comm: MPI.Intracomm, device: str) -> None:
+    reduced = reducer(comm, device)
+    left = np.zeros(LENGTH, np.float32)
+    for step in range(5):
+        accumulated = left + gradient_of(comm, step)
+        report = reduced.step(put(device, gradient_of(comm, step)))
+        update, left = get(reduced.update), get(reduced.residual)
+        applied = update != 0
+        assert 0 < np.count_nonzero(applied) == report.global_nnz
+        assert report.global_nnz <= comm.size * selection_cap(share_of(report.k, comm.size))
+        assert not left[applied].any()
+        assert np.array_equal(left[~applied], accumulated[~applied])
+        total = comm.allreduce(accumulated.astype(np.float64))
+        assert np.allclose(update[applied], total[applied], rtol=1e-5, atol=1e-5)
+        chosen = comm.allreduce(report.local_nnz) / comm.size
+        words, (least, most) = comm.allreduce(report.words) / comm.size, union_words(1, comm.size)
+        assert least * chosen * comm.size <= words <= most * chosen * comm.size
+    reduced.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("wire", VALUE_BITS)
+def test_nothing_is_lost_on_any_wire(comm: MPI.Intracomm, device: str, wire: str) -> None:
+    reduced, plain = reducer(comm, device, wire), reducer(comm, device)
+    left = np.zeros(LENGTH, np.float32)
+    for step in range(5):
+        gradient = gradient_of(comm, step)
+        accumulated = left + gradient
+        report, beside = reduced.step(put(device, gradient)), plain.step(put(device, gradient))
+        update, left = get(reduced.update), get(reduced.residual)
+        assert len(set(comm.allgather(update.tobytes()))) == 1
+        assert comm.size == 1 or comm.allreduce(report.bytes) < 0.75 * comm.allreduce(beside.bytes)
+        total, scale = (
+            comm.allreduce(each.astype(np.float64)) for each in (accumulated, np.abs(accumulated))
+        )
+        missing = np.abs(total - comm.allreduce(left.astype(np.float64)) - update)
+        assert (missing <= 2**-20 * (scale + np.abs(update))).all()
+        if wire == "float32" or comm.size == 1:
+            assert update.tobytes() == get(plain.update).tobytes()
+            assert left.tobytes() == get(plain.residual).tobytes()
+            assert report.rounded == 0
+        else:
+            assert 0 < report.rounded < {"bfloat16": 2**-8, "int8": 0.02, "int4": 0.25}[wire]
+    for each in (reduced, plain):
+        each.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wire_that_rounds_gets_nothing_below_an_eighth_of_the_threshold(comm: MPI.Intracomm) -> None:
+    values = np.array([0.0, 1e-45, -0.99, 1.0, -9.0, 2.0], np.float32)
+    for wire, expected in (("plain", [1, 2, 3, 4]), ("float32", [1, 2, 3, 4]), ("int8", [3, 4])):
+        reduced = reducer(comm, "cpu", wire)
+        reduced.step(gradient_of(comm, 0))
+        method: Any = reduced._methods["union"]
+        method._residual = values
+        sent = method.values_at(entries_with(np.arange(5), np.ones(5)), 8.0)
+        assert (sent.indices.tolist(), sent.length) == (expected, 5)
+        reduced.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_choices_is(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    """All ranks choose indices 0 and 1, the last rank with other signs; at index 0 the sum is 0 and nothing is cleared."""
+    reduced = reducer(comm, device, density=2 * comm.size / LENGTH)
+    gradient = np.full(LENGTH, 1.0, np.float32)
+    gradient[:2] = [100, 101 + comm.rank]
+    if comm.rank == comm.size - 1:
+        gradient[:2] = [-100 * (comm.size - 1), -50]
+    reduced.step(put(device, gradient))
+    update, left = get(reduced.update), get(reduced.residual)
+    expected = sum(101 + rank for rank in range(comm.size - 1)) - 50
+    assert update[:2].tolist() == [0, expected]
+    assert (left[0], left[1]) == (gradient[0], 0)
+    reduced.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("fails", ["support", "sent", "gathered"])
+def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    reduced = reducer(comm, "cpu", "int8")
+    reduced.step(gradient_of(comm, 0))
+    before = reduced.residual.copy()
+    codec: Any = reduced._methods["union"].codec
+    encode, calls = CodedEntries.encode, []
+
+    def damaging(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+        encode(codec, entries, lower, upper, wire, dest)
+        calls.append(dest)
+        at = {"support": 1, "sent": 2, "gathered": comm.size + 1}[fails]
+        if comm.rank == 1 and len(calls) == at:
+            wire[:] = np.full(len(wire), -1, np.int64).view(ENTRY)
+
+    monkeypatch.setattr(codec, "encode", damaging)
+    with pytest.raises(ValueError, match="int8 entries are damaged that came from rank 1"):
+        reduced.step(gradient_of(comm, 1))
+    assert not reduced.update.any()
+    assert np.allclose(reduced.residual, before, atol=1e-5)
+    monkeypatch.undo()
+    reduced.step(gradient_of(comm, 2))
+    assert reduced.update.any()
+    reduced.close()
+
+
+@pytest.mark.mpi
+def test_updates_of_adamw_are_summed_by_union(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 10)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = DistributedOptimizer(inner, comm, "union", density=0.1, wire="int4", sends="updates", every=2)
+    data = torch.Generator().manual_seed(comm.rank)
+    first = loss = None
+    for _ in range(40):
+        x = torch.randn(16, 40, generator=data)
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :10]).square().mean()
+        loss.backward()
+        optimizer.step()
+        first = first or loss.item()
+    assert loss is not None and loss.item() < 0.5 * first
+    with optimizer.agreed():
+        assert len(set(comm.allgather(model.weight.detach().numpy().tobytes()))) == 1
