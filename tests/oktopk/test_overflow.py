@@ -62,7 +62,9 @@ class Run:
         use(device, comm)
         self.comm, self.device = comm, device
         method, path = WAYS[way]
-        chosen: dict[str, Any] = {"density": DENSITY, "average": False} | path | settings
+        # of a union's entries a rank chooses a P-th
+        density = DENSITY * (comm.size if method == "union" else 1)
+        chosen: dict[str, Any] = {"density": density, "average": False} | path | settings
         self.reducer = GradientAllreduce(comm, LENGTH, method, device=device, **chosen)
         self.rng = np.random.default_rng((comm.rank, 19))
         self.put_in, self.came_out = np.zeros(LENGTH), np.zeros(LENGTH)

@@ -175,6 +175,6 @@ def test_updates_of_adamw_are_summed_by_union(comm: MPI.Intracomm) -> None:
         loss.backward()
         optimizer.step()
         first = first or loss.item()
-    assert loss is not None and loss.item() < 0.5 * first
+    assert loss is not None and loss.item() < 0.75 * first
     with optimizer.agreed():
         assert len(set(comm.allgather(model.weight.detach().numpy().tobytes()))) == 1
