@@ -141,9 +141,7 @@ def step_of_updates(
 ) -> None:
     """Exchange how far each rank's own optimizer moved its parameters; change all three vectors in place.
 
-    The reference is equal on all ranks. Parameters are the reference less a share (None: 1/P) of the residual, at first zero.
-    Each operation is rounded by itself, none fused with the next: so on every device. Where parameters are of 16 bits the library
-    rounds `reference - share * residual` to their type, too, before it is compared with them or given to them.
+    Parameters are the reference, equal on all ranks, less a share (None: 1/P) of the residual, at first zero. Nothing is fused.
     """
     share = 1 / comm.size if share is None else share
     residual += (reference - share * residual) - parameters  # before the optimizer's step less after it
