@@ -17,22 +17,29 @@ comm = MPI.COMM_WORLD
 class Agreed(lightning.LightningModule):
     """Validates, tests and saves what all ranks agree on; while it trains, a rank's parameters are its own."""
 
-    within = ExitStack()
-
-    def agree(self) -> None:
+    def agreed(self) -> ExitStack:
+        stack = ExitStack()
         for optimizer in self.trainer.optimizers:
-            self.within.enter_context(optimizer.agreed())
+            stack.enter_context(optimizer.agreed())
+        return stack
 
-    def part(self) -> None:
-        self.within.close()
+    trained = validating = ExitStack()  # nothing entered
 
-    on_validation_start = on_train_end = agree
-    on_validation_end = on_train_start = part
+    def on_validation_start(self) -> None:
+        self.validating = self.agreed()
+
+    def on_validation_end(self) -> None:
+        self.validating.close()
+
+    def on_train_end(self) -> None:
+        self.trained = self.agreed()
+
+    def on_train_start(self) -> None:
+        self.trained.close()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.agree()
-        checkpoint["state_dict"] = {name: value.clone() for name, value in self.state_dict().items()}
-        self.part()
+        with self.agreed():
+            checkpoint["state_dict"] = {name: value.clone() for name, value in self.state_dict().items()}
 
 
 class Regression(Agreed):

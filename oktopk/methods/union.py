@@ -66,6 +66,10 @@ class SharedSupport(SparseMethod):
         )
         self._residual: Any = None  # of the step that runs
 
+    @property
+    def reads_displacements(self) -> bool:
+        return True
+
     def reduce(
         self,
         gradient: NDArray[np.float32],

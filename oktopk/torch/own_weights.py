@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMES = re.compile("slow|master|lookahead|cached_param|old_p|^z$")
+_NAMES = re.compile("^slow|master|lookahead|cached_param|old_p|^z$")
 """Of state that is weights, whatever it holds by now: Lookahead's, fp32 masters, SAM's, schedule-free averages, FTRL's."""
 
 _DEPTH = 3
@@ -20,7 +20,7 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer keeps weights of its own, as Lookahead and those with fp32 masters do, as far as can be told.
 
     Compared are names, and the tensors in state, groups and attributes with the parameters. Weights that are made in a later
-    step, under another name, are not found.
+    step are found by `names_weights` alone.
     """
     if "lookahead" in type(optimizer).__name__.lower():
         return True
@@ -29,11 +29,13 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
         return True
     parameters = [parameter for group in groups for parameter in group["params"]]
     held = [optimizer.state.get(parameter) or {} for parameter in parameters]
+    if names_weights(optimizer):
+        return True
     for parameter, state in zip(parameters, held, strict=True):
-        for name, value in state.items():
-            shaped = isinstance(value, Tensor) and value.shape == parameter.shape
-            if shaped and (_NAMES.search(str(name)) or (name != "ax" and _copies(value, parameter))):
-                return True  # "ax" is ASGD's average, which its steps do not read
+        for name, value in state.items():  # "ax" is ASGD's average, which its steps do not read
+            shaped = isinstance(value, Tensor) and value.shape == parameter.shape and name != "ax"
+            if shaped and _copies(value, parameter):
+                return True
     shapes: dict[torch.Size, list[Tensor]] = {}
     for parameter in parameters:
         shapes.setdefault(parameter.shape, []).append(parameter)
@@ -41,10 +43,22 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     beside.append(
         {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     )
+    own = {parameter.data_ptr() for parameter in parameters}
     return any(
         _copies(value, parameter)
         for value in _tensors(beside, _DEPTH)
+        if value.data_ptr() not in own
         for parameter in shapes.get(value.shape, ())
+    )
+
+
+def names_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state has tensors of a parameter's shape under names that weights have."""
+    return any(
+        isinstance(value, Tensor) and value.shape == parameter.shape and _NAMES.search(str(name)) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for name, value in (optimizer.state.get(parameter) or {}).items()
     )
 
 

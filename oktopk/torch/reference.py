@@ -151,7 +151,7 @@ class Reference:
         """Note what the parameters hold: `written` finds what changes from now on."""
         self._follow()
         self._seen = [(p._version, p.data_ptr()) for p in self._parameters]
-        self._samples = [_sample(held) for held in self._held]
+        self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
         self._sample = torch.cat(self._samples)
 
     def changed(self) -> Tensor:
@@ -162,7 +162,9 @@ class Reference:
         ]
         for number in self._rewritten:
             self._held[number] = self._parameters[number].detach()
-            self._samples[number] = _sample(self._held[number])
+        relaid = [n for n, held in enumerate(self._held) if held.stride() != self.views[n].stride()]
+        for number in {*self._rewritten, *relaid}:
+            self._samples[number] = _sample(self._held[number], self.views[number])
         self._now = torch.cat(self._samples)
         return (self._now != self._sample).any()
 
@@ -218,8 +220,13 @@ class Reference:
         return (self.views[number] - residual * self._share).to(self._held[number].dtype)
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """The bits of `SAMPLES` evenly spaced elements or of all, where these are fewer: a view, if the tensor is dense in memory."""
+def _sample(tensor: Tensor, view: Tensor) -> Tensor:
+    """The bits of `SAMPLES` evenly spaced elements or of all, where these are fewer, in the order of a view of the reference.
+
+    A view of the tensor, if it is laid out as that; else a copy.
+    """
     size = tensor.numel()
+    if tensor.stride() != view.stride():
+        tensor = torch.empty_like(view, dtype=tensor.dtype).copy_(tensor)
     elements = tensor.as_strided((size,), (1,)) if is_dense(tensor) else tensor.reshape(-1)
     return elements[:: max(1, size // SAMPLES)].view(_BITS[tensor.element_size()])

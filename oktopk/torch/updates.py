@@ -20,7 +20,7 @@ from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.own_weights import keeps_weights
+from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.states import by_rank
@@ -121,6 +121,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
+        self._state_is_known = False  # what the wrapped optimizer makes in its first step was looked at
         self._begin_window()
         self._counted = [*self._parameters, *self._table_list]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
@@ -193,10 +194,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._tables is not None and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
             if skipped is not None:
-                self._take_written()
+                if not problem:
+                    self._take_written()
                 self.report = skipped
                 self._reference.watch()
                 return loss
+        elif problem and grad_scaler is not None:
+            self._answer(grad_scaler)
         finite = not problem and self._finite(grad_scaler)
         if self._tables is None:
             if finite:
@@ -206,10 +210,24 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._steps += 1
         self._count_decay()
         if self._steps >= self._interval:
-            self._exchange(measure, problem)
+            self._exchange(measure, problem or self._own_weights())
         else:
             self._reference.watch()
         return loss
+
+    def _own_weights(self) -> str:
+        """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
+        if not self._state_is_known and names_weights(self.inner):
+            return _own_weights_sentence(self.inner)
+        self._state_is_known = bool(self.inner.state)
+        return ""
+
+    def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
+        """Where a GradScaler has found an Inf, by device. It wants an answer from a rank that has no gradient, too."""
+        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+        if not found:
+            found[self._update.device] = torch.zeros((), device=self._update.device)
+        return found
 
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
@@ -234,10 +252,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
-            found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
-            if not found:  # no parameter has a gradient here: the scaler wants an answer all the same
-                found[self._update.device] = torch.zeros((), device=self._update.device)
-            flags += [flag.reshape(()).to(flags[0].device).bool() for flag in found.values()]
+            flags += [flag.reshape(()).to(flags[0].device).bool() for flag in self._answer(scaler).values()]
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
@@ -586,8 +601,13 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
         return f"{name} moves the parameters between two backward passes: wrap the optimizer that its second step calls"
     if any("train_mode" in group for group in optimizer.param_groups) or keeps_weights(optimizer):
-        return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
+        return _own_weights_sentence(optimizer)
     return ""
+
+
+def _own_weights_sentence(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
 
 
 @contextmanager

@@ -108,6 +108,38 @@ def test_torchs_own_optimizers_keep_none_before_and_after_steps(make: Any) -> No
         assert not keeps_weights(optimizer)
 
 
+def test_a_slow_momentum_and_lists_of_the_parameters_are_no_weights() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.flat = list(model.parameters())  # its two layers are equal
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg_slow"] = torch.zeros_like(parameter)
+    assert not keeps_weights(optimizer)
+    optimizer.flat = [parameter.detach().clone() for parameter in model.parameters()]
+    assert keeps_weights(optimizer)
+
+
+class LateMasters(torch.optim.SGD):
+    """Makes its weights in its first step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("master_param", parameter.detach().double())
+
+
+@pytest.mark.mpi
+def test_weights_that_the_first_step_makes_are_refused_in_every_exchange(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(LateMasters(model.parameters(), lr=1e-3), comm, sends="updates")
+    for step in range(2):
+        optimizer.zero_grad()
+        squares(model, comm.rank, step).backward()
+        with pytest.raises(ValueError, match="LateMasters keeps weights beside the parameters, which"):
+            optimizer.step()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_on_all_ranks_one_sentence_refuses_them_and_the_optimizer_within_sam_trains(
     comm: MPI.Intracomm,
@@ -117,7 +149,7 @@ def test_on_all_ranks_one_sentence_refuses_them_and_the_optimizer_within_sam_tra
 
     model = network()
     kept = Masters(model.parameters()) if comm.rank else sgd(model.parameters())
-    with pytest.raises(ValueError, match="rank 1.*: Masters keeps weights beside the parameters, which"):
+    with pytest.raises(ValueError, match="ranks? 1.*: Masters keeps weights beside the parameters, which"):
         DistributedOptimizer(kept, comm, sends="updates")
     sam = Sam(model.parameters(), sgd)
     with pytest.raises(ValueError, match="Sam moves the parameters between two backward passes: wrap the"):

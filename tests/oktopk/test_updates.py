@@ -303,6 +303,37 @@ def test_a_problem_of_one_rank_beside_tables_and_a_gradscaler_is_raised_on_all(c
     assert len(set(references(optimizer, comm))) == 1
 
 
+def test_a_problem_of_one_rank_beside_a_gradscaler_waits_for_the_exchange(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, every=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(7 * step + comm.rank))
+        scaler.scale(model(batch).square().mean()).backward()
+        if step == 0 and comm.rank == comm.size - 1:
+            weight = next(model.parameters())
+            weight.grad = weight.grad.to_sparse()
+        with pytest.raises(ValueError, match="a gradient is sparse") if step == 1 else nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+    assert len(set(references(optimizer, comm))) == 1
+
+
+def test_another_memory_format_between_exchanges_parts_no_ranks(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(inner, comm, density=0.2, sends="updates", every=4)
+    for step in range(8):
+        if step == 2 and comm.rank == 0:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer.zero_grad()
+        model(torch.full((2, 2, 7, 7), 1.0 + step + comm.rank)).square().mean().backward()
+        optimizer.step()  # in the first exchanges ranks whose references have parted raise
+    assert len(set(references(optimizer, comm))) == 1
+
+
 def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, every=4)
