@@ -251,7 +251,8 @@ def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
     outcomes = folder / "slurm"
     marked = ["-m", "slurm", "--timeout-method=signal", f"--outcomes={outcomes}", "tests/cluster/slurm"]
     command = [sys.executable, *pytest, *marked]
-    run_group(tally, "Slurm", command, SLURM_SECONDS, os.environ, outcomes, False, SLURM_LEAVING)
+    between_hosts = os.environ | {"OMPI_MCA_btl": "^ofi"}  # jobs take the environment along, and need TCP
+    run_group(tally, "Slurm", command, SLURM_SECONDS, between_hosts, outcomes, False, SLURM_LEAVING)
 
 
 def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: argparse.Namespace) -> None:
