@@ -6,8 +6,8 @@
 // counts before its group of chunks.
 //
 // Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise), a ShardSum
-//          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh); residual[n] float; pool[capacity], entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a
-//          chunk, and where they begin in the pool;
+//          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh); residual[n] float; pool[capacity],
+//          entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
 //          each region begins in `entries`; with windows the mailbox gets it. p: structs of layouts.py.

@@ -657,6 +657,13 @@ class DistributedOptimizer(WrappedOptimizer):
         self._said_none = self._said_none or not any(anywhere)
         return anywhere
 
+    def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
+        """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
+        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+        if not found:
+            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+        return found
+
     def _unscale(self, scaler: GradScaler, problem: str = "") -> StepReport | None:
         """Divide the gradients by the scale, where the user has not. Collective.
 
@@ -672,9 +679,7 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         if not problem and scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
-        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
-        if not found:  # no parameter has a gradient here, or none is read
-            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+        found = self._answer(scaler)
         skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
         if skipped is not None:
             for flag in found.values():

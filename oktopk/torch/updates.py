@@ -222,13 +222,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._state_is_known = bool(self.inner.state)
         return ""
 
-    def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
-        """Where a GradScaler has found an Inf, by device. It wants an answer from a rank that has no gradient, too."""
-        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
-        if not found:
-            found[self._update.device] = torch.zeros((), device=self._update.device)
-        return found
-
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
         if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
