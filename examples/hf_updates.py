@@ -46,9 +46,7 @@ class Agreed(TrainerCallback):
 drawn = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
 examples = [{"inputs": row, "labels": row.sum(0, keepdim=True)} for row in drawn]
 model = Regression()
-optimizer = DistributedOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=1e-2), density=0.05, sends="updates"
-)
+optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), density=0.05)
 silent = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
 often = {"max_steps": 62, "eval_strategy": "steps", "eval_steps": 31, "eval_on_start": True}
 arguments = TrainingArguments(

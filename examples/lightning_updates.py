@@ -58,7 +58,7 @@ class Regression(Agreed):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         inner = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return DistributedOptimizer(inner, density=0.05, sends="updates")
+        return DistributedOptimizer(inner, density=0.05)
 
 
 losses: list[float] = []

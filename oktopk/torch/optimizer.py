@@ -112,7 +112,8 @@ class DistributedOptimizer(WrappedOptimizer):
         row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
         sends: "gradients": the ranks sum gradients, then each wrapped optimizer steps on the mean. "updates": each wrapped
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
-            `oktopk.torch.updates.UpdatesOptimizer`. Take updates for AdamW, which does not train well on sparse gradients.
+            `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW, Lion), which do not
+            train well on sparse gradients; gradients for all others, for SparseAdam and for method="dense".
         every: steps between two exchanges of updates, >= 1.
         local_share: with updates the share of its residual that a rank's own parameters hold, in [0, 1]; None: 1/P, as much as
             its updates count once they are applied.
@@ -154,8 +155,18 @@ class DistributedOptimizer(WrappedOptimizer):
             cls._sends = sends
             DistributedOptimizer._kinds[sends] = cls
 
-    def __new__(cls, *arguments: Any, sends: str = "gradients", **keywords: Any) -> Any:
-        kind = DistributedOptimizer._kinds.get(sends, cls)
+    def __new__(
+        cls,
+        optimizer: Any = None,
+        comm: Any = None,
+        method: str = "oktopk",
+        *,
+        sends: str | None = None,
+        **keywords: Any,
+    ) -> Any:
+        if sends is None and cls is DistributedOptimizer:
+            sends = default_sends(optimizer, method)
+        kind = DistributedOptimizer._kinds.get(sends or cls._sends, cls)
         return super().__new__(kind if issubclass(kind, cls) else cls)
 
     def __init__(
@@ -173,7 +184,7 @@ class DistributedOptimizer(WrappedOptimizer):
         order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
         row_density: float = 1.0,
-        sends: str = "gradients",
+        sends: str | None = None,
         every: int = 1,
         local_share: float | None = None,
         **settings: Any,
@@ -207,10 +218,13 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
         if isinstance(optimizer, DistributedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
-        sends = self._sends if sends == "gradients" else sends
+        unsaid, sends = sends is None, self._sends if sends is None else sends
         problem = problem or self._sends_problem(sends, every, local_share)
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
-        problem = problem or self._refused(settings | asked | {"every": every, "tables": tables})
+        refused = self._refused(settings | asked | {"every": every, "tables": tables})
+        if refused and unsaid:
+            refused += f"; by default {type(optimizer).__name__} sends updates"
+        problem = problem or refused
         problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
@@ -863,6 +877,13 @@ _OF_INIT = inspect.signature(DistributedOptimizer.__init__)
 DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defined]
     parameters=list(_OF_INIT.parameters.values())[1:]
 )
+
+
+def default_sends(optimizer: Any, method: str) -> str:
+    """What a `DistributedOptimizer` sends where the user does not say: "updates" or "gradients"."""
+    scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
+    gradients = isinstance(optimizer, torch.optim.SparseAdam) or method == "dense"
+    return "updates" if scaled and not gradients else "gradients"
 
 
 def clip_(vectors: Sequence[Tensor], norm: float) -> None:

@@ -35,7 +35,7 @@ _FIRST, _EVERY = (
 
 
 class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
-    """What `DistributedOptimizer(optimizer, sends="updates")` makes: the optimizer stands before the selection.
+    """What `DistributedOptimizer(optimizer, sends="updates")` makes, of AdamW by default: it stands before the selection.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
     of the residuals are summed over the ranks, and all ranks subtract the mean from the *reference*: float32 values of all
@@ -576,7 +576,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer divides by second moments as torch's Adam does."""
-    return isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam | torch.optim.RAdam)
+    kinds = (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    )  # before torch 2.7 AdamW is no Adam
+    return isinstance(optimizer, kinds)
 
 
 def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

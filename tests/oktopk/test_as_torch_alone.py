@@ -155,7 +155,8 @@ def run(
     comm: MPI.Intracomm, way: str, wrap: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any
 ) -> tuple[Any, DistributedOptimizer, Callable[..., Any]]:
     model: Any = Heads()
-    optimizer = DistributedOptimizer(wrap(model), comm, **{**SPARSE, **WAYS[way], **settings})
+    chosen = {**SPARSE, **WAYS[way], **settings, "sends": "gradients"}
+    optimizer = DistributedOptimizer(wrap(model), comm, **chosen)
     steps = iter(range(1000))
 
     def step(heads: str = "ab") -> None:

@@ -229,7 +229,7 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
     def made() -> tuple[nn.Module, DistributedOptimizer]:
         model = Branches()
         optimizer = torch.optim.Adam(model.parameters())
-        return model, DistributedOptimizer(optimizer, density=0.05, threshold_interval=3)
+        return model, DistributedOptimizer(optimizer, density=0.05, threshold_interval=3, sends="gradients")
 
     def steps(model: nn.Module, optimizer: DistributedOptimizer, these: range) -> None:
         for step in these:

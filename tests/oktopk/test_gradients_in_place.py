@@ -500,7 +500,8 @@ def test_where_no_message_travels_unused_parameters_stay_and_rates_that_part_are
     all_deferred(monkeypatch)
     model = Network().to(place)
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    optimizer = DistributedOptimizer(inner, comm, method, density=0.05, deferred=deferred)
+    settings = {"density": 0.05, "deferred": deferred, "sends": "gradients"}
+    optimizer = DistributedOptimizer(inner, comm, method, **settings)
     drawn = torch.Generator().manual_seed(comm.rank)
     unused = model.unused.weight.detach().clone()
 

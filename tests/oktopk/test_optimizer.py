@@ -51,7 +51,9 @@ def train(
     comm: MPI.Intracomm, method: str, inner: str, steps: int, **settings: object
 ) -> tuple[nn.Module, DistributedOptimizer]:
     model = network()
-    optimizer = DistributedOptimizer(INNER[inner](model.parameters()), comm, method, **settings)
+    optimizer = DistributedOptimizer(
+        INNER[inner](model.parameters()), comm, method, sends="gradients", **settings
+    )
     for step in range(steps):
         optimizer.zero_grad()
         backward(model, comm.rank, step)

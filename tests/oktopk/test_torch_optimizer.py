@@ -132,7 +132,7 @@ def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
     """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
     model, other = network(), network()
     optimizer, loaded = (
-        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, density=0.05)
+        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, density=0.05, sends="gradients")
         for m in (model, other)
     )
     train(model, optimizer, comm.rank, range(3))

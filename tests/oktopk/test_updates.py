@@ -739,3 +739,32 @@ def test_a_gradscaler_of_a_rank_without_gradients_goes_on(comm: MPI.Intracomm) -
         scaler.step(optimizer)
         scaler.update()
     check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.parametrize(
+    ("made", "more", "sends"),
+    [
+        (torch.optim.AdamW, {}, "updates"),
+        (torch.optim.Adam, {"sends": "gradients"}, "gradients"),
+        (torch.optim.AdamW, {"method": "dense"}, "gradients"),
+        (torch.optim.SGD, {}, "gradients"),
+        (torch.optim.SGD, {"sends": "updates"}, "updates"),
+        (torch.optim.SparseAdam, {}, "gradients"),
+    ],
+)
+def test_an_optimizer_with_betas_sends_updates_unless_told_otherwise(
+    comm: MPI.Intracomm, made: Any, more: dict[str, Any], sends: str
+) -> None:
+    optimizer = DistributedOptimizer(made(nn.Linear(5, 3).parameters()), comm, density=0.1, **more)
+    assert isinstance(optimizer, UpdatesOptimizer) == (sends == "updates")
+    again = copy.deepcopy(optimizer)
+    assert type(again) is type(optimizer)
+    again.close()
+    optimizer.close()
+
+
+def test_what_only_gradients_take_is_refused_with_what_adamw_sends(comm: MPI.Intracomm) -> None:
+    adamw = torch.optim.AdamW(nn.Linear(5, 3).parameters())
+    wanted = "overlap=True is for sends='gradients'; by default AdamW sends updates"
+    with pytest.raises(ValueError, match=wanted):
+        DistributedOptimizer(adamw, comm, density=0.1, overlap=True)
