@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from oktopk.torch.interop import TensorMemory
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
 
+_version_of = operator.attrgetter("_version")
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -59,7 +61,15 @@ class Reference:
             self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
         self.views = dense_views(self.vector, parameters)
         self._held = [parameter.detach() for parameter in parameters]
-        self._copies: dict[int, Tensor] = {}  # of parameters that are laid out otherwise than they were
+        self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
+        self._resampled: list[
+            int
+        ] = []  # the samples that are copies, of parameters that are laid out otherwise than the views
+        self._addresses = [held.data_ptr() for held in self._held]
+        self._unfit: list[int] = []  # the parameters that kernels read in a copy, laid out as the reference
+        self._copies: dict[int, Tensor] = {}
+        as_wrapped.look()
+        self._followed = as_wrapped.changes
         torch._foreach_copy_(self.views, self._held)
         self.watch()
 
@@ -71,6 +81,7 @@ class Reference:
             flagged: as `Displacement.flagged`.
         """
         self._moved.flagged = flagged
+        self._follow()
         self._set_pointers(present)
         return self._moved
 
@@ -85,29 +96,29 @@ class Reference:
         Args:
             factors: one a parameter, which its reference is multiplied by first; None: 1 for each.
         """
-        copied = self._set_pointers(None)
+        self._follow()
+        self._set_pointers(None)
         with self._memory.stream_scope():
             self._moved.show(self._reducer.residual, factors)
-        if copied:
-            torch._foreach_copy_([self._held[n] for n in copied], [self._copies[n] for n in copied])
-        for parameter in self._parameters:  # as autograd and `written` see a write of torch's
-            torch.autograd.graph.increment_version(parameter)
-        self.watch()
+        if self._unfit:
+            torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
+        torch.autograd.graph.increment_version(
+            self._parameters
+        )  # as autograd and `written` see a write of torch's
+        self._note()
 
-    def _set_pointers(self, present: Sequence[int | bool] | None) -> list[int]:
-        """Tell kernels where parameters lie, None for all. Returns the numbers of those that were copied, laid out as before."""
-        self._follow()
-        addresses, copied = [], []
-        for number, held in enumerate(self._held):
-            here = present is None or present[number]
-            if here and not self._as_wrapped.fits(number, held):
+    def _set_pointers(self, present: Sequence[int | bool] | None) -> None:
+        """Tell kernels where parameters lie, None for all; those that are laid out otherwise than before are copied."""
+        addresses = self._addresses
+        if self._unfit:
+            addresses = list(addresses)
+            for number in self._unfit:
                 if number not in self._copies:
                     self._copies[number] = self._as_wrapped.like(number)
-                held = self._copies[number].copy_(held)
-                copied.append(number)
-            addresses.append(held.data_ptr() if here else 0)
+                addresses[number] = self._copies[number].copy_(self._held[number]).data_ptr()
+        if present is not None and not all(present):
+            addresses = [address if here else 0 for address, here in zip(addresses, present, strict=True)]
         self._moved.set_pointers(addresses)
-        return copied
 
     def show_agreed(self) -> list[Tensor]:
         """Make the parameters round(reference), equal on all ranks. Returns copies of what they held, for `leave_agreed`."""
@@ -150,22 +161,18 @@ class Reference:
     def watch(self) -> None:
         """Note what the parameters hold: `written` finds what changes from now on."""
         self._follow()
-        self._seen = [(p._version, p.data_ptr()) for p in self._parameters]
-        self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
-        self._sample = torch.cat(self._samples)
+        self._note()
+
+    def _note(self) -> None:
+        self._seen = self._written_to()
+        self._sample = self._sampled()
 
     def changed(self) -> Tensor:
         """bool[], on the parameters' device: whether a sample of their elements has changed since `watch`. For `written`."""
-        now = [(p._version, p.data_ptr()) for p in self._parameters]
-        self._rewritten = [
-            number for number, (one, other) in enumerate(zip(now, self._seen, strict=True)) if one != other
-        ]
-        for number in self._rewritten:
-            self._held[number] = self._parameters[number].detach()
-        relaid = [n for n, held in enumerate(self._held) if held.stride() != self.views[n].stride()]
-        for number in {*self._rewritten, *relaid}:
-            self._samples[number] = _sample(self._held[number], self.views[number])
-        self._now = torch.cat(self._samples)
+        self._follow()
+        now = zip(self._written_to(), self._seen, strict=True)
+        self._rewritten = [number for number, (one, other) in enumerate(now) if one != other]
+        self._now = self._sampled()
         return (self._now != self._sample).any()
 
     def written(self, by_version: bool = True, changed: bool | None = None) -> list[int]:
@@ -189,6 +196,7 @@ class Reference:
             numbers: of the parameters to compare.
             residual: float32[n], becomes zero where an element is taken; None: all elements are taken, and it stays.
         """
+        self._follow()
         if residual is None:
             torch._foreach_copy_([self.views[n] for n in numbers], [self._held[n] for n in numbers])
             return
@@ -197,11 +205,31 @@ class Reference:
             shown = self._shown(number, residuals[number])
             self._take(number, self._held[number] != shown, residuals[number])
 
+    def _written_to(self) -> list[tuple[int, int]]:
+        """Of each parameter how often torch has written to it, and where it lies, as `_follow` found it."""
+        return list(zip(map(_version_of, self._parameters), self._addresses, strict=True))
+
+    def _sampled(self) -> Tensor:
+        """The samples as they are now, one after the other."""
+        for number in self._resampled:
+            self._samples[number] = _sample(self._held[number], self.views[number])
+        return torch.cat(self._samples)
+
     def _follow(self) -> None:
         """Look where the parameters lie now: `p.data = ...` and conversions move them."""
-        for number, (parameter, held) in enumerate(zip(self._parameters, self._held, strict=True)):
-            if parameter.data_ptr() != held.data_ptr() or parameter.stride() != held.stride():
-                self._held[number] = parameter.detach()
+        self._as_wrapped.look()
+        if self._as_wrapped.changes == self._followed:
+            return
+        self._followed = self._as_wrapped.changes
+        self._resampled, self._unfit = [], []
+        for number, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
+            held = self._held[number] = parameter.detach()
+            self._addresses[number] = held.data_ptr()
+            self._samples[number] = _sample(held, view)
+            if held.stride() != view.stride():
+                self._resampled.append(number)
+            if not self._as_wrapped.fits(number, held):
+                self._unfit.append(number)
 
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""

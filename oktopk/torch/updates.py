@@ -103,6 +103,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         self._buckets = None
         self._interval: int = self._arguments["every"]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
         share = self._arguments["local_share"]
         self._as_wrapped = AsWrapped(self._parameters)
         share = 1 / self.reducer.transport.size if share is None else share
@@ -345,7 +346,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         moved = reference.displacement(
             bytes(len(self._present)) if problem else self._present, flagged=self._broken
         )
-        absent = missing_spans([p.numel() for p in self._parameters], self._present)
+        absent = () if all(self._present) else missing_spans(self._sizes, self._present)
         try:
             with self._memory.stream_scope():
                 self.report = self.reducer.step(
