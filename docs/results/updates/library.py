@@ -2,9 +2,11 @@
 
     DATA=DIR torchrun --nproc-per-node 4 library.py SPEC ...          SPEC = kind/key=value/...; one JSON line a run
 
-kind: dense (DistributedDataParallel), updates, gradients (the library's optimizer with that `sends`).
-keys: lr; seed; d: density; and what is passed on: every, method, wire, local_share, replica, ranks_per_host, ...
-Environment: STEPS, BATCH (sequences of all ranks), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file).
+kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same with these hooks of torch), updates, gradients (the
+  library's optimizer with that `sends`), alone (no exchange).
+keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method, wire, local_share, replica, ranks_per_host, ...
+Environment: STEPS, BATCH (sequences of all ranks), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
+TIMED (wait for the GPU in each step, and evaluate nothing).
 Batches, schedule, clipping and decay are those of sim.py.
 """
 
@@ -20,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from models.gpt import GPT
@@ -28,6 +32,8 @@ from oktopk import DistributedOptimizer
 env = os.environ.get
 STEPS, BATCH, T, V = int(env("STEPS", "3000")), int(env("BATCH", "64")), 512, 16384
 LAYERS, HIDDEN, EVAL = int(env("L", "12")), int(env("D", "768")), int(env("EVAL", "960"))
+TIMED = bool(env("TIMED"))  # wait for the GPU in each step
+DDP, LIBRARY = ("dense", "bfloat16", "powersgd"), ("updates", "gradients")
 LIMIT, BEGIN = float(env("LIMIT", "1e9")), time.time()
 
 
@@ -79,9 +85,9 @@ def run(spec, net, model, train, held, rank, ranks):
     kind, *given = spec.split("/")
     options = dict(each.split("=") for each in given)
     lr0, seed = float(options.pop("lr")), int(options.pop("seed", 0))
+    steps, mine = int(options.pop("steps", STEPS)), BATCH // ranks
     settings = {"density": float(options.pop("d", 1)), "every": 1}
     settings |= {name: number(value) for name, value in options.items()}
-    steps, mine = STEPS, BATCH // ranks
     torch.manual_seed(seed)
     with torch.no_grad():
         start = GPT(V, layers=LAYERS, hidden=HIDDEN, positions=T)
@@ -96,9 +102,14 @@ def run(spec, net, model, train, held, rank, ranks):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr0, betas=(0.9, 0.95), fused=train.is_cuda)
     forward = model
-    if kind == "dense":
-        forward = DistributedDataParallel(model)
-    else:
+    if kind in DDP:
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if kind == "bfloat16":
+            forward.register_comm_hook(None, bf16_compress_hook)
+        if kind == "powersgd":
+            state = PowerSGDState(None, settings["rank"], start_powerSGD_iter=2, min_compression_rate=1)
+            forward.register_comm_hook(state, powerSGD_hook)
+    elif kind != "alone":
         optimizer = DistributedOptimizer(optimizer, sends=kind, **settings)
     around = torch.arange(T, device=train.device)
     found, durations, sent, losses = [], [], 0, torch.zeros((), device=train.device)
@@ -116,12 +127,12 @@ def run(spec, net, model, train, held, rank, ranks):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         losses += loss.detach() if step >= steps - steps // 10 else 0
-        if kind != "dense" and (step + 1) % settings["every"] == 0:
+        if kind in LIBRARY and (step + 1) % settings["every"] == 0:
             sent += optimizer.report.bytes
-        if step % 10 == 9:
+        if step % 10 == 9 or TIMED:
             torch.cuda.synchronize() if train.is_cuda else None
         durations.append(time.perf_counter() - mark)
-        if (step + 1) % (steps // 4) == 0:
+        if (step + 1) % (steps // 4) == 0 and not TIMED:
             with optimizer.agreed() if kind == "updates" else nullcontext():
                 found.append(round(evaluate(model, held), 4))
             if rank == 0:
@@ -132,8 +143,11 @@ def run(spec, net, model, train, held, rank, ranks):
     ring = 2 * 2 * length * (ranks - 1) / ranks * steps  # bytes a rank sends of bfloat16
     result = {"spec": spec, "n": length, "P": ranks, "steps": steps, "batch": BATCH, "held": found}
     result |= {"train": round(totals[1].item() / ranks, 4), "seconds": round(time.time() - began, 1)}
-    result["step_ms"] = round(1e3 * statistics.mean(durations[steps // 4 : steps // 2]), 2)
-    if kind != "dense":
+    timed = durations[steps // 4 : steps] if TIMED else durations[steps // 4 : steps // 2]
+    result["step_ms"] = round(1e3 * statistics.mean(timed), 2)
+    if TIMED:
+        result["median_ms"] = round(1e3 * statistics.median(timed), 2)
+    if kind in LIBRARY:
         result["bytes"] = round(totals[0].item() / ranks / ring, 5)
         result["peer_memory"] = optimizer.reducer.p2p_unavailable_reason or "yes"
         optimizer.close()
