@@ -26,11 +26,6 @@ _LEAST_SENT = 1 / 8
 """Of a rank's own threshold: what is smaller does not travel on a wire that rounds."""
 
 
-def share_of(k: int, ranks: int) -> int:
-    """Entries that each rank chooses, so that all ranks choose about k."""
-    return max(1, -(-k // ranks))
-
-
 def union_words(k: int, ranks: int) -> tuple[float, float]:
     """The least and the most words per rank of plain entries, averaged over the ranks.
 
@@ -70,6 +65,10 @@ class SharedSupport(SparseMethod):
     def reads_displacements(self) -> bool:
         return True
 
+    @classmethod
+    def local_k(cls, k: int, ranks: int) -> int:
+        return max(1, -(-k // ranks))
+
     def reduce(
         self,
         gradient: NDArray[np.float32],
@@ -79,7 +78,7 @@ class SharedSupport(SparseMethod):
         overflowed: bool = False,
     ) -> StepResult:
         self._residual = residual
-        plan = replace(plan, k=share_of(plan.k, self.transport.size))
+        plan = replace(plan, k=self.local_k(plan.k, self.transport.size))
         return super().reduce(gradient, residual, out, plan, overflowed)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:

@@ -14,7 +14,7 @@ from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.cpu.kernels import set_values, take_values, to_indices
-from oktopk.methods.union import share_of, union_words
+from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
 from tests.devices import get, put, use
 from tests.inputs import entries_with
@@ -49,7 +49,7 @@ def test_positions_become_indices_and_zeros_and_what_is_small_are_left_out() -> 
 
 def test_words_by_formula() -> None:
     assert union_words(100, 4) == (225, 450)
-    assert [share_of(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
+    assert [SharedSupport.local_k(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
 
 
 @pytest.mark.mpi
@@ -62,7 +62,7 @@ def test_every_rank_is_cleared_wherever_an_entry_is_applied(comm: MPI.Intracomm,
         update, left = get(reduced.update), get(reduced.residual)
         applied = update != 0
         assert 0 < np.count_nonzero(applied) == report.global_nnz
-        assert report.global_nnz <= comm.size * selection_cap(share_of(report.k, comm.size))
+        assert report.global_nnz <= comm.size * selection_cap(SharedSupport.local_k(report.k, comm.size))
         assert not left[applied].any()
         assert np.array_equal(left[~applied], accumulated[~applied])
         total = comm.allreduce(accumulated.astype(np.float64))

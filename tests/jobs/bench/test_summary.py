@@ -73,6 +73,7 @@ def test_deviations_are_from_k_and_only_where_the_update_is_held_to_it() -> None
     assert nnz["global_deviation"] == pytest.approx(0.05)
     assert nnz["global_deviation_largest"] == pytest.approx(0.1)
     assert summary("topka")["nnz"]["global_deviation"] is None
+    assert summary("union")["nnz"]["local_deviation"] == 1.0  # twice a rank's half of k
 
 
 def test_memory_is_that_of_the_worst_watched_step() -> None:
