@@ -192,7 +192,7 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
     dense = dense_words(length, ranks)
     topka = topka_words(k, ranks)
     dsa_least, dsa_most = topkdsa_words(k, length, ranks)
-    union_least, union_most = union_words(k, ranks)
+    union_least, union_most = union_words([METHODS["union"].local_k(k, ranks)] * ranks, length)
     gtopk = gtopk_words(k, ranks)
     by_method: dict[str, dict[str, float]] = {
         "oktopk": {"least": lower_bound(k, ranks), "most": upper_bound(k, ranks)},
