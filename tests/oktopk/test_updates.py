@@ -347,6 +347,7 @@ def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
         "allreduce_control",
         "allgather_control",
         "alltoall_control",
+        "any_control",
         "barrier",
     ):
         setattr(transport, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
@@ -358,6 +359,7 @@ def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
         "allreduce_control",
         "allgather_control",
         "alltoall_control",
+        "any_control",
         "barrier",
     ):
         delattr(transport, name)

@@ -300,6 +300,7 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     calls: dict[str, Callable[[GradientAllreduce], object]] = {
         "gathered_residual": GradientAllreduce.gathered_residual,
         "reset": GradientAllreduce.reset,
+        "skip_together before step 1": lambda reducer: reducer.skip_together(False),
         "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
         "step 1 with measure=True": lambda reducer: reducer.step(np.ones(100, np.float32), measure=True),
     }
@@ -307,7 +308,8 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
     cases = [(name, flat) for name in calls]
     cases += [("gathered_residual", hosts), ("step 1 with measure=True", hosts)]
-    cases.append(("load_state_dict", flat | {"method": "dense"}))
+    cases += [("load_state_dict", flat | {"method": "dense"}), ("skip_together before step 1", hosts)]
+    cases += [("skip_together before step 1", flat | {"method": method}) for method in ("dense", "gtopk")]
     for name, more in cases:
         reducer = GradientAllreduce(over, 100, density=0.1, timeout=LIMIT, **more)
         reducer.step(np.ones(100, np.float32))  # the first one agrees on more than later ones
