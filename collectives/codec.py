@@ -19,6 +19,8 @@ A wire that rounds keeps the sign, and no entry decodes to 0 or to Inf:
   equally near ones the smaller. The error is thus smaller than the entry.
 
 An entry of value 0, which no selection holds, counts as the smallest magnitude of the type.
+
+Indices alone, whose values nobody reads, are the last two of these parts. They are never longer than plain entries.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ WIRES = ("plain", *VALUE_BITS)
 EXACT_WIRES = ("plain", "float32")
 """Those that do not round: they give the same bits."""
 
+ALONE = 1
+"""Bits of a value, where indices travel alone: it decodes to 1."""
+
 VALUE_BLOCK = 256
 """Values that share a least and a largest magnitude."""
 
@@ -63,7 +68,7 @@ class WireLayout:
     Attributes:
         count: entries.
         lower, length: indices are in [lower, lower + length).
-        bits: of a value; 0 for plain entries.
+        bits: of a value; 0 for plain entries, ALONE for no values.
         low_bits: of an index that are stored as they are.
         values, lows, bitmap: first word of each part; the ranges of blocks are before the values.
         words: all of them, an even number.
@@ -89,12 +94,12 @@ def wire_layout(bits: int, count: int, lower: int, upper: int) -> WireLayout:
         return plain
     # what minimises low_bits + 1 + length / (count·2^low_bits)
     low_bits = max(0, ((length - 1) // count).bit_length() - 1)
-    values = 2 * -(-count // VALUE_BLOCK) if bits < 16 else 0
-    lows = values + -(-count * bits // 32)
+    values = 2 * -(-count // VALUE_BLOCK) if ALONE < bits < 16 else 0
+    lows = values + (-(-count * bits // 32) if bits > ALONE else 0)
     bitmap = lows + -(-count * low_bits // 32)
     end = bitmap + -(-(count + ((length - 1) >> low_bits) + 1) // 32)
     words = end + end % 2
-    if words >= plain.words:
+    if words >= plain.words and bits != ALONE:
         return plain
     return WireLayout(count, lower, length, bits, low_bits, values, lows, bitmap, words)
 
@@ -219,15 +224,22 @@ class CodedEntries:
         workspace: of the transport.
         ranks: of the transport.
         names: int[ranks], what messages call them; None: by their numbers.
+        bits: of a value; 0: those of the name.
     """
 
     def __init__(
-        self, name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+        self,
+        name: str,
+        kernels: Any,
+        workspace: Any,
+        ranks: int,
+        names: Sequence[int] | None = None,
+        bits: int = 0,
     ) -> None:
         self._names = range(ranks) if names is None else names
         self.name = name
-        self.rounds = name not in EXACT_WIRES
-        self._bits, self._kernels, self._workspace = VALUE_BITS[name], kernels, workspace
+        self._bits, self._kernels, self._workspace = bits or VALUE_BITS[name], kernels, workspace
+        self.rounds = name not in EXACT_WIRES and bits != ALONE
         self._report: NDArray[np.float64] = kernels.codec_report(ranks)
         self._report[:] = 0
 
@@ -289,6 +301,22 @@ class CodedEntries:
             self._kernels.finish_encoding()
         error, mass = self._report[:, [_ERROR, _MASS]].sum(axis=0)
         return float(error), float(mass)
+
+
+class CodedIndices(CodedEntries):
+    """Indices alone, likewise; values decode to 1.
+
+    Args:
+        values: the codec of other lists of the same step; what is damaged of either is known to both.
+        kernels, workspace, ranks, names: as of CodedEntries.
+    """
+
+    def __init__(
+        self, values: Codec, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(values.name, kernels, workspace, ranks, names, ALONE)
+        if isinstance(values, CodedEntries):
+            self._report = values._report
 
 
 def make_codec(

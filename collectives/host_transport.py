@@ -14,6 +14,7 @@ from collectives.cpu import kernels as host_kernels
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.limit import (
     MOST_BYTES,
+    PAUSE,
     GivenUp,
     Limit,
     Notes,
@@ -94,9 +95,24 @@ class HostTransport(Transport):
     def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         total = np.empty_like(array)
         self._collect("allreduce", array, total)
-        words = 2 * array.nbytes // WORD_BYTES * (self.size - 1)
-        self.traffic.count_control(WORD_BYTES * -(-words // self.size))
+        self._count_allreduce(array.nbytes)
         return total
+
+    def any_control(self, flag: bool) -> bool:
+        flags = np.array([flag], np.int64)
+        if self.size > 1:
+            done = self._start_any(flags)
+            if self._expected is not None:
+                self._wait_expected(done)
+            else:
+                while not done(PAUSE):
+                    pass
+        self._count_allreduce(flags.nbytes)
+        return bool(flags[0])
+
+    def _count_allreduce(self, nbytes: int) -> None:
+        words = 2 * nbytes // WORD_BYTES * (self.size - 1)
+        self.traffic.count_control(WORD_BYTES * -(-words // self.size))
 
     def barrier(self) -> None:
         limit = self._expected
@@ -195,6 +211,10 @@ class HostTransport(Transport):
     @abstractmethod
     def _start(self, operation: str, *arrays: NDArray[Any]) -> Callable[[float], bool]:
         """Start the same; returns what tells whether it is over, see `wait_within`."""
+
+    @abstractmethod
+    def _start_any(self, flags: NDArray[np.int64]) -> Callable[[float], bool]:
+        """As `_start`, of the bitwise or of int64[1] in place, as `any_control`."""
 
     @abstractmethod
     def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:

@@ -16,7 +16,7 @@ from collectives.limit import MOST_BYTES, Limit, Note, missing_ranks, wait_withi
 from collectives.sparse import ENTRY
 from collectives.transport import PersistentRound, Round
 
-_PAYLOAD, _GAVE_UP, _CALLED = 0, 1, 2  # tags
+_PAYLOAD, _GAVE_UP, _CALLED, _ANY = 0, 1, 2, 3  # tags
 
 _CALLERS_TAG = 32_749
 """Of the notes on a caller's communicator, which carries the caller's messages too."""
@@ -150,6 +150,25 @@ class MpiTransport(HostTransport):
         request = getattr(self.comm, f"I{operation}")(*arrays)
         kept = request, arrays
         return lambda seconds: kept[0].Test()
+
+    def _start_any(self, flags: NDArray[np.int64]) -> Callable[[float], bool]:
+        # in round j a rank hears of the 2^j ranks before it
+        distances = [1 << j for j in range((self.size - 1).bit_length())]
+        heard, sent = np.zeros_like(flags), flags.copy()
+        requests: list[MPI.Request] = []
+
+        def done(seconds: float) -> bool:
+            while MPI.Request.Testall(requests):
+                np.bitwise_or(flags, heard, out=flags)
+                if not distances:
+                    return True
+                distance = distances.pop(0)
+                sent[:] = flags
+                source, dest = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                requests[:] = self.comm.Irecv(heard, source, _ANY), self.comm.Isend(sent, dest, _ANY)
+            return False
+
+        return done
 
     def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
         rows = calls.view(np.uint8).reshape(self.size, -1)

@@ -257,6 +257,12 @@ class ProcessGroupTransport(HostTransport):
             work = self._gloo.barrier()
         elif operation == "alltoall":
             work = self._gloo.alltoall_base(tensors[1], tensors[0], [], [])
+        elif operation == "reduce":
+            options: Any = dist.ReduceOptions()
+            options.reduceOp, options.rootRank = dist.ReduceOp.BOR, 0
+            work = self._gloo.reduce(tensors, options)
+        elif operation == "broadcast":
+            work = self._gloo.broadcast(tensors, _broadcast_of(0))
         elif operation == "allgather":
             work = self._gloo.allgather([list(tensors[1])], [tensors[0]])
         else:
@@ -264,6 +270,20 @@ class ProcessGroupTransport(HostTransport):
             work = self._gloo.allreduce([tensors[1]])
         self._recent.append((work, tensors))
         return work
+
+    def _start_any(self, flags: NDArray[np.int64]) -> Callable[[float], bool]:
+        # gloo tells kinds of operations apart, and no other call begins with these
+        stage, left = self._start("reduce", flags), ["broadcast"]
+
+        def done(seconds: float) -> bool:
+            nonlocal stage
+            while stage(seconds):
+                if not left:
+                    return True
+                stage = self._start(left.pop(), flags)
+            return False
+
+        return done
 
     def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
         # in the store: gloo ends the connections where one waits for a message that does not come
@@ -316,10 +336,8 @@ class ProcessGroupTransport(HostTransport):
 
     def broadcast(self, array: NDArray[Any], root: int) -> None:
         tensors = [_tensor(array)]
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
         with self._connections():
-            work = self._gloo.broadcast(tensors, options)
+            work = self._gloo.broadcast(tensors, _broadcast_of(root))
             self._recent.append((work, tensors))
             work.wait()
 
@@ -330,6 +348,13 @@ class ProcessGroupTransport(HostTransport):
     def _among(self, members: list[int], color: int | None) -> HostTransport | None:
         part = self.comm.part(members, f"-{color}")
         return None if color is None else self._like_this(part)
+
+
+def _broadcast_of(root: int) -> Any:
+    """Options of gloo's."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

@@ -248,6 +248,10 @@ class Transport(ABC):
     def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
         """Elementwise sum of int64[m] over the ranks."""
 
+    @abstractmethod
+    def any_control(self, flag: bool) -> bool:
+        """Whether any rank's flag is up; by messages that no other operation of a rank, in another call, takes for its own."""
+
     # control outside steps, not counted
 
     @abstractmethod

@@ -211,9 +211,7 @@ class GradientAllreduce:
         """
         if self.awaited:
             self.complete()
-        self._expect_all("gathered_residual")
-        self.transport.barrier()
-        self._expect_none()
+        self.meet("gathered_residual")
         with self.backend.stream_scope():
             self._vectors.put_back()
             residual = self._vectors.residual
@@ -469,13 +467,13 @@ class GradientAllreduce:
             The report of the step that is skipped, which counts as one; residual, velocity and thresholds stay as they are, bit
             for bit. None where no rank wants to: go on with `step`.
 
-        Traffic: one control allreduce of a flag.
+        Traffic: one control allreduce of a flag, by messages that no step takes for its own.
         """
         with self.backend.stream_scope():
             self._complete()
-            self._expect_step(self.steps)
+            self._expect_all(f"skip_together before step {self.steps}", self.advice)
             try:
-                if not self.transport.allreduce_control(np.array([wanted], np.int64))[0]:
+                if not self.transport.any_control(wanted):
                     return None
             finally:
                 self._expect_none()
@@ -507,6 +505,12 @@ class GradientAllreduce:
                 self._complete()
             finally:
                 self._expect_none()
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks to begin this call. Collective: a rank that does not come, or makes another call, is named."""
+        self._expect_all(what)
+        self.transport.barrier()
+        self._expect_none()
 
     def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
@@ -715,9 +719,7 @@ class GradientAllreduce:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
         none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "methods": {}}
         none |= dict.fromkeys(("last_k", "residual", "velocity"))
-        self._expect_all("reset")
-        self.transport.barrier()
-        self._expect_none()
+        self.meet("reset")
         with self.backend.stream_scope():
             self._load(none)
 

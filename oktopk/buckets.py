@@ -451,6 +451,10 @@ class BucketedAllreduce:
         others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
         return report_of_buckets([first, *(report for report in others if report is not None)], StageTimer())
 
+    def meet(self, what: str) -> None:
+        """As `GradientAllreduce.meet`, where a step of the other ranks begins."""
+        self.buckets[0].meet(what)
+
     def _check_idle(self, what: str) -> None:
         """Raise RuntimeError where buckets are being reduced."""
         if self._started:
@@ -478,7 +482,10 @@ class BucketedAllreduce:
         """As `GradientAllreduce.gathered_residual`: those of the buckets, from the last to the first. Collective."""
         self._check_idle("gathered_residual()")
         self.complete()
-        return np.concatenate([reducer.gathered_residual() for reducer in reversed(self.buckets)])
+        parts = [
+            reducer.gathered_residual() for reducer in self.buckets
+        ]  # the first one meets other ranks' steps
+        return np.concatenate(parts[::-1])
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientAllreduce.state_dict`, of each bucket."""
@@ -499,7 +506,7 @@ class BucketedAllreduce:
         """
         self._check_idle("load_state_dict()")
         problem = self.state_problem(state)
-        self.transport.expect_all("load_state_dict", self.settings.timeout, EVERY_RANK_CALLS)
+        self.meet("load_state_dict")
         weights = self.lengths
         if not problem and self._share == "model":
             weights = [int(weight) for weight in state["weights"]]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 
-class Displacement:
+class Displacement(ABC):
     """Element i is round(reference[i] - share · residual[i]) - parameter[i], computed where a step adds it to the residual.
 
     Product, difference, rounding to the parameters' type and the last difference are each rounded once, to nearest even, in
@@ -26,10 +27,11 @@ class Displacement:
     length: int
     flagged: bool = False
 
+    @abstractmethod
     def set_pointers(self, addresses: Sequence[int]) -> None:
         """Set where the parameters lie from here on, as `GradientTensors.set_pointers`. 0: the displacement is zero there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
         """reference := factor · reference, then parameters := round(reference - share · residual), in one pass.
 
@@ -39,4 +41,3 @@ class Displacement:
 
         Memory traffic: 8n bytes and the parameters; 4n more where a factor is not 1.
         """
-        raise NotImplementedError

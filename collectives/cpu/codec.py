@@ -20,6 +20,7 @@ _MAGNITUDE = np.int64(0x7FFFFFFF)
 _INFINITY = np.int64(0x7F800000)
 _WORD = np.int64(0xFFFFFFFF)
 _COUNT, _ORDER, _VALUES = 1, 2, 3  # of collectives.codec.DAMAGES
+_ALONE = 1  # collectives.codec.ALONE
 
 # place of the only bit of a word, by a product that differs for each (de Bruijn)
 _PLACE = np.zeros(32, np.int64)
@@ -62,7 +63,7 @@ def encode_entries(
         words[: layout.count] = entries["value"].view(np.uint32)
     elif layout.bits == 16:
         report[:2] = _encode_halves(entries, words.view(np.uint16))
-    else:
+    elif layout.bits > _ALONE:
         report[:2] = _encode_codes(entries, words, words[layout.values :].view(np.uint8), layout.bits)
 
 
@@ -85,7 +86,9 @@ def decode_entries(
         kind = _decode_indices(
             words, layout.low_bits, layout.lows, layout.bitmap, layout.lower, layout.length, out
         )
-        if bits == 32:
+        if bits == _ALONE:
+            out["value"] = 1
+        elif bits == 32:
             out["value"] = words[: layout.count].view(np.float32)
         elif bits == 16:
             _decode_halves(words.view(np.uint16), out)

@@ -1,8 +1,8 @@
 // codec: entries to wire arrays and back; the format is that of collectives/codec.py, and the bytes are the host's.
 //
 // Shapes   entries[count], out[count] COO; wire[words] words. report: doubles in host memory. p: structs of layouts.py.
-// Units    values, lows, bitmap: words at which the parts of a wire array begin. bits: of a value, 0 for plain entries. Offsets
-//          are indices less `lower`, below `length`.
+// Units    values, lows, bitmap: words at which the parts of a wire array begin. bits: of a value, 0 for plain entries, 1 for
+//          indices alone, whose values decode to 1. Offsets are indices less `lower`, below `length`.
 // Launch   encode_entries: grid-stride over groups of 256 entries, a warp each, blocks of 256; every word of the wire array is written.
 //          decode_entries: a block of 256 for each DECODE_WORDS words of the bitmap, or one for plain entries. cut_values: grid-stride.
 // Overflow none: a wire array that is damaged decodes to `count` entries of value 0 within the range.
@@ -18,6 +18,7 @@ constexpr int ROW = GROUP / 32;                 // of them a lane's
 constexpr unsigned PADDED_GROUP = GROUP + 32;   // in shared memory, so that lanes meet in no bank
 constexpr unsigned FEW = 3;                     // words of a gap that a lane clears by itself
 constexpr int DECODE_ROWS = 4;                  // entries that a thread decodes at once
+constexpr unsigned ALONE = 1;                   // bits of a value, where there are none
 constexpr unsigned DAMAGED_COUNT = 1, DAMAGED_ORDER = 2, DAMAGED_VALUES = 3;
 
 // Between the least and the largest magnitude of a group: span = MOST·quotient + rest, so that 32 bits hold all that follows.
@@ -296,6 +297,7 @@ __device__ __forceinline__ unsigned low_part(const DecodeEntries& p, unsigned i,
 
 // Value i by its bits; sets `damage` where it cannot be one.
 __device__ __forceinline__ unsigned decoded_value(const DecodeEntries& p, unsigned i, unsigned* damage) {
+  if (p.bits == ALONE) return __float_as_uint(1.0f);
   unsigned value;
   if (p.bits == 32) {
     value = p.wire[p.values + i];

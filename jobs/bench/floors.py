@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from collectives.codec import ALONE, wire_layout
+from collectives.traffic import WORD_BYTES
+
 ENTRY_BYTES = 8
 _WIRE_BYTES = 4 << 20
 _ROUNDS = 50
@@ -157,11 +160,12 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
             "apply": apply,
         },
     }
-    # what each rank chose, and then the values at as many indices as were applied
+    # the indices that each rank chose, and then the values at as many indices as were applied
+    chosen = WORD_BYTES * wire_layout(ALONE, round(work.selected), 0, n).words
     stages["union"] = stages["oktopk"] | {
         "exchange": (0, applied * share, ranks - 1),
         "reduce": (applied + applied / ranks, 0, 0),
-        "allgather": (0, (selected * ranks + applied) * share, 2 * rounds),
+        "allgather": (0, (chosen * ranks + applied) * share, 2 * rounds),
     }
     # a second pass selects
     stages["gaussiank"] = stages["topka"] | {"select": ((12 + work.gradient_bytes) * n, 0, 0)}

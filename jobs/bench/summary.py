@@ -17,10 +17,11 @@ from collectives.traffic import lower_bound, upper_bound
 from jobs.bench.device import Growth
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
+from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
-from oktopk.methods.union import share_of, union_words
+from oktopk.methods.union import union_words
 
 _CLEARED = 4 / 28  # of the bytes of `apply`: one element an entry
 N_SIZED = 1 << 20
@@ -141,12 +142,9 @@ def _traffic(values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _nnz(fields: dict[str, NDArray[np.float64]], k: int, method: str) -> dict[str, float | None]:
-    """Entries, and their mean |count/k - 1|; that of the update is None where a method applies all that was selected.
-
-    A rank of a union selects a share of k.
-    """
+    """Entries, and their mean |count/k - 1|; that of the update is None where a method applies all that was selected."""
     applied, selected = fields["global_nnz"][0], fields["local_nnz"]
-    wanted = share_of(k, len(selected)) if method == "union" else k
+    wanted = METHODS[method].local_k(k, len(selected)) if method in METHODS else k
     deviation = np.abs(applied / k - 1)
     held_to_k = method not in UNIONS
     return {
@@ -194,7 +192,7 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
     dense = dense_words(length, ranks)
     topka = topka_words(k, ranks)
     dsa_least, dsa_most = topkdsa_words(k, length, ranks)
-    union_least, union_most = union_words(k, ranks)
+    union_least, union_most = union_words([METHODS["union"].local_k(k, ranks)] * ranks, length)
     gtopk = gtopk_words(k, ranks)
     by_method: dict[str, dict[str, float]] = {
         "oktopk": {"least": lower_bound(k, ranks), "most": upper_bound(k, ranks)},

@@ -19,6 +19,7 @@ from jobs.report.style import title_of
 from jobs.run.columns import PHASES, Columns
 from jobs.run.file import RunFileError, RunInfo
 from jobs.run.reader import DAMAGE, RunReader
+from oktopk.methods import METHODS
 
 SELECTION_STAGES = ("select", "reduce", "apply")
 """Stages of a reduction that touch this rank's own memory; in the others ranks talk to each other."""
@@ -104,6 +105,12 @@ class Run:
         """float64[count]: tokens of all ranks from the first step on; 0 where the configuration does not name their number."""
         per_sample = self.config.get("model", {}).get("positions", 0)
         return np.asarray(self.steps["step"] * self.samples_per_step * per_sample, np.float64)
+
+    @property
+    def local_k(self) -> int:
+        """Entries that each rank was to select, after both warm-ups."""
+        k, method = self.info.k, self.info.method
+        return METHODS[method].local_k(k, self.info.ranks) if method in METHODS else k
 
     @property
     def lower_bound(self) -> float | None:
@@ -295,7 +302,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "megabytes": None if volume is None else volume / 1e6,
         "share_of_bfloat16_ring": volume / ring if volume is not None and ring else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
-        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.steps["k"] - 1)[warmed_up]),
+        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.local_k - 1)[warmed_up]),
         "fill_in": _mean(fill_in),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,

@@ -318,11 +318,6 @@ def to_whole_indices(entries: NDArray[np.void], block: int, shards: int, shard: 
         entries[at].index = index + index // block * block * (shards - 1) + shard * block
 
 
-def set_values(entries: NDArray[np.void], value: float) -> None:
-    """Give all of ENTRY[nnz] this value."""
-    entries["value"] = value
-
-
 @compiled((VECTOR, ENTRIES, INT, ENTRIES))
 def take_values(
     vector: NDArray[np.float32], support: NDArray[np.void], threshold_bits: int, out: NDArray[np.void]

@@ -33,11 +33,6 @@ extern "C" __global__ void to_whole_indices(const __grid_constant__ ToWholeIndic
   }
 }
 
-// value = the same for all
-extern "C" __global__ void set_values(const __grid_constant__ SetValues p) {
-  FOR_EACH(i, p.n) p.entries[i].y = __float_as_int(p.value);
-}
-
 // indices that are positions in `support` become the indices that it has there
 extern "C" __global__ void to_indices(const __grid_constant__ ToIndices p) {
   FOR_EACH(i, p.n) p.entries[i].x = p.support[p.entries[i].x].x;

@@ -103,7 +103,6 @@ class DeviceKernels:
             "write_scaled",
             "add_entries",
             "to_whole_indices",
-            "set_values",
             "to_indices",
         )
         self._apply = {name: Kernel(apply, name) for name in names}
@@ -259,10 +258,6 @@ class DeviceKernels:
     def to_whole_indices(self, entries: DeviceEntries, block: int, shards: int, shard: int) -> None:
         fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
         self.device.launch_for(self._apply["to_whole_indices"], len(entries), **fields)
-
-    def set_values(self, entries: DeviceEntries, value: float) -> None:
-        fields = {"entries": entries.pointer, "value": value}
-        self.device.launch_for(self._apply["set_values"], len(entries), **fields)
 
     def to_indices(self, entries: DeviceEntries, support: DeviceEntries) -> None:
         fields = {"entries": entries.pointer, "support": support.pointer}

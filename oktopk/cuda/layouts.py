@@ -65,7 +65,6 @@ struct("ClearSupport", "float* vector; const Entry* entries; long long n; const 
 struct("ApplyEntries", """
     float* vector; const Entry* entries; long long n; float scale;""", "write_scaled", "add_entries")
 struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
-struct("SetValues", "Entry* entries; long long n; float value;", "set_values")
 struct("ToIndices", "Entry* entries; const Entry* support; long long n;", "to_indices")
 struct("ClearCommon", """
     float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;""", "clear_common")

@@ -63,6 +63,11 @@ class Method(ABC):
         return f"{cls.name} exchanges messages only"
 
     @classmethod
+    def local_k(cls, k: int, ranks: int) -> int:
+        """Entries that each rank is to select where k are wanted."""
+        return k
+
+    @classmethod
     def flat_reason(cls) -> str:
         """Why the method cannot reduce shards between hosts; "" if it can."""
         return f"{cls.name} has flat steps only"

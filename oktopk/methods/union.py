@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.codec import make_codec
+from collectives.codec import ALONE, PLAIN, CodedIndices, make_codec, wire_layout
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
@@ -26,19 +27,19 @@ _LEAST_SENT = 1 / 8
 """Of a rank's own threshold: what is smaller does not travel on a wire that rounds."""
 
 
-def share_of(k: int, ranks: int) -> int:
-    """Entries that each rank chooses, so that all ranks choose about k."""
-    return max(1, -(-k // ranks))
-
-
-def union_words(k: int, ranks: int) -> tuple[float, float]:
+def union_words(chosen: Sequence[int], length: int) -> tuple[float, float]:
     """The least and the most words per rank of plain entries, averaged over the ranks.
 
-    2k(P-1)/P for the chosen lists, and 4u(P-1)/P for the values at the u chosen indices: u is k/P where all ranks choose the same
-    and k where no two do.
+    (P-1)/P of what all chosen indices take, coded alone, and 4u(P-1)/P for the values at the u chosen indices: u is the largest
+    of the numbers where ranks choose the same, and their sum where no two do.
+
+    Args:
+        chosen: entries that each rank chose.
+        length: elements of the dense vector (n).
     """
-    share = (ranks - 1) / ranks
-    return (2 * k + 4 * k / ranks) * share, 6 * k * share
+    share = (len(chosen) - 1) / len(chosen)
+    indices = sum(wire_layout(ALONE, count, 0, length).words for count in chosen)
+    return (indices + 4 * max(chosen)) * share, (indices + 4 * sum(chosen)) * share
 
 
 class SharedSupport(SparseMethod):
@@ -47,11 +48,12 @@ class SharedSupport(SparseMethod):
     So every applied entry is the sum of all ranks' values, and is cleared on all ranks. A step of exact thresholds applies at
     most P·ceil(k/P) entries, any other one 5/4 of that.
 
-    The values travel by their positions in the list of chosen indices, which takes a coded entry 2 bits. A wire that rounds
-    leaves out what is below 1/8 of a rank's own threshold: it stays in the residual.
+    The chosen indices travel alone, coded on every wire. The values travel by their positions in the list of these, which takes a
+    coded entry 2 bits. A wire that rounds leaves out what is below 1/8 of a rank's own threshold: it stays in the residual.
 
-    Traffic: with plain entries 2k(P-1)/P words a rank for the chosen lists and at most 4k(P-1)/P for the values; P + 2 log2 P
-        messages, 2P more where sums that cancel leave blocks to be balanced. Control: two allgathers and one alltoall of 2 int64.
+    Traffic: at most k(P-1)/P·(2 + log2(nP/k)) bits a rank for the chosen indices, and up to 3 words a list; with plain entries at
+        most 4k(P-1)/P words for the values; P + 2 log2 P messages, 2P more where sums that cancel leave blocks to be balanced.
+        Control: two allgathers and one alltoall of 2 int64.
     Source: own; Chen et al., ScaleCom, NeurIPS 2020, has the ranks take turns to choose for all.
     """
 
@@ -61,14 +63,19 @@ class SharedSupport(SparseMethod):
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
-        self.codec = make_codec(
-            settings.wire, transport.kernels, transport.workspace, transport.size, transport.ranks
-        )
+        of_rank = transport.kernels, transport.workspace, transport.size, transport.ranks
+        self._values = make_codec(settings.wire, *of_rank)
+        # knows what is damaged of the values, too
+        self.codec = CodedIndices(self._values, *of_rank) if transport.size > 1 else PLAIN
         self._residual: Any = None  # of the step that runs
 
     @property
     def reads_displacements(self) -> bool:
         return True
+
+    @classmethod
+    def local_k(cls, k: int, ranks: int) -> int:
+        return max(1, -(-k // ranks))
 
     def reduce(
         self,
@@ -79,13 +86,13 @@ class SharedSupport(SparseMethod):
         overflowed: bool = False,
     ) -> StepResult:
         self._residual = residual
-        plan = replace(plan, k=share_of(plan.k, self.transport.size))
+        plan = replace(plan, k=self.local_k(plan.k, self.transport.size))
         return super().reduce(gradient, residual, out, plan, overflowed)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        transport, codec, timer = self.transport, self.codec, plan.timer
+        transport, codec, timer = self.transport, self._values, plan.timer
         # a device may find only now that what the last step gathered did not decode
-        selection = replace(selection, flag=selection.flagged or codec.gathered_damage)
+        selection = replace(selection, flag=selection.flagged or self.codec.gathered_damage)
         support = self.gather_support(selection, plan)
         with timer.stage("select"):
             sent = self.values_at(support, selection.threshold)
@@ -96,7 +103,7 @@ class SharedSupport(SparseMethod):
                 sent,
                 boundaries,
                 transport,
-                codec.gathered_damage,
+                self.codec.gathered_damage,
                 bucket_rounds=rounds,
                 rotate=rotate,
                 codec=codec,
@@ -135,8 +142,7 @@ class SharedSupport(SparseMethod):
         transport, chosen = self.transport, selection.packed.entries
         with plan.timer.stage("allgather"):
             counts = self.gather_counts(selection)
-            # values that cancel would drop an index that several ranks chose
-            self.kernels.set_values(chosen, 1.0)
+            # values decode to 1: if they could cancel, an index that several ranks chose would be dropped
             lists = balance_and_allgatherv(
                 chosen, counts, self.length, transport, trigger=math.inf, codec=self.codec
             )
@@ -151,7 +157,7 @@ class SharedSupport(SparseMethod):
     def values_at(self, support: Any, threshold: float) -> SparseVector:
         """What this rank sends: its values at the chosen indices, by position in `support`, without zeros."""
         sent = self.transport.workspace.entries("sent", len(support))
-        least = magnitude_bits(threshold * _LEAST_SENT) if self.codec.rounds else 0
+        least = magnitude_bits(threshold * _LEAST_SENT) if self._values.rounds else 0
         taken = self.kernels.take_values(self._residual, support, max(1, least), sent)
         return SparseVector(sent[:taken], len(support))
 

@@ -618,9 +618,12 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _start_rest(self, measure: bool, problem: str, token: int) -> None:
         """Start the buckets that the backward pass has not, the last one with the token. Collective."""
-        if measure:
-            raise ValueError("measures are taken of one vector: pass overlap=False and bucket_mb=0")
         assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
+        if measure:
+            refused = "measures are taken of one vector: pass overlap=False and bucket_mb=0"
+            if self.overlapped is not None:  # what the backward pass has started can still be stepped
+                raise ValueError(refused)
+            problem = problem or refused
         rest = self._buckets.rest(problem)
         ready = self._memory.after_current()
         last = len(self.reducer.buckets) - 1
@@ -790,7 +793,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if state.pop("updates", None) is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
-        self.reducer.transport.expect_all("load_state_dict", self.reducer.settings.timeout)
+        self.reducer.meet("load_state_dict")
         problem = problem_of(state) or groups_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
@@ -842,8 +845,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
         The communicator must not have been freed.
         """
-        self.reducer.transport.expect_all("deepcopy", self.reducer.settings.timeout)
-        self.reducer.transport.barrier()
+        self.reducer.meet("deepcopy")
         inner = copy.deepcopy(self.inner, memo)
         order = None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
         copied = type(self)(

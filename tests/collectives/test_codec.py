@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives.codec import DAMAGES, PLAIN, VALUE_BITS, WIRES, CodedEntries, make_codec, wire_layout
+from collectives.codec import (
+    ALONE,
+    DAMAGES,
+    PLAIN,
+    VALUE_BITS,
+    WIRES,
+    CodedEntries,
+    CodedIndices,
+    make_codec,
+    wire_layout,
+)
 from collectives.cpu import kernels
 from collectives.sparse import ENTRY, MAX_LENGTH
 from collectives.workspace import Workspace
@@ -30,7 +40,10 @@ class Wire:
 
             self.device = Device()
             made, workspace = DeviceKernels(self.device), DeviceWorkspace(self.device)  # type: ignore[assignment]
-        self.codec = CodedEntries(name, made, workspace, 3)
+        alone = name == "indices"
+        self.codec = (
+            CodedIndices(PLAIN, made, workspace, 3) if alone else CodedEntries(name, made, workspace, 3)
+        )
 
     def put(self, entries: NDArray[np.void]) -> Any:
         if self.device is None:
@@ -87,6 +100,20 @@ def test_entries_arrive_and_errors_stay(name: str, kind: str) -> None:
         assert (np.abs(sent - got) < np.abs(sent)).all() or name == "bfloat16"
     expected = np.abs(errors.astype(np.float64)).sum(), np.abs(sent).sum()
     assert wire.codec.rounding == pytest.approx(expected, abs=0)
+
+
+@pytest.mark.parametrize("kind", UGLY_LISTS)
+def test_indices_travel_alone_and_damage_of_either_codec_is_known_to_both(kind: str) -> None:
+    entries, lower, upper = UGLY_LISTS[kind]()
+    wire, values = Wire("indices"), Wire("int8").codec
+    arrived, errors = wire.round_trip(entries, lower, upper)
+    assert arrived.tobytes() == entries_with(entries["index"], np.ones(len(entries))).tobytes()
+    assert (errors == entries["value"]).all() and wire.codec.rounding == (0.0, 0.0)
+    if len(entries):
+        beside = CodedIndices(values, kernels, Workspace(), 3)
+        beside.decode(np.full(9, -1, np.int64).view(ENTRY), lower, upper, entries, 2)
+        assert values.take_damage().startswith("int8 entries are damaged that came from rank 2")
+        assert not beside.damaged
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -167,9 +194,9 @@ def test_four_bits_round_away_at_most_15_percent_of_the_mass(tail: str, density:
     assert shares[2] <= 2**-8
 
 
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", [*WIRES, "indices"])
 def test_bytes_are_known_from_the_count_and_never_more_than_plain(name: str) -> None:
-    codec = make_codec(name, kernels, Workspace(), 2)
+    codec = Wire(name).codec if name == "indices" else make_codec(name, kernels, Workspace(), 2)
     assert codec.wire_bytes(0, 5, 5) == codec.wire_bytes(0, 0, MAX_LENGTH) == 0
     for length in (1, 2, 31, 32, 33, 1000, 10**6, MAX_LENGTH):
         for count in {1, 2, 3, 5, 64, 255, 256, 257, 1000, length // 4, length}:
@@ -180,7 +207,8 @@ def test_bytes_are_known_from_the_count_and_never_more_than_plain(name: str) -> 
                 assert nbytes == codec.wire_bytes(count, 77, 77 + length)
     assert PLAIN.wire_bytes(300, 0, 10**6) == 2400
     if name != "plain":  # values, 6 low bits, and a bitmap of 3 + 10000 / 64 / 100 bits, about
-        assert codec.wire_bytes(10_000, 0, 10**6) <= 10_000 * (VALUE_BITS[name] + 8.6 + 0.25) / 8 + 16
+        bits = VALUE_BITS.get(name, 0)
+        assert codec.wire_bytes(10_000, 0, 10**6) <= 10_000 * (bits + 8.6 + 0.25) / 8 + 16
 
 
 def damaged(kind: str, wire: NDArray[np.uint32], layout: Any) -> None:
@@ -215,27 +243,30 @@ DAMAGE = {
 }
 
 
+BITS = VALUE_BITS | {"indices": ALONE}
+
+
+def damages(name: str, kind: str) -> bool:
+    """Whether a wire has what this kind of damage changes."""
+    return DAMAGE[kind] < 3 or (name != "indices" and (kind == "values" or BITS[name] < 16))
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        (name, kind)
-        for name in VALUE_BITS
-        for kind in DAMAGE
-        if kind != "low above high" or VALUE_BITS[name] < 16
-    ],
+    [(name, kind) for name in BITS for kind in DAMAGE if damages(name, kind)],
 )
 def test_bytes_that_are_no_encoding_are_noted_and_decode_to_zeros(name: str, kind: str) -> None:
     rng = np.random.default_rng(4)
     indices = np.sort(rng.choice(3000, 700, replace=False)) + 100  # many share their high bits
     wire = Wire(name)
     encoded, _ = wire.encode(entries_with(indices, rng.standard_normal(700)), 100, 3100)
-    damaged(kind, encoded.view(np.uint32), wire_layout(VALUE_BITS[name], 700, 100, 3100))
+    damaged(kind, encoded.view(np.uint32), wire_layout(BITS[name], 700, 100, 3100))
     arrived = wire.decode(encoded, 700, 100, 3100)
     assert np.array_equal(arrived, entries_with(np.arange(100, 800), np.zeros(700)))
     assert wire.codec.damaged
     assert (
         wire.codec.take_damage()
-        == f"{name} entries are damaged that came from rank 1: {DAMAGES[DAMAGE[kind]]}"
+        == f"{wire.codec.name} entries are damaged that came from rank 1: {DAMAGES[DAMAGE[kind]]}"
     )
     assert wire.codec.take_damage() == ""
 

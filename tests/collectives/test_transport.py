@@ -264,6 +264,15 @@ def test_an_allreduce_sums_and_counts_two_passes_over_its_words(transport: HostT
     assert transport.traffic == Traffic(0, 0, 4 * -(-2 * words * (size - 1) // size), 1)
 
 
+def test_a_flag_of_any_rank_is_seen_by_all_and_counts_as_an_allreduce(transport: HostTransport) -> None:
+    rank, size = transport.rank, transport.size
+    for raised in range(-1, size):
+        assert transport.any_control(rank == raised) == (raised >= 0)
+    assert transport.any_control(True)
+    once = Traffic(0, 0, 4 * -(-4 * (size - 1) // size), 1)
+    assert transport.traffic == sum([once] * (size + 2), Traffic())
+
+
 def test_transports_side_by_side_do_not_take_each_others_messages(transport: HostTransport) -> None:
     first, second = transport, transport._like_this(transport.comm)
     dest, source = ring(first)

@@ -177,6 +177,25 @@ def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intr
     comm.Barrier()
 
 
+def test_a_rank_that_alone_skips_a_step_is_named_by_the_others_and_raises(comm: MPI.Intracomm) -> None:
+    reducer = reducer_of(comm, timeout=TIMEOUT)
+    gradient = gradients(comm)
+    for _ in range(2):
+        reducer.step(next(gradient))
+    comm.Barrier()
+    missing = ", ".join(str(rank) for rank in range(1, comm.size))
+    if comm.rank:
+        with pytest.raises(RuntimeError, match=f"rank 0 did not come within {TIMEOUT:g} s"):
+            reducer.step(next(gradient))
+    else:
+        with pytest.raises(
+            MissingRanksError, match=rf"^skip_together before step 2: rank\(s\) {missing} did not come"
+        ):
+            reducer.skip_together(False)
+    reducer.close()
+    comm.Barrier()
+
+
 def test_a_step_after_a_pause_shorter_than_the_limit_is_as_ever(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, timeout=60.0)
     gradient = gradients(comm)
@@ -200,7 +219,9 @@ def test_a_rank_that_was_missed_over_messages_does_not_hold_the_others_in_close(
             time.sleep(0.01)
         for source in range(1, comm.size):
             comm.recv(source=source)
-    with pytest.raises(MissingRanksError, match=r"rank\(s\) 0 did not come within 0\.5 s"):
+    with pytest.raises(
+        MissingRanksError, match=r"^skip_together before step 0: rank\(s\) 0 did not come within 0\.5 s"
+    ):
         reducer.skip_together(False)
     reducer.close()
     if comm.rank:

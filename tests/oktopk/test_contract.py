@@ -13,7 +13,6 @@ from mpi4py import MPI
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport
-from oktopk.methods.union import share_of
 from oktopk.settings import selection_cap
 from tests import oracle
 from tests.devices import DEVICES, get, gpus, put, use
@@ -82,11 +81,6 @@ def run(
     reducer.close()
 
 
-def wanted_of_rank(method: str, k: int, ranks: int) -> int:
-    """Entries that each rank should select."""
-    return share_of(k, ranks) if method == "union" else k
-
-
 def check_caps(comm: MPI.Intracomm, method: str, length: int, step: Observed) -> None:
     """What was sent and applied in a step is within the bounds of its method."""
     if method == "dense":
@@ -96,7 +90,7 @@ def check_caps(comm: MPI.Intracomm, method: str, length: int, step: Observed) ->
         assert least - 1 <= step.words <= most + 1
         return
     k, ranks = step.report.k, comm.size
-    assert step.report.local_nnz <= selection_cap(wanted_of_rank(method, k, ranks))
+    assert step.report.local_nnz <= selection_cap(METHODS[method].local_k(k, ranks))
     selected = comm.allreduce(step.report.local_nnz)
     if method in ("topka", "gaussiank"):  # every rank's list goes to every other
         assert step.words == 2 * selected * (ranks - 1) / ranks
@@ -248,7 +242,7 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
             put_in = step.gradients.astype(np.float64) + step.before
             came_out = step.after.astype(np.float64).sum(axis=0) + step.update
             assert np.array_equal(put_in.sum(axis=0), came_out)
-            nonzeros, wanted = np.count_nonzero(put_in[comm.rank]), wanted_of_rank(method, k, comm.size)
+            nonzeros, wanted = np.count_nonzero(put_in[comm.rank]), METHODS[method].local_k(k, comm.size)
             local.append(abs(step.report.local_nnz - min(wanted, nonzeros)) / wanted)
             applied.append(step.report.global_nnz / k - 1)
         # of one entry a threshold that is reused may miss it; in a union other ranks' choices leave this one's residual, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from oktopk.cpu import kernels
 from oktopk.cpu.accumulate import HostDisplacement
 from oktopk.cpu.histograms import LEVELS
 from oktopk.cpu.kernels import BLOCK
+from oktopk.cuda.displacement import DeviceDisplacement
+from oktopk.displacement import Displacement
 
 Vector = NDArray[np.float32]
 
@@ -162,6 +165,15 @@ def test_a_displacement_is_rounded_where_torch_rounds_and_added_as_a_vector_is(e
     shown_well = np.isfinite(shown.float().numpy())
     assert kernels.accumulate_select(moved, after, 1, np.empty(BLOCK, ENTRY)).nonfinite == np.sum(~shown_well)
     assert after.tobytes() == residual.tobytes()
+
+
+def test_a_displacement_lacks_no_method() -> None:
+    class Half(Displacement):
+        def set_pointers(self, addresses: Sequence[int]) -> None: ...
+
+    with pytest.raises(TypeError, match="abstract.* show"):
+        Half()  # type: ignore[abstract]
+    assert not HostDisplacement.__abstractmethods__ | DeviceDisplacement.__abstractmethods__
 
 
 @st.composite

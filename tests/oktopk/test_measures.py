@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 from collectives.traffic import Traffic
 from oktopk import METHODS, GradientAllreduce
-from oktopk.methods.union import share_of
 from oktopk.regions import equal_boundaries
 from oktopk.settings import entries_kept
 from tests.inputs import GRADIENTS, SHAPES
@@ -62,7 +61,7 @@ def test_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, metho
                 else:
                     assert measures.xi == pytest.approx(measures.missed / norm, rel=1e-5)
                 if method != "gaussiank":  # its selection is not the exact top k
-                    chosen = share_of(k, comm.size) if method == "union" else k
+                    chosen = METHODS[method].local_k(k, comm.size)
                     selected = {int(i) for row in accumulated for i in top_k(row, chosen)}
                     assert measures.fill_in == len(selected) / k
             reducer.close()

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 from collectives.codec import VALUE_BITS, CodedEntries
 from collectives.cpu.kernels import magnitude_bits
-from collectives.sparse import ENTRY
+from collectives.sparse import ENTRY, MAX_LENGTH
 from oktopk import DistributedOptimizer, GradientAllreduce
-from oktopk.cpu.kernels import set_values, take_values, to_indices
-from oktopk.methods.union import share_of, union_words
+from oktopk.cpu.kernels import take_values, to_indices
+from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
 from tests.devices import get, put, use
 from tests.inputs import entries_with
@@ -43,13 +43,12 @@ def test_positions_become_indices_and_zeros_and_what_is_small_are_left_out() -> 
         to_indices(taken, support)
         assert taken["index"].tolist() == support["index"][positions].tolist()
         assert np.array_equal(taken["value"], vector[taken["index"]])
-    set_values(support, 1.0)
-    assert support["value"].tolist() == [1.0] * 4
 
 
 def test_words_by_formula() -> None:
-    assert union_words(100, 4) == (225, 450)
-    assert [share_of(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
+    assert union_words([25] * 4, 1000) == (3 / 4 * (4 * 6 + 100), 3 / 4 * (4 * 6 + 400))  # 6.8 bits an index
+    assert union_words([0, 300], MAX_LENGTH)[1] <= 150 * (2 + np.log2(MAX_LENGTH / 300)) / 32 + 600 + 2
+    assert [SharedSupport.local_k(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
 
 
 @pytest.mark.mpi
@@ -62,14 +61,14 @@ def test_every_rank_is_cleared_wherever_an_entry_is_applied(comm: MPI.Intracomm,
         update, left = get(reduced.update), get(reduced.residual)
         applied = update != 0
         assert 0 < np.count_nonzero(applied) == report.global_nnz
-        assert report.global_nnz <= comm.size * selection_cap(share_of(report.k, comm.size))
+        assert report.global_nnz <= comm.size * selection_cap(SharedSupport.local_k(report.k, comm.size))
         assert not left[applied].any()
         assert np.array_equal(left[~applied], accumulated[~applied])
         total = comm.allreduce(accumulated.astype(np.float64))
         assert np.allclose(update[applied], total[applied], rtol=1e-5, atol=1e-5)
-        chosen = comm.allreduce(report.local_nnz) / comm.size
-        words, (least, most) = comm.allreduce(report.words) / comm.size, union_words(1, comm.size)
-        assert least * chosen * comm.size <= words <= most * chosen * comm.size
+        words = comm.allreduce(report.words) / comm.size
+        least, most = union_words(comm.allgather(report.local_nnz), LENGTH)
+        assert least <= words <= most
     reduced.close()
 
 
@@ -131,6 +130,26 @@ def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_cho
     reduced.close()
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("wire", ["plain", "int4"])
+def test_indices_that_few_ranks_choose_or_all_travel_in_the_bytes_of_indices_alone(
+    comm: MPI.Intracomm, device: str, wire: str
+) -> None:
+    """The even ranks choose the same indices; the odd ones choose nothing, and send values only."""
+    reduced = reducer(comm, device, wire, density=100 * comm.size / LENGTH)
+    gradient = np.zeros(LENGTH, np.float32)
+    at = 7 * np.arange(1, 101)
+    gradient[at] = 0.0 if comm.rank % 2 else 1.0 + at
+    report = reduced.step(put(device, gradient))
+    even, odd = -(-comm.size // 2), comm.size // 2
+    assert report.local_nnz == (0 if comm.rank % 2 else 100)
+    assert np.array_equal(get(reduced.update).nonzero()[0], at)
+    if wire == "plain":
+        assert np.array_equal(get(reduced.update)[at], even * (1.0 + at))
+        assert comm.allreduce(report.words) / comm.size <= union_words([100] * even + [0] * odd, LENGTH)[0]
+    reduced.close()
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("fails", ["support", "sent", "gathered"])
 def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
@@ -139,17 +158,16 @@ def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
     reduced = reducer(comm, "cpu", "int8")
     reduced.step(gradient_of(comm, 0))
     before = reduced.residual.copy()
-    codec: Any = reduced._methods["union"].codec
     encode, calls = CodedEntries.encode, []
 
-    def damaging(entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+    def damaging(codec: Any, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         encode(codec, entries, lower, upper, wire, dest)
         calls.append(dest)
         at = {"support": 1, "sent": 2, "gathered": comm.size + 1}[fails]
         if comm.rank == 1 and len(calls) == at:
             wire[:] = np.full(len(wire), -1, np.int64).view(ENTRY)
 
-    monkeypatch.setattr(codec, "encode", damaging)
+    monkeypatch.setattr(CodedEntries, "encode", damaging)
     with pytest.raises(ValueError, match="int8 entries are damaged that came from rank 1"):
         reduced.step(gradient_of(comm, 1))
     assert not reduced.update.any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
+from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.training import flat, loss, network, train
 
@@ -345,6 +347,7 @@ def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
         "allreduce_control",
         "allgather_control",
         "alltoall_control",
+        "any_control",
         "barrier",
     ):
         setattr(transport, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
@@ -356,6 +359,7 @@ def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
         "allreduce_control",
         "allgather_control",
         "alltoall_control",
+        "any_control",
         "barrier",
     ):
         delattr(transport, name)
@@ -409,6 +413,20 @@ def test_weights_that_are_put_aside_and_back_change_nothing(comm: MPI.Intracomm)
                         p.copy_(held)
         vectors.append(optimizer._reference.vector.clone())
     assert torch.equal(*vectors)
+
+
+def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intracomm) -> None:
+    for length in (1, 6, 7):
+        reference: Any = SimpleNamespace(vector=torch.randn(length))
+        before = Reference.digest(reference)
+        for element in range(length):
+            held = float(reference.vector[element])
+            reference.vector[element] = held + 1
+            assert Reference.digest(reference) != before
+            reference.vector[element] = held
+        assert Reference.digest(reference) == before
+    reference.vector[:2] = reference.vector[:2].flip(0)  # two elements that have changed places
+    assert Reference.digest(reference) != before
 
 
 @pytest.mark.mpi(min_size=2)

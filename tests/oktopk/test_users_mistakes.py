@@ -19,6 +19,7 @@ import oktopk
 from collectives.launchers import LauncherError
 from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
+from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
 from tests.training import flat, network, squares
 
@@ -300,6 +301,7 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     calls: dict[str, Callable[[GradientAllreduce], object]] = {
         "gathered_residual": GradientAllreduce.gathered_residual,
         "reset": GradientAllreduce.reset,
+        "skip_together before step 1": lambda reducer: reducer.skip_together(False),
         "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
         "step 1 with measure=True": lambda reducer: reducer.step(np.ones(100, np.float32), measure=True),
     }
@@ -307,7 +309,8 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
     hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
     cases = [(name, flat) for name in calls]
     cases += [("gathered_residual", hosts), ("step 1 with measure=True", hosts)]
-    cases.append(("load_state_dict", flat | {"method": "dense"}))
+    cases += [("load_state_dict", flat | {"method": "dense"}), ("skip_together before step 1", hosts)]
+    cases += [("skip_together before step 1", flat | {"method": method}) for method in ("dense", "gtopk")]
     for name, more in cases:
         reducer = GradientAllreduce(over, 100, density=0.1, timeout=LIMIT, **more)
         reducer.step(np.ones(100, np.float32))  # the first one agrees on more than later ones
@@ -320,6 +323,64 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(
                 reducer.step(np.ones(100, np.float32))
         assert raised.value.ranks == [1]
         reducer.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_rank_that_alone_makes_another_call_is_named_with_it_in_buckets(comm: MPI.Intracomm) -> None:
+    calls: dict[str, Callable[[BucketedAllreduce], object]] = {
+        "gathered_residual": BucketedAllreduce.gathered_residual,
+        "reset": BucketedAllreduce.reset,
+        "skip_together before step 1": lambda reducer: reducer.skip_together(False),
+        "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
+    }
+    hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
+    cases: list[tuple[str, dict[str, Any]]] = [(name, {"levels": "flat"}) for name in calls]
+    gradients = [np.ones(60, np.float32), np.ones(40, np.float32)]
+    for name, more in [*cases, ("gathered_residual", hosts)]:
+        reducer = BucketedAllreduce(comm, [60, 40], density=0.1, timeout=LIMIT, **more)
+        reducer.step(gradients)
+        with pytest.raises(
+            MissingRanksError, match=rf"^step 1: rank\(s\) 1 called {name} instead, and did not"
+        ) as raised:
+            if comm.rank == 1:
+                calls[name](reducer)
+            else:
+                reducer.step(gradients)
+        assert raised.value.ranks == [1]
+        reducer.close()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_alone_loads_a_state_is_named_by_optimizers_in_buckets(
+    comm: MPI.Intracomm, overlap: bool
+) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001, overlap=overlap)
+    backward(model, comm)
+    optimizer.step()
+    state = optimizer.state_dict()
+    with pytest.raises(
+        MissingRanksError, match=r"^step 1: rank\(s\) 1 called load_state_dict instead, and did not"
+    ):
+        if comm.rank == 1:
+            optimizer.load_state_dict(state)
+        else:
+            backward(model, comm, 1)
+            optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001)
+    backward(model, comm)
+    with pytest.raises(ValueError, match="rank 1: measures are taken of one vector"):
+        optimizer.step(measure=comm.rank == 1)
+    backward(model, comm)
+    optimizer.step()
+    optimizer.close()
 
 
 @pytest.mark.mpi(min_size=2)

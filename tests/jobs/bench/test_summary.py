@@ -73,6 +73,7 @@ def test_deviations_are_from_k_and_only_where_the_update_is_held_to_it() -> None
     assert nnz["global_deviation"] == pytest.approx(0.05)
     assert nnz["global_deviation_largest"] == pytest.approx(0.1)
     assert summary("topka")["nnz"]["global_deviation"] is None
+    assert summary("union")["nnz"]["local_deviation"] == 1.0  # twice a rank's half of k
 
 
 def test_memory_is_that_of_the_worst_watched_step() -> None:
@@ -95,7 +96,7 @@ def test_formulas_for_a_hundred_entries_of_ten_thousand_on_four_ranks() -> None:
     )
     assert formulas("gtopk", 100, 10_000, 4) == {"least": 300, "most": 300, "busiest": 400}
     assert formulas("topkdsa", 100, 10_000, 4) == {"least": 300, "most": 7650}
-    assert formulas("union", 100, 10_000, 4) == {"least": 225, "most": 450}
+    assert formulas("union", 100, 10_000, 4) == {"least": 105, "most": 330}
     assert formulas("nccl-bf16", 100, 10_000, 4) == {"least": 7500, "most": 7500}
     for method in ("dense", "mpi", "mpi-ring", "nccl"):
         assert formulas(method, 100, 10_000, 4) == {"least": 15_000, "most": 15_000}
@@ -118,6 +119,8 @@ def test_floors_are_bytes_and_messages_at_the_speeds_of_the_run() -> None:
     assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
     assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
     assert floors["allgather"] == {"memory_bytes": 0, "wire_bytes": 120, "messages": 2, "seconds": 1.2 + 1.0}
+    union = stage_floors("union", Workload(1000, 4, selected=10, applied=20), SPEEDS)
+    assert union["allgather"]["wire_bytes"] == 3 / 4 * (4 * 16 + 160)  # of 10 indices in 1000: 8.8 bits each
     dense = stage_floors("mpi-ring", Workload(1000, 2, 1000, 1000), SPEEDS)
     assert dense["allreduce"]["wire_bytes"] == 4 * 1000
 

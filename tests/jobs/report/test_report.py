@@ -190,6 +190,12 @@ def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_
     )
 
 
+def test_a_rank_of_a_union_is_to_select_its_share_of_k(tmp_path: Path) -> None:
+    for method, deviation in (("union", 0.0), ("powersgd", 0.75)):
+        path = write_run(tmp_path / f"{method}.h5", method=method, local_nnz=np.full(50, K / 4))
+        assert figures(read_runs([path])[0])["local_nnz_deviation"] == deviation
+
+
 def test_a_run_that_ends_in_its_warmup_has_no_bounds(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4, k=np.full(10, 10 * K), status="interrupted")
     run = read_runs([path])[0]
