@@ -114,8 +114,11 @@ class DistributedOptimizer(WrappedOptimizer):
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
             `oktopk.torch.updates.UpdatesOptimizer`. Take updates for AdamW, which does not train well on sparse gradients.
         every: steps between two exchanges of updates, >= 1.
-        local_share: with updates the share of its residual that a rank's own parameters hold, in [0, 1]; None: 1/P, as much as
-            its updates count once they are applied.
+        local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: 1 over the
+            number of replicas, as much as its updates count once they are applied.
+        replica: with updates, what steps on a gradient of its own: "rank"; "host": the ranks of a host, which take the mean of
+            their gradients in every step; "summed": these ranks, whose gradients are equal already; "auto": "host" where there
+            are several hosts with several ranks each, else "rank".
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -176,6 +179,7 @@ class DistributedOptimizer(WrappedOptimizer):
         sends: str = "gradients",
         every: int = 1,
         local_share: float | None = None,
+        replica: str = "auto",
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -210,7 +214,9 @@ class DistributedOptimizer(WrappedOptimizer):
         sends = self._sends if sends == "gradients" else sends
         problem = problem or self._sends_problem(sends, every, local_share)
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
-        problem = problem or self._refused(settings | asked | {"every": every, "tables": tables})
+        problem = problem or self._refused(
+            settings | asked | {"every": every, "tables": tables, "replica": replica}
+        )
         problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
@@ -229,6 +235,7 @@ class DistributedOptimizer(WrappedOptimizer):
             "sends": sends,
             "every": every,
             "local_share": local_share,
+            "replica": replica,
         }
         with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
             differs, strangers = disagreement(
@@ -284,6 +291,10 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _refused(self, settings: dict[str, Any]) -> str:
         """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
+        if settings["replica"] != "auto":
+            return (
+                f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
+            )
         return ""
 
     def _options(self) -> dict[str, Any]:
@@ -324,7 +335,7 @@ class DistributedOptimizer(WrappedOptimizer):
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         try:
-            exchanged = {name: self._arguments[name] for name in ("every", "local_share")}
+            exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
             self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
             if not tables:
                 return None
