@@ -853,7 +853,7 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             if support is None:
                 vector -= self._vectors.update
-            else:
+            elif support.nnz:
                 scale = 1.0 / self.transport.size if self.settings.average else 1.0
                 self.backend.kernels.add_entries(vector, support.entries, -scale)
 

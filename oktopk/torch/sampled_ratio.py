@@ -22,10 +22,10 @@ _FOLLOWED = 0.2  # weight of a new measurement
 class SampledRatio:
     """The squared norm of the mean gradient over the mean of the replicas' squared norms, in [1/R, 1] for R replicas.
 
-    A replica is a rank or, in two levels, a host, whose ranks have equal gradients; means are over the ranks. The ratio is 1/R where
-    the replicas' gradients are noise alone, and 1 where they are equal. An optimizer that divides by the size of a replica's own
-    gradient takes steps that are too short by the root of it: the mean of R steps is as short as the mean gradient, and what it
-    was divided by is not.
+    A replica is a rank or, in two levels, a host, whose ranks have equal gradients; means are over the ranks. The ratio is 1/R
+    where the replicas' gradients are noise alone, and 1 where they are equal. An optimizer that divides by the size of a
+    replica's own gradient takes steps that are too short by the root of it: the mean of R steps is as short as the mean gradient,
+    and what it was divided by is not.
 
     Args:
         parameters: whose gradients are sampled: every m-th element, other ones in each measurement.

@@ -593,8 +593,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if saved == own:
             return ""
         return (
-            f"the state is of replica={saved!r}, and this optimizer has replica={self.replica!r}: pass replica={saved!r}, or make "
-            "a state of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
+            f"the state is of replica={saved!r}, and this optimizer has replica={self.replica!r}: pass replica={saved!r}, or "
+            "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
         )
 
     def _states_difference(self, state: dict[str, Any]) -> str:
@@ -661,24 +661,23 @@ class _HostMean:
         Returns:
             Whether no rank of the host has a problem.
         """
-        here = [parameter.grad is not None and not problem for parameter in self._parameters]
-        token = self._agreement.tell(bytes(here))
-        for view, parameter, filled in zip(self._views, self._parameters, here, strict=True):
-            if filled:
-                view.copy_(parameter.grad)
-            else:
+        gradients = [None if problem else parameter.grad for parameter in self._parameters]
+        token = self._agreement.tell(bytes(gradient is not None for gradient in gradients))
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is None:
                 view.zero_()
+            else:
+                view.copy_(gradient)
         with self._memory.stream_scope():
             tokens = self._reducer.mean_in_host(problem, token)
         if tokens is None:
             return False
         anywhere = self._agreement.hear(tokens, self._host)
         for view, parameter, used in zip(self._views, self._parameters, anywhere, strict=True):
-            if not used:
-                continue
-            gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            gradient.copy_(view)
-            parameter.grad = gradient
+            if used and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(view)
+            elif parameter.grad is not None:
+                parameter.grad.copy_(view)
         return True
 
 

@@ -187,7 +187,8 @@ def test_nothing_is_lost_between_the_optimizers_and_the_reference(
     comm: MPI.Intracomm, dtype: torch.dtype, per_host: int
 ) -> None:
     model = network().to(dtype)
-    optimizer = wrap(model, comm, per_host, kind=torch.optim.SGD, density=0.1, every=2)
+    optimizer = wrap(model, comm, per_host, kind=torch.optim.SGD, density=0.1, every=2, local_share=0.5)
+    group = optimizer.reducer.group
     before = optimizer._reference.vector.double().numpy().copy()
     moved = counted(model, optimizer)
     for step in range(8):
@@ -202,6 +203,10 @@ def test_nothing_is_lost_between_the_optimizers_and_the_reference(
     assert np.abs(all_moved).max() > 0.01 and np.abs(applied).max() > 0.01
     assert comm.size == 1 or np.abs(residuals).max() > 1e-3
     assert np.allclose(all_moved, residuals + applied, atol=2e-5)
+    # half of what the host has not sent, whose residual is times its ranks
+    unsent = sum(group.host.allgather_objects(optimizer.reducer.gathered_residual())) / group.host.size
+    shown = optimizer._reference.vector.numpy() - 0.5 * unsent
+    assert np.allclose(flat(model), shown, rtol=0 if dtype == torch.float32 else 2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -455,7 +460,9 @@ def test_states_move_between_replicas_and_hosts_and_nothing_to_come_is_lost(comm
         moved.load_state_dict(weights)
         if (optimizer.hosts is None) != (loaded.hosts is None):
             saved = optimizer.replica
-            with pytest.raises(ValueError, match=f"the state is of replica='{saved}'.*pass replica='{saved}'"):
+            with pytest.raises(
+                ValueError, match=f"the state is of replica='{saved}'.*pass replica='{saved}'"
+            ):
                 loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
         state = redistribute(lambda r: states[r], comm.size, comm.rank, comm.size, loaded.hosts)  # noqa: B023
         assert np.allclose(to_come(comm.allgather(state), loaded.hosts), expected, atol=1e-7)
@@ -485,7 +492,12 @@ def test_a_dense_warm_up_measures_and_tables_work_between_replicas(comm: MPI.Int
 
 @pytest.mark.parametrize(
     ("settings", "replica"),
-    [({}, "host"), ({"levels": "flat"}, "rank"), ({"method": "union"}, "rank"), ({"replica": "rank"}, "rank")],
+    [
+        ({}, "host"),
+        ({"levels": "flat"}, "rank"),
+        ({"method": "union"}, "rank"),
+        ({"replica": "rank"}, "rank"),
+    ],
     ids=str,
 )
 def test_several_hosts_of_several_ranks_are_replicas_unless_something_else_is_asked_for(
