@@ -96,7 +96,7 @@ class DistributedOptimizer(WrappedOptimizer):
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
         clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
-            gradient, equal on all ranks, not of what one rank computed; with updates that of the rank's own gradient.
+            gradient, equal on all ranks, not of what one rank computed; with updates that of the replica's own gradient.
         broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there: on a GPU on a

@@ -383,7 +383,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
-        first = self.report is None and transport.rank == 0
+        first = self.report is None and transport.rank == 0 and self.replica != "summed"
         if first and (warning := reduced_twice_warning(self._trained, "updates")):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
@@ -666,19 +666,25 @@ class _HostMean:
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            else:
-                view.copy_(gradient)
+        _copy([(view, one) for view, one in zip(self._views, gradients, strict=True) if one is not None])
         with self._memory.stream_scope():
             tokens = self._reducer.mean_in_host(problem, token)
         if tokens is None:
             return False
         anywhere = self._agreement.hear(tokens, self._host)
-        for view, parameter, used in zip(self._views, self._parameters, anywhere, strict=True):
+        for parameter, used in zip(self._parameters, anywhere, strict=True):
             if used and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-            elif parameter.grad is not None:
-                parameter.grad.copy_(view)
+                parameter.grad = torch.empty_like(parameter)
+        held = zip(self._parameters, self._views, strict=True)
+        _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
         return True
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor the second one."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,12 +17,12 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import step_limit
 from oktopk import DistributedOptimizer, NonFiniteGradientError, levels
 from oktopk.elastic import of_rank, redistribute
 from oktopk.levels import Layout
-from oktopk.torch import updates
 from tests import oracle
 from tests.training import flat, loss, network, train
 
@@ -274,6 +274,29 @@ def test_gradients_that_are_summed_already_are_those_of_a_host(comm: MPI.Intraco
         sent = group.host.allgather_objects(optimizer.reducer.take_traffic().bytes)
         assert any(sent) == (replica == "host" and group.host.size > 1)
     assert vectors[0] == vectors[1]
+
+
+def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
+    comm: MPI.Intracomm, group: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    hosts = [range(first, min(first + 2, comm.size)) for first in range(0, comm.size, 2)]
+    groups = [torch.distributed.new_group(list(ranks)) for ranks in hosts]
+    held = []
+    for replica in ("host", "summed"):
+        model = network()
+        optimizer = wrap(model, comm, replica=replica)
+        trained: nn.Module = model
+        if replica == "summed":
+            trained = DistributedDataParallel(model, process_group=groups[comm.rank // 2])
+        for step in range(5):
+            optimizer.zero_grad()
+            loss(trained, comm.rank, step).backward()
+            optimizer.step()
+            check_agreed(model, optimizer, comm)
+        held.append(flat(model))
+        optimizer.close()
+    assert np.allclose(*held, rtol=0, atol=1e-6)
+    assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
 
 
 @pytest.mark.mpi(min_size=3)
@@ -531,4 +554,3 @@ def test_what_replicas_do_not_take_is_refused_in_a_sentence(
 def test_ranks_must_be_of_one_kind_of_replica(comm: MPI.Intracomm) -> None:
     with pytest.raises(ValueError, match="ranks disagree on replica: rank 0: 'host', rank 1: 'summed'"):
         wrap(network(), comm, replica=("host", "summed")[comm.rank == 1])
-    assert updates._HOSTS == ("host", "summed")
