@@ -106,8 +106,10 @@ class Oracle:
         self.squares = new if self.steps == 1 else 0.8 * self.squares + 0.2 * new
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("per_host", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("per_host", "kind"),
+    [(1, torch.optim.AdamW), (2, torch.optim.AdamW), (2, torch.optim.SGD), (3, torch.optim.AdamW)],
+)
 def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, kind: Any) -> None:
     """A host counts by its ranks; beta2, the rate and the share are those of so many replicas."""
     rng = np.random.default_rng(5)
@@ -136,10 +138,9 @@ def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, k
     assert optimizer.report.levels == "hosts"
 
 
-@pytest.mark.parametrize("per_host", [2, 3])
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"every": 3, "wire": "int4"}, {"local_share": 0.0, "kind": torch.optim.SGD}, {"clip_norm": 0.1}],
+    ("per_host", "settings"),
+    [(2, {}), (3, {"every": 3, "wire": "int4"}), (3, {"local_share": 0.0}), (2, {"clip_norm": 0.1})],
     ids=str,
 )
 def test_references_are_equal_on_all_ranks_and_parameters_within_a_host(
@@ -181,10 +182,9 @@ def counted(model: nn.Module, optimizer: Any) -> NDArray[np.float64]:
     return moved
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("per_host", [2, 3])
+@pytest.mark.parametrize(("per_host", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
 def test_nothing_is_lost_between_the_optimizers_and_the_reference(
-    comm: MPI.Intracomm, dtype: torch.dtype, per_host: int
+    comm: MPI.Intracomm, per_host: int, dtype: torch.dtype
 ) -> None:
     model = network().to(dtype)
     optimizer = wrap(model, comm, per_host, kind=torch.optim.SGD, density=0.1, every=2, local_share=0.5)
@@ -300,8 +300,7 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("nonfinite", "every"), [("raise", 1), ("raise", 2), ("skip", 1)])
 def test_a_host_of_which_one_rank_has_a_nan_does_not_step(
     comm: MPI.Intracomm, nonfinite: str, every: int
 ) -> None:
@@ -422,10 +421,9 @@ def test_what_is_written_within_agreed_becomes_the_reference(comm: MPI.Intracomm
     assert np.array_equal(flat(model), flat(network(9)))
 
 
-@pytest.mark.parametrize(("every", "saved"), [(1, "local"), (3, "local"), (3, "agreed")])
-@pytest.mark.parametrize("per_host", [2, 3])
+@pytest.mark.parametrize(("per_host", "every", "saved"), [(2, 1, "local"), (3, 3, "local"), (2, 3, "agreed")])
 def test_a_run_goes_on_from_its_state_bit_for_bit(
-    comm: MPI.Intracomm, every: int, saved: str, per_host: int
+    comm: MPI.Intracomm, per_host: int, every: int, saved: str
 ) -> None:
     model = network()
     optimizer = wrap(model, comm, per_host, every=every)
