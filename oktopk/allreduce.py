@@ -17,9 +17,10 @@ from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
-from oktopk.displacement import Displacement
+from oktopk.displacement import Displacement, ShardDisplacement
 from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
+from oktopk.host_group import HostGroup
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
 from oktopk.methods.oktopk import OkTopk
@@ -186,6 +187,11 @@ class GradientAllreduce:
         return "flat" if self._group is None else "hosts"
 
     @property
+    def group(self) -> HostGroup | None:
+        """The ranks of this host, in two levels; None in flat steps."""
+        return self._group
+
+    @property
     def hosts(self) -> list[int] | None:
         """int[P], the number of each rank's host, in two levels; None in flat steps."""
         return None if self._group is None else list(self._group.layout.hosts)
@@ -202,6 +208,38 @@ class GradientAllreduce:
         After `close` an array that was taken before still has its memory, which no step reads.
         """
         return None if self._group is None else self._group.gradient
+
+    def mean_in_host(self, flag: bool = False, token: int | None = None) -> tuple[int, ...] | None:
+        """Make `gradient_buffer` the mean of what all ranks of this host have filled it with, equal bit for bit. For two levels.
+
+        No step, and no message to another host. Collective: every rank of the host must call.
+
+        Args:
+            flag: of this rank; where any rank of the host raises it, nothing is summed.
+            token: a word that all ranks of the host are to see; on every rank or on none.
+
+        Returns:
+            The tokens of the host's ranks, () where they gave none; None where any raised its flag.
+
+        Raises:
+            RuntimeError: steps are flat; on every rank alike.
+            MissingRanksError: ranks of the host did not come within `Settings.timeout`.
+
+        Memory: n words of scratch.
+        Traffic: an allgatherv of n float32 in the host, and a control allgather of one int64.
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
+        with self.backend.stream_scope():
+            self._complete()
+            self._expect_step(self.steps)
+            try:
+                if group.mean(flag, token):
+                    return None
+                return () if token is None else group.host.tokens or ()
+            finally:
+                self._expect_none()
 
     def gathered_residual(self) -> NDArray[np.float32]:
         """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
@@ -291,25 +329,30 @@ class GradientAllreduce:
 
         Steps keep no copy of the residual to undo by: a finite displacement stays in it, whatever becomes of the step.
 
+        In two levels it is a `ShardDisplacement`: the caller fills its vector, of this rank's shard, before each step, and
+        `show` takes the residual of the whole host.
+
         Args:
             sizes, element_type: of the parameters, as `gradient_tensors`.
             reference: float32[n] on the device, its memory; read.
             share: of the residual that parameters hold.
 
         Raises:
-            ValueError: as `gradient_tensors`; or steps have no residual, are in two levels, deferred or with momentum correction.
+            ValueError: as `gradient_tensors`; or steps have no residual, are deferred or with momentum correction.
 
         Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
-            a way of their own, n words.
+            a way of their own, n words. In two levels n/G words.
         """
         problem, settings = self._sizes_problem(sizes, element_type), self.settings
-        if self._vectors.residual is None or self._group is not None:
-            problem = (
-                problem or "a displacement needs a residual of this rank's own: flat steps of a sparse method"
-            )
+        if self._vectors.residual is None:
+            problem = problem or "a displacement needs a residual: steps of a sparse method"
         if settings.deferred or settings.momentum_correction:
             problem = problem or "a displacement is not for deferred steps, nor for momentum correction"
-        make = partial(self.backend.displacement, sizes, element_type, reference, share)
+
+        def make() -> Displacement:
+            whole = self.backend.displacement(sizes, element_type, reference, share)
+            return whole if self._group is None else ShardDisplacement(whole, self._group.new_shard())
+
         with self.backend.stream_scope():
             made = make_together(self.transport, make, problem)
             self._vectors.keep_no_copies()
@@ -445,12 +488,24 @@ class GradientAllreduce:
                 self._expect_none()  # through peer memory there was no control operation
 
     def _displaced(self, moved: Displacement, measure: bool) -> Any:
-        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag."""
+        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
+
+        A `ShardDisplacement` is added here in any case.
+        """
         vectors, kernels = self._vectors, self.backend.kernels
         vectors.pending = True
-        if self._method_at(self.steps)[0].reads_displacements and not measure:
+        in_shards = isinstance(moved, ShardDisplacement)
+        if self._method_at(self.steps)[0].reads_displacements and not (measure or in_shards):
             return moved
         nothing = self.transport.workspace.entries("nothing", 1 + kernels.BLOCK)
+        if isinstance(moved, ShardDisplacement):
+            vectors.put_back()
+            moved.nonfinite = moved.flagged
+            if len(moved.vector):
+                packed = kernels.accumulate_select(moved.vector, vectors.residual, NOTHING, nothing)
+                moved.nonfinite = moved.flagged or packed.nonfinite > 0
+                moved.vector.fill(0)
+            return moved
         nonfinite = kernels.accumulate_select(moved, vectors.residual, NOTHING, nothing).nonfinite
         zeros = self.backend.zeros(self.length)
         if nonfinite or moved.flagged:
@@ -545,7 +600,10 @@ class GradientAllreduce:
         residual, velocity = self._vectors.residual, self._vectors.velocity
         if self._group is not None:
             residual, velocity = self._group.in_whole(residual), self._group.in_whole(velocity)
-        self._sampler.before(gradient, residual, velocity, self.settings.momentum_correction)
+        given = gradient
+        if isinstance(gradient, ShardDisplacement):  # it is in the residual
+            given = self.backend.zeros(self.length)
+        self._sampler.before(given, residual, velocity, self.settings.momentum_correction)
         report = self._step(gradient, problem, absent, token)
         if report.skipped:
             return report
@@ -599,7 +657,7 @@ class GradientAllreduce:
             self._skip(report, flagged.ranks)
             return report
         except ValueError:
-            self._take_traffic()
+            self.take_traffic()
             raise
         self._last_k = k
         report = self._new_report(method, plan)
@@ -733,7 +791,7 @@ class GradientAllreduce:
         self._last_k = state["last_k"]
         self._trust = state.get("unaided", 0)
         self._open = None
-        self._take_traffic()
+        self.take_traffic()
         make_together(self.transport, partial(self._vectors.load_state_dict, state))
         for name, method_state in state["methods"].items():
             self._instance(name).load_state_dict(method_state)
@@ -797,7 +855,7 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             if support is None:
                 vector -= self._vectors.update
-            else:
+            elif support.nnz:
                 scale = 1.0 / self.transport.size if self.settings.average else 1.0
                 self.backend.kernels.add_entries(vector, support.entries, -scale)
 
@@ -874,13 +932,14 @@ class GradientAllreduce:
         self._last_k = None  # what this step was to renew, the next one renews
         self.tokens = None
         if self.settings.nonfinite == "raise":
-            self._take_traffic()
+            self.take_traffic()
             raise NonFiniteGradientError(ranks, report.step) from None
         self._vectors.restore()
         report.skipped = True
         self._complete_report(report, StepResult(None, None))
 
-    def _take_traffic(self) -> Traffic:
+    def take_traffic(self) -> Traffic:
+        """What this rank has sent since the last report, or the last call."""
         traffic = self.transport.take_traffic()
         return traffic if self._group is None else traffic + self._group.take_traffic()
 
@@ -899,7 +958,7 @@ class GradientAllreduce:
         report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
         report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
         report.rounding = result.rounding
-        traffic = self._take_traffic()
+        traffic = self.take_traffic()
         report.words, report.messages = traffic.words, traffic.messages
         report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between
         report.control_words, report.control_messages = traffic.control_words, traffic.control_messages

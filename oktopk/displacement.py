@@ -41,3 +41,30 @@ class Displacement(ABC):
 
         Memory traffic: 8n bytes and the parameters; 4n more where a factor is not 1.
         """
+
+
+class ShardDisplacement(Displacement):
+    """A displacement in two levels: this rank's shard, as a vector that the caller fills before each step.
+
+    A step adds it to the shard of the residual before anything is sent, and leaves zeros in the vector.
+
+    Args:
+        whole: of all parameters; shows the residual of the whole host.
+        vector: float32[shard], zero, its memory; empty for a rank that holds no shard.
+
+    Attributes:
+        nonfinite: in the step that runs this rank is flagged, or its shard or the sum with the residual is not finite.
+
+    Memory traffic: as a part of a step 16n/G bytes for a shard of n/G elements.
+    """
+
+    def __init__(self, whole: Displacement, vector: Any) -> None:
+        self.length, self.vector = whole.length, vector
+        self.nonfinite = False
+        self._whole = whole
+
+    def set_pointers(self, addresses: Sequence[int]) -> None:
+        self._whole.set_pointers(addresses)
+
+    def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
+        self._whole.show(residual, factors)

@@ -1,4 +1,7 @@
-"""Steps in two levels: a host sums its gradients in shards, and a method reduces each shard between the hosts."""
+"""Steps in two levels: a host sums its gradients in shards, and a method reduces each shard between the hosts.
+
+Of displacements nothing is summed inside a host: each rank has its shard of what the whole host is to send.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
 from collectives.tokens import combined, parts_of
 from collectives.transport import FlaggedRanksError, Transport
+from oktopk.displacement import ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
 from oktopk.message_executor import DAMAGED
@@ -59,20 +63,24 @@ class HostExecutor:
 
     def _begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         method, vectors, group = self._method, self._vectors, self._group
+        moved = gradient if isinstance(gradient, ShardDisplacement) else None
         if method.hides_work and group.between is not None:
             plan.meanwhile = vectors.clear_update
         elif method.sparse:
             with plan.timer.stage("apply"):
                 vectors.clear_update()
         # a device may find only now that what the last step gathered did not decode
-        flag = group.publish(gradient, bool(plan.problem) or method.codec.gathered_damage, plan.token)
+        flag = bool(plan.problem) or method.codec.gathered_damage or (moved is not None and moved.nonfinite)
+        flag = group.publish(gradient if moved is None else None, flag, plan.token)
         token = None if plan.token is None else combined(group.host.tokens or ())
         self._withhold(plan.absent, token)
         summed, result = None, None
         if group.between is not None:
             with plan.timer.stage("host_sum"):
-                # only a selection can sum while it reads
-                summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
+                if moved is not None:  # it is in the residual already, and stays there
+                    summed = moved.vector
+                else:  # only a selection can sum while it reads
+                    summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
             method.transport.token, method.transport.tokens = token, None
             result = self._reduce(summed, plan, flag)
             method.transport.token = None  # not of what follows, where it was not taken along
@@ -183,9 +191,12 @@ class HostExecutor:
         Raises:
             ValueError: some rank has a problem.
         """
-        update = self._vectors.update  # scratch
-        nonfinite = self._method.kernels.accumulate(gradient, None, update)
-        update.fill(0)
+        if isinstance(gradient, ShardDisplacement):
+            nonfinite = int(gradient.nonfinite)
+        else:
+            update = self._vectors.update  # scratch
+            nonfinite = self._method.kernels.accumulate(gradient, None, update)
+            update.fill(0)
         problem, self._damage = plan.problem or self._damage, ""
         bad, problems = self._transport.allgather_control(
             np.array([nonfinite > 0, bool(problem)], np.int64)

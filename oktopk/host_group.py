@@ -76,7 +76,7 @@ class HostGroup:
         """Let the other ranks of the host read this rank's gradient. Collective.
 
         Args:
-            gradient: [n], as `Backend.validate` returns it.
+            gradient: [n], as `Backend.validate` returns it; None: what they read stays as it is.
             flag: of this rank.
             token: as `Transport.token`, of `host`.
 
@@ -84,7 +84,10 @@ class HostGroup:
             Whether any rank of the host raised its flag. By then every rank has ended the copies of the step before, too, so that
             entries may be published again.
         """
-        self._shared.publish(gradient)
+        if gradient is None:
+            self._backend.wait()  # the copies of the step before
+        else:
+            self._shared.publish(gradient)
         # it is also the barrier after which the gradients may be read
         self.host.token = token
         return bool(self.host.allgather_control(np.array([flag], np.int64)).any())
@@ -97,6 +100,28 @@ class HostGroup:
         """
         assert self._sum is not None
         return self._sum.summed() if at_once else self._sum
+
+    def mean(self, flag: bool, token: int | None = None) -> bool:
+        """Make `gradient` of each rank the mean of those of all ranks of the host, equal bit for bit. Collective.
+
+        Args:
+            flag: of this rank; where any rank of the host raises it, nothing is summed.
+            token: as `publish`.
+
+        Returns:
+            Whether any rank of the host raised its flag.
+
+        Memory: n words of scratch.
+        Traffic: an allgatherv of n float32 in the host, and a control allgather of one int64.
+        """
+        if self.publish(self.gradient, flag, token):
+            return True
+        mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
+        mine /= np.float32(self.host.size)
+        self.share_values(
+            mine, self.gradient
+        )  # whoever has sent its shard has read its part of all gradients
+        return False
 
     def share_outcome(self, outcome: list[int], token: int | None = None) -> NDArray[np.int64]:
         """int64[G, m], what every rank of the host says of its shard's step; token as `publish`. Collective.

@@ -85,7 +85,7 @@ class DeviceBackend(Backend):
         return None
 
     def validate(self, gradient: Any, length: int) -> Any:
-        if isinstance(gradient, GradientTensors):
+        if isinstance(gradient, GradientTensors | Displacement):
             if gradient.length != length:
                 raise ValueError(f"tensor list of {gradient.length} elements is not of {length}")
             return gradient
@@ -145,7 +145,7 @@ class DeviceBackend(Backend):
         return array
 
     def share_memory(self, one: Any, other: Any) -> bool:
-        if isinstance(one, GradientTensors):
+        if isinstance(one, GradientTensors | Displacement):
             return False
         begin, others = one.data.ptr, other.data.ptr
         return begin < others + other.nbytes and others < begin + one.nbytes

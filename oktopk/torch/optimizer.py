@@ -96,7 +96,7 @@ class DistributedOptimizer(WrappedOptimizer):
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
         clip_norm: scale what the wrapped optimizer sees down to this Euclidean norm; 0 for never. It is the norm of the reduced
-            gradient, equal on all ranks, not of what one rank computed; with updates that of the rank's own gradient.
+            gradient, equal on all ranks, not of what one rank computed; with updates that of the replica's own gradient.
         broadcast: where parameters have other values than on rank 0, replace them by rank 0's, and warn there; False: refuse.
             Frozen parameters and buffers are neither compared nor replaced: see `broadcast_parameters`.
         overlap: reduce gradients in buckets while the backward pass goes on, each when its last gradient is there: on a GPU on a
@@ -115,8 +115,11 @@ class DistributedOptimizer(WrappedOptimizer):
             `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW, Lion), which do not
             train well on sparse gradients; gradients for all others, for SparseAdam and for method="dense".
         every: steps between two exchanges of updates, >= 1.
-        local_share: with updates the share of its residual that a rank's own parameters hold, in [0, 1]; None: 1/P, as much as
-            its updates count once they are applied.
+        local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: 1 over the
+            number of replicas, as much as its updates count once they are applied.
+        replica: with updates, what steps on a gradient of its own: "rank"; "host": the ranks of a host, which take the mean of
+            their gradients in every step; "summed": these ranks, whose gradients are equal already; "auto": "host" where there
+            are several hosts with several ranks each, else "rank".
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -187,6 +190,7 @@ class DistributedOptimizer(WrappedOptimizer):
         sends: str | None = None,
         every: int = 1,
         local_share: float | None = None,
+        replica: str = "auto",
         **settings: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -221,7 +225,7 @@ class DistributedOptimizer(WrappedOptimizer):
         unsaid, sends = sends is None, self._sends if sends is None else sends
         problem = problem or self._sends_problem(sends, every, local_share)
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
-        refused = self._refused(settings | asked | {"every": every, "tables": tables})
+        refused = self._refused(settings | asked | {"every": every, "tables": tables, "replica": replica})
         if refused and unsaid:
             refused += f"; by default {type(optimizer).__name__} sends updates"
         problem = problem or refused
@@ -243,6 +247,7 @@ class DistributedOptimizer(WrappedOptimizer):
             "sends": sends,
             "every": every,
             "local_share": local_share,
+            "replica": replica,
         }
         with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
             differs, strangers = disagreement(
@@ -298,6 +303,10 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _refused(self, settings: dict[str, Any]) -> str:
         """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
+        if settings["replica"] != "auto":
+            return (
+                f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
+            )
         return ""
 
     def _options(self) -> dict[str, Any]:
@@ -338,7 +347,7 @@ class DistributedOptimizer(WrappedOptimizer):
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         try:
-            exchanged = {name: self._arguments[name] for name in ("every", "local_share")}
+            exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
             self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
             if not tables:
                 return None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oktopk.allreduce import GradientAllreduce
-from oktopk.displacement import Displacement
+from oktopk.displacement import Displacement, ShardDisplacement
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.gradients import dense_views, is_dense
+from oktopk.torch.gradients import dense_views, is_dense, missing_spans
 from oktopk.torch.interop import TensorMemory
 
 SAMPLES = 16
@@ -27,11 +28,15 @@ class Reference:
 
     A rank's own parameters hold round(reference - share · residual), until its optimizer moves them.
 
+    Where the reducer is in two levels, the residual is that of the whole host, equal on its ranks, and so are the parameters that
+    follow from it. Each rank displaces its shard alone: of what its own optimizer made of other shards nothing is taken. The
+    displacement is multiplied by the ranks of the host, so that residual and update are sums over ranks as in flat steps.
+
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`).
         reducer: whose residual it is.
         memory: of both.
-        share: of the residual that a rank's own parameters hold, in [0, 1].
+        share: of the residual that a rank's own parameters hold, in [0, 1]; in two levels over the ranks of the host.
         as_wrapped: what the parameters were at construction: the reference is laid out as they.
 
     Raises:
@@ -41,7 +46,9 @@ class Reference:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
 
-    Memory: 4n bytes. A parameter that is laid out otherwise than it was, once more.
+    Memory: 4n bytes. A parameter that is laid out otherwise than it was, once more. In two levels 4n for the residual of the
+        host; and in each exchange the parameters once more, and some 20 bytes an element of the shard.
+    Traffic: `gather_residual` alone.
     """
 
     def __init__(
@@ -59,12 +66,15 @@ class Reference:
         kind = next(name for name, known in GRADIENT_TYPES.items() if known == parameters[0].dtype)
         with memory.stream_scope():
             self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
+        self._whole: Tensor | None = None  # residual of the host, in two levels
+        if reducer.group is not None:
+            self._whole = torch.zeros_like(self.vector)
+            self._whole_array = memory.array(self._whole)
+        self._residual: tuple[Any, Tensor] | None = None  # the reducer's array, and the tensor over it
         self.views = dense_views(self.vector, parameters)
         self._held = [parameter.detach() for parameter in parameters]
         self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
-        self._resampled: list[
-            int
-        ] = []  # the samples that are copies, of parameters that are laid out otherwise than the views
+        self._resampled: list[int] = []  # the samples that are copies, as parameters are laid out otherwise
         self._addresses = [held.data_ptr() for held in self._held]
         self._unfit: list[int] = []  # the parameters that kernels read in a copy, laid out as the reference
         self._copies: dict[int, Tensor] = {}
@@ -82,8 +92,63 @@ class Reference:
         """
         self._moved.flagged = flagged
         self._follow()
-        self._set_pointers(present)
+        if isinstance(self._moved, ShardDisplacement):
+            self._fill(self._moved, present)
+        else:
+            self._set_pointers(present)
         return self._moved
+
+    def _fill(self, moved: ShardDisplacement, present: Sequence[int | bool]) -> None:
+        """Write this rank's shard of the displacement, times the ranks of its host.
+
+        Each operation is rounded by itself, as in kernels.
+
+        Memory traffic: twice the parameters, and some 60 bytes an element of the shard.
+        """
+        group = self._reducer.group
+        assert group is not None
+        if group.shard is None:
+            return
+        layout, shard = group.layout, group.shard
+
+        def part(whole: Tensor) -> Tensor:
+            return layout.extract(whole, shard, whole.new_empty(group.shard_length))
+
+        held = part(self.flat())
+        shown = (part(self.vector) - part(self.residual) * self._share).to(held.dtype)
+        vector = self._memory.tensor(moved.vector)
+        torch.sub(shown.float(), held.float(), out=vector)
+        vector.mul_(group.host.size)
+        absent = missing_spans([view.numel() for view in self.views], present)
+        for begin, end in layout.spans_of_shard(absent, shard):
+            vector[begin:end] = 0
+
+    @property
+    def residual(self) -> Tensor:
+        """float32[n]: the sum over this rank's replica of what is not sent; in two levels as `gather_residual` left it."""
+        if self._whole is not None:
+            return self._whole
+        held = self._reducer.residual
+        if self._residual is None or self._residual[0] is not held:
+            self._residual = held, self._memory.tensor(held)
+        return self._residual[1]
+
+    def gather_residual(self) -> None:
+        """After what may have changed the residual: in two levels gather it. Collective among the ranks of the host.
+
+        Traffic: in two levels an allgatherv of n float32 in the host; in flat steps none.
+        """
+        group = self._reducer.group
+        if group is not None and self._whole is not None:
+            with self._memory.stream_scope():
+                group.share_values(self._reducer.residual, self._whole_array)
+
+    def _put_residual(self) -> None:
+        """After a write to `residual`: in two levels write this rank's shard to the reducer's."""
+        group = self._reducer.group
+        if group is not None and group.shard is not None and self._whole is not None:
+            with self._memory.stream_scope():
+                group.layout.extract(self._whole_array, group.shard, self._reducer.residual)
 
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""
@@ -99,12 +164,12 @@ class Reference:
         self._follow()
         self._set_pointers(None)
         with self._memory.stream_scope():
-            self._moved.show(self._reducer.residual, factors)
+            residual = self._reducer.residual if self._whole is None else self._whole_array
+            self._moved.show(residual, factors)
         if self._unfit:
             torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
-        torch.autograd.graph.increment_version(
-            self._parameters
-        )  # as autograd and `written` see a write of torch's
+        # as autograd and `written` see a write of torch's
+        torch.autograd.graph.increment_version(self._parameters)
         self._note()
 
     def _set_pointers(self, present: Sequence[int | bool] | None) -> None:
@@ -128,15 +193,18 @@ class Reference:
         self.watch()
         return kept
 
-    def leave_agreed(self, kept: list[Tensor], residual: Tensor) -> None:
+    def leave_agreed(self, kept: list[Tensor]) -> None:
         """Make the parameters what they held before `show_agreed`, but for elements that were written to since.
 
         Those keep what was written, which becomes the reference; their residual becomes zero.
         """
-        residuals = dense_views(residual, self.views)
-        for number in self.written():
+        residuals = dense_views(self.residual, self.views)
+        numbers = self.written()
+        for number in numbers:
             agreed = self.views[number].to(kept[number].dtype)
             self._take(number, self._held[number] != agreed, residuals[number], kept[number])
+        if numbers:
+            self._put_residual()
         torch._foreach_copy_(self._held, kept)
         self.watch()
 
@@ -189,21 +257,23 @@ class Reference:
             numbers |= {number for number, each in enumerate(differs) if bool(each.any())}
         return sorted(numbers)
 
-    def take(self, numbers: Sequence[int], residual: Tensor | None) -> None:
-        """Make elements that the parameters do not hold as `show` left them the reference.
+    def take(self, numbers: Sequence[int]) -> None:
+        """Make elements that the parameters do not hold as `show` left them the reference; the residual becomes zero there.
 
         Args:
             numbers: of the parameters to compare.
-            residual: float32[n], becomes zero where an element is taken; None: all elements are taken, and it stays.
         """
         self._follow()
-        if residual is None:
-            torch._foreach_copy_([self.views[n] for n in numbers], [self._held[n] for n in numbers])
-            return
-        residuals = dense_views(residual, self.views)
+        residuals = dense_views(self.residual, self.views)
         for number in numbers:
             shown = self._shown(number, residuals[number])
             self._take(number, self._held[number] != shown, residuals[number])
+        self._put_residual()
+
+    def take_all(self) -> None:
+        """Make what the parameters hold the reference; the residual stays."""
+        self._follow()
+        torch._foreach_copy_(self.views, self._held)
 
     def _written_to(self) -> list[tuple[int, int]]:
         """Of each parameter how often torch has written to it, and where it lies, as `_follow` found it."""

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from collectives.transport import Transport
+from oktopk.allreduce import GradientAllreduce
 from oktopk.torch.interop import TensorMemory
 
 _SHARE, _LEAST, _MOST = 1000, 4096, 65536  # one element in so many; elements at least and at most
@@ -18,33 +20,42 @@ _FOLLOWED = 0.2  # weight of a new measurement
 
 
 class SampledRatio:
-    """The squared norm of the mean gradient over the mean of the ranks' squared norms, in [1/P, 1].
+    """The squared norm of the mean gradient over the mean of the replicas' squared norms, in [1/R, 1] for R replicas.
 
-    It is 1/P where the ranks' gradients are noise alone, and 1 where they are equal. An optimizer that divides by the size of a
-    rank's own gradient takes steps that are too short by the root of it: the mean of P steps is as short as the mean gradient,
+    A replica is a rank or, in two levels, a host, whose ranks have equal gradients; means are over the ranks. The ratio is 1/R
+    where the replicas' gradients are noise alone, and 1 where they are equal. An optimizer that divides by the size of a
+    replica's own gradient takes steps that are too short by the root of it: the mean of R steps is as short as the mean gradient,
     and what it was divided by is not.
 
     Args:
         parameters: whose gradients are sampled: every m-th element, other ones in each measurement.
-        transport: of the ranks. Collective.
-        memory: of the parameters.
-        timeout: seconds that a rank may come late.
+        reducer: of the ranks. Collective.
+        memory: of both.
+        replicas: R; where hosts have unlike numbers of ranks, 1 over the sum of the squares of their shares of all ranks.
 
-    Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely.
+    Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely, in two
+        levels between the first ranks of the hosts, which tell the others of their host.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], transport: Transport, memory: TensorMemory, timeout: float
+        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory, replicas: float
     ) -> None:
-        self._parameters, self._transport, self._memory = parameters, transport, memory
+        self._parameters, self._memory, self._least = parameters, memory, 1 / replicas
+        self._host: Transport | None = None
+        self._ranks, among = 1, reducer.transport
+        if (group := reducer.group) is not None:
+            self._host, self._ranks, among = group.host, group.host.size, group.between or among
         sizes = [parameter.numel() for parameter in parameters]
         self._starts = [0, *accumulate(sizes)][:-1]
         length = sum(sizes)
         self._stride = max(1, length // min(max(length // _SHARE, _LEAST), _MOST))
-        # the sample, then its squared norm and 1 for a rank that has one
+        # the sample, then its squared norm and 1 for a rank that has one; of a host times its ranks
         self._sample = torch.zeros(-(-length // self._stride) + 2, device=parameters[0].device)
-        with memory.stream_scope():
-            self._sum = transport.dense_allreduce(memory.array(self._sample), timeout)
+        self._sum: Any = None
+        if self._host is None or self._host.rank == 0:
+            with memory.stream_scope():
+                timeout = reducer.settings.timeout
+                self._sum = among.dense_allreduce(memory.array(self._sample), timeout)
         self.measured = 0
         self.squares: tuple[float, float] = (0.0, 0.0)
         """Of the mean gradient and of the ranks', averaged over the measurements."""
@@ -55,13 +66,21 @@ class SampledRatio:
         of_mean, mean = self.squares
         if not mean > 0:
             return 1.0
-        return 1 / math.sqrt(min(max(of_mean / mean, 1 / self._transport.size), 1.0))
+        return 1 / math.sqrt(min(max(of_mean / mean, self._least), 1.0))
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Measure the gradients as they are now. Collective. A rank whose gradient is not finite is left out."""
-        sample, offset = self._sample, self.measured * 7919 % self._stride
+        """Measure the gradients as they are now. Collective. A replica whose gradient is not finite is left out."""
+        if self._sum is not None:
+            self._measure_between()
+        if self._host is not None:
+            mine = np.array(self.squares, np.float64).view(np.int64)
+            self.squares = tuple(self._host.allgather_control(mine)[0].view(np.float64).tolist())
         self.measured += 1
+
+    def _measure_between(self) -> None:
+        """Sum the samples of those that take part. Collective among them."""
+        sample, offset = self._sample, self.measured * 7919 % self._stride
         pieces = []
         for parameter, start in zip(self._parameters, self._starts, strict=True):
             first, size = (offset - start) % self._stride, parameter.numel()
@@ -75,6 +94,8 @@ class SampledRatio:
         sample.zero_()
         sample[: len(mine)] = torch.where(here, mine, 0.0)
         sample[-2], sample[-1] = torch.where(here, square, 0.0), here
+        if self._ranks > 1:
+            sample *= self._ranks
         with self._memory.stream_scope():
             self._sum.run()
         total, ranks = sample[-2:].tolist()
@@ -95,4 +116,5 @@ class SampledRatio:
 
     def close(self) -> None:
         """Free what the library holds. Collective."""
-        self._sum.free()
+        if self._sum is not None:
+            self._sum.free()

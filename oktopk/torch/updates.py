@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,8 @@ from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.gradients import missing_spans
+from oktopk.torch.gradients import dense_views, missing_spans
+from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
@@ -32,6 +34,9 @@ _FIRST, _EVERY = (
     20,
     10,
 )  # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
+
+_HOSTS = ("host", "summed")
+_REPLICAS = ("auto", "rank", *_HOSTS)
 
 
 class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
@@ -64,13 +69,32 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Where a gradient is not finite, this rank's optimizer does not step. With nonfinite="skip" the others go on. With "raise" all
     ranks raise in the exchange; those that stepped keep their update in the residual.
 
+    What has a reference, a residual and second moments of its own is a *replica*: a rank, or the ranks of a host together.
+
+    - `replica="rank"`: as above, where P is the number of ranks.
+    - `replica="host"`: in every step the ranks of a host make each `p.grad` the mean of theirs, the same bits on all of them, and
+      each optimizer steps on that. In an exchange each rank sends one shard of what changed to the ranks of other hosts that have
+      the same shard: a host sends what one rank would. The update comes back to all ranks of the host, whose parameters are then
+      equal, bit for bit. A host counts by its ranks: reference := decay · (reference - sum over hosts of ranks / P · u).
+    - `replica="summed"`: the same, of gradients that are equal on the ranks of a host already, as DDP over them makes them.
+    - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
+
+    With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant; where hosts have
+    unlike numbers of ranks, w = ranks / P, it is the sum over hosts of w^2 for the first two, and for the share w of this host.
+    `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
+    whole host. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
+
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
     parameter's steps since the last exchange. Ranks whose references part are named within ten exchanges.
 
-    Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference.
+    Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
+        the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
+        for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more.
     Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
-        every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values.
+        every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
+        shard between hosts. Inside a host each rank reads 4n bytes of gradients in shared memory and takes part in an allgatherv
+        of 4n bytes, in every step but for "summed"; in each exchange in another one, of the residual.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
@@ -85,7 +109,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if settings["method"] == "dense":
             return "method='dense' is for sends='gradients': updates need a method that selects"
         if settings.get("levels") == "hosts":
-            return "levels='hosts' is for sends='gradients': each rank exchanges its own updates"
+            return "levels='hosts' is for sends='gradients': take replica='host', where the ranks of a host step together"
+        if settings["replica"] not in _REPLICAS:
+            return f"replica {settings['replica']!r} is not one of {', '.join(map(repr, _REPLICAS))}"
+        if settings["replica"] in _HOSTS and settings.get("levels") == "flat":
+            return f"replica={settings['replica']!r} is for two levels: leave out levels='flat'"
         if settings["gradient_type"] not in ("", "float32"):
             return (
                 f"gradient_type={settings['gradient_type']!r} is for sends='gradients': updates are float32"
@@ -95,7 +123,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return _refused_optimizer(self.inner)
 
     def _options(self) -> dict[str, Any]:
-        return {"levels": "flat"}
+        replica = self._arguments["replica"]
+        if replica == "auto":
+            return {}
+        return {"levels": "hosts" if replica in _HOSTS else "flat"}
 
     def _selected_type(self) -> str:
         return "float32"
@@ -104,21 +135,28 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._buckets = None
         self._interval: int = self._arguments["every"]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        share = self._arguments["local_share"]
+        share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
         self._as_wrapped = AsWrapped(self._parameters)
-        share = 1 / self.reducer.transport.size if share is None else share
+        # the residual is in sums over ranks
+        share = 1 / size if share is None else share / (1 if group is None else group.host.size)
+        self.replica, self._replicas = self._arguments["replica"], float(size)
+        if self.replica == "auto":
+            self.replica = "rank" if group is None else "host"
+        if group is not None:
+            self._replicas = size**2 / sum(ranks**2 for ranks in Counter(group.layout.hosts).values())
+        self._in_host: _HostMean | None = None
+        if group is not None and self.replica == "host" and group.host.size > 1:
+            self._in_host = _HostMean(self._parameters, self.reducer, self._memory)
         try:
             self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
-        self._residual_array: Any = None
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
         if _adaptive(self.inner):
-            timeout = self.reducer.settings.timeout
-            self._ratio = SampledRatio(self._parameters, self.reducer.transport, self._memory, timeout)
+            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory, self._replicas)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
@@ -202,6 +240,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 return loss
         elif problem and grad_scaler is not None:
             self._answer(grad_scaler)
+        if problem and self._in_host is not None:
+            self._in_host.take(problem=True)
         finite = not problem and self._finite(grad_scaler)
         if self._tables is None:
             if finite:
@@ -240,9 +280,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _finite(self, scaler: GradScaler | None) -> bool:
         """Whether this rank's gradients are finite, after unscaling; then they are clipped. What was written to is taken before.
 
-        A GPU is waited for once, for both.
+        Where the ranks of a host step together, of the mean of their gradients, which becomes each `p.grad`; False where one of
+        them has a problem. A GPU is waited for once, for both.
         """
-        flags = [self._reference.changed()]
+        flags, together = [self._reference.changed()], True
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
@@ -251,6 +292,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
             )
+        if self._in_host is not None:
+            together = self._in_host.take(problem=False)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = flags[0].new_zeros(1, dtype=torch.float32)
         if gradients:
@@ -258,11 +301,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         changed, *overflowed, finite = torch.stack([*flags, torch.isfinite(norms).all()]).tolist()
         self._take_written(changed)
         self._loaded = None
-        if any(overflowed):
+        if any(overflowed) or not together:
             return False
         if not finite and all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
             finite = bool(torch.isfinite(norms).all())
+        if not finite and scaler is not None and self._in_host is not None:  # another rank's Inf
+            for flag in self._answer(scaler).values():
+                flag.fill_(1.0)
+            return False
         if not finite:
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
@@ -315,7 +362,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     group["weight_decay"] = 0.0
                 if self._ratio is not None and "betas" in group:
                     first, second = group["betas"]
-                    group["betas"] = (first, second ** (1 / self.reducer.transport.size))
+                    group["betas"] = (first, second ** (1 / self._replicas))
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
                 self.inner.step()
         finally:
@@ -337,7 +384,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
-        first = self.report is None and transport.rank == 0
+        first = self.report is None and transport.rank == 0 and self.replica != "summed"
         if first and (warning := reduced_twice_warning(self._trained, "updates")):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
@@ -355,6 +402,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         except (NonFiniteGradientError, ValueError):
             self._failed = True
             if problem:  # the other ranks have stepped, this one has not
+                reference.gather_residual()
                 present = self._present
                 self._exchanges += 1
                 self._begin_window()
@@ -379,7 +427,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
-            sent = transport.take_traffic()
+            sent = self.reducer.take_traffic()
             for name in (
                 "words",
                 "messages",
@@ -392,17 +440,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
+        self._reference.gather_residual()
         self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
-
-    @property
-    def _residual(self) -> Tensor:
-        """float32[n], the reducer's, whole."""
-        held = self.reducer.residual
-        if held is not self._residual_array:
-            self._residual_array, self._residual_tensor = held, self._memory.tensor(held)
-        return self._residual_tensor
 
     def _decay_of(self, anywhere: bytes) -> list[float] | None:
         """By which factor each parameter decays since the last exchange; None where none does; equal on all ranks."""
@@ -428,7 +469,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if numbers and loaded is not None and self._fits(loaded):
             self._go_on(loaded)
         elif numbers:
-            reference.take(numbers, self._residual)
+            reference.take(numbers)
             reference.watch()
 
     @contextmanager
@@ -448,7 +489,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         finally:
             kept, self._kept = self._kept, None
             with torch.no_grad():
-                self._reference.leave_agreed(kept, self._residual)
+                self._reference.leave_agreed(kept)
 
     # state
 
@@ -488,12 +529,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         own = of_rank(state.pop("updates", None))
         transport = self.reducer.transport
         transport.expect_all("load_state_dict", self.reducer.settings.timeout)
-        problem = "" if own is None else self._state_problem(own)
+        problem = ""
+        if own is not None:
+            problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
         transport.agree({"whether the state is of updates": own is not None}, problem)
         if own is None and state.get("reducer") is not None:
             state.pop("reducer")  # residuals of gradients, which are of another size
         super()._load(state)
         with torch.no_grad():
+            self._reference.gather_residual()
             self._begin_window()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
@@ -501,7 +545,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None and all(transport.allgather_objects(self._fits(own))):
                 self._go_on(own)
                 return
-            self._reference.take(range(len(self._parameters)), None)
+            self._reference.take_all()
             self._reference.show()
 
     def _fits(self, own: dict[str, Any]) -> bool:
@@ -542,6 +586,18 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             )
         return ""
 
+    def _replica_problem(self, reducer: Any) -> str:
+        """Why a state of residuals is not of these replicas, in a sentence; "" if it is."""
+        if not isinstance(reducer, dict):
+            return ""
+        saved, own = ("rank" if hosts is None else "host" for hosts in (reducer.get("hosts"), self.hosts))
+        if saved == own:
+            return ""
+        return (
+            f"the state is of replica={saved!r}, and this optimizer has replica={self.replica!r}: pass replica={saved!r}, or "
+            "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
+        )
+
     def _states_difference(self, state: dict[str, Any]) -> str:
         ranks = self.reducer.transport.allgather_objects(numbers_of(state["param_groups"]))
         return groups_difference(ranks)
@@ -555,6 +611,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
         with torch.no_grad():
             own = self._own_state()
+            copied._reference.gather_residual()
             copied._exchanges = self._exchanges
             if copied._ratio is not None:
                 copied._ratio.load(own["ratio"])
@@ -573,6 +630,62 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._ratio is not None:
             self._ratio.close()
         super().close()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, replica={self.replica!r})"
+
+
+class _HostMean:
+    """Makes the gradients of a host's ranks their mean.
+
+    Args:
+        parameters: laid out as at construction of the optimizer.
+        reducer: in two levels.
+        memory: of both.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory
+    ) -> None:
+        self._parameters, self._reducer, self._memory = parameters, reducer, memory
+        assert reducer.group is not None
+        self._host = reducer.group.host
+        self._views = dense_views(memory.tensor(reducer.gradient_buffer), parameters)
+        self._agreement = StepAgreement(list, len(parameters))
+
+    @torch.no_grad()
+    def take(self, problem: bool) -> bool:
+        """Make each `p.grad` the host's mean where any rank of the host has one; one that is missing counts as zero.
+
+        Collective: every rank of the host must call. Where one has a problem, gradients stay as they are.
+
+        Returns:
+            Whether no rank of the host has a problem.
+        """
+        gradients = [None if problem else parameter.grad for parameter in self._parameters]
+        token = self._agreement.tell(bytes(gradient is not None for gradient in gradients))
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+        _copy([(view, one) for view, one in zip(self._views, gradients, strict=True) if one is not None])
+        with self._memory.stream_scope():
+            tokens = self._reducer.mean_in_host(problem, token)
+        if tokens is None:
+            return False
+        anywhere = self._agreement.hear(tokens, self._host)
+        for parameter, used in zip(self._parameters, anywhere, strict=True):
+            if used and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+        held = zip(self._parameters, self._views, strict=True)
+        _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
+        return True
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor the second one."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -295,6 +295,67 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_host", [2, 3])
+def test_displacements_are_of_shards_and_stay_in_the_residual_whatever_becomes_of_the_step(
+    comm: MPI.Intracomm, device: str, ranks_per_host: int
+) -> None:
+    """In steps that are dense, sparse, measured, flagged and not finite."""
+    reducer = two_levels(comm, device, ranks_per_host, nonfinite="skip", dense_warmup_steps=1)
+    group, last = reducer.group, comm.size - 1
+    assert group is not None
+    reference = put(device, np.zeros(LENGTH, np.float32))
+    moved = reducer.displacement([LENGTH], "float32", reference, 0.5)
+    rng = np.random.default_rng(group.layout.hosts[comm.rank])  # equal in a host
+    total = np.zeros(LENGTH)
+    for what in ("dense", "sparse", "measured", "flagged", "nan", "sparse", "sparse"):
+        gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
+        if group.shard is not None:
+            moved.vector[:] = group.own_part(put(device, gradient * group.host.size))  # type: ignore[attr-defined]
+        total += comm.allreduce(gradient.astype(np.float64))
+        if what == "nan":
+            total[7] -= comm.bcast(gradient[7] * group.host.size)  # of shard 0, there as in the vector
+            if comm.rank == 0:
+                moved.vector[7] = np.nan  # type: ignore[attr-defined]
+        moved.flagged = what == "flagged" and comm.rank == last
+        report = reducer.step(moved, measure=what == "measured")
+        assert report.skipped == (what in ("flagged", "nan"))
+        assert not moved.vector.any()  # type: ignore[attr-defined]
+        reducer.subtract_update(reference)
+        left = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+        assert np.array_equal(total, left - get(reference)), what
+        assert left.any() == (what != "dense")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks_per_host", [2, 3])
+def test_the_ranks_of_a_host_take_their_mean_without_a_message_to_others(
+    comm: MPI.Intracomm, device: str, ranks_per_host: int
+) -> None:
+    reducer = two_levels(comm, device, ranks_per_host)
+    hosts, buffer = np.array(reducer.hosts), reducer.gradient_buffer
+    assert buffer is not None
+    mine = hosts == hosts[comm.rank]
+    for step in range(3):
+        gradient = np.random.default_rng((comm.rank, step)).standard_normal(LENGTH).astype(np.float32)
+        buffer[:] = put(device, gradient)
+        rows = np.array(comm.allgather(gradient))[mine]
+        flag = step == 1 and comm.rank == 1
+        tokens = reducer.mean_in_host(flag, 5 + comm.rank)
+        if step == 1 and mine[min(1, comm.size - 1)] and comm.size > 1:
+            assert tokens is None
+            continue
+        assert tokens is not None and [*tokens] == [*(5 + np.flatnonzero(mine))]
+        total = np.zeros(LENGTH, np.float32)
+        for theirs in rows:  # in rank order
+            total += theirs
+        assert np.array_equal(get(buffer), total / np.float32(mine.sum()))
+    assert comm.allreduce(reducer.take_traffic().bytes_between) == 0
+    flat = GradientAllreduce(comm, LENGTH, device=device, levels="flat")
+    with pytest.raises(RuntimeError, match="steps are flat"):
+        flat.mean_in_host()
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("lost_in", ["split_and_reduce", "balance_and_allgatherv"])
 def test_after_an_error_the_last_update_is_not_applied_again(
     comm: MPI.Intracomm, device: str, lost_in: str, monkeypatch: pytest.MonkeyPatch

@@ -557,7 +557,8 @@ def test_what_updates_do_not_take_is_refused_in_a_sentence(
 
 
 def test_no_host_sums_updates_where_levels_are_left_to_the_library(comm: MPI.Intracomm) -> None:
-    assert wrap(network(), comm, levels="auto").reducer.settings.levels == "flat"
+    optimizer = wrap(network(), comm, levels="auto")
+    assert (optimizer.reducer.levels, optimizer.replica) == ("flat", "rank")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,0 +1,554 @@
+"""Replicas: a host's ranks step on their mean gradient, and exchange what changed, one shard each.
+
+Hosts are made of consecutive ranks by `ranks_per_host`: 2 + 2 or 3 + 1 of 4 ranks, 2 + 2 + 1 or 3 + 2 of 5.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives.traffic import step_limit
+from oktopk import DistributedOptimizer, NonFiniteGradientError, levels
+from oktopk.elastic import of_rank, redistribute
+from oktopk.levels import Layout
+from tests import oracle
+from tests.training import flat, loss, network, train
+
+pytestmark = pytest.mark.mpi
+
+ADAMW = {"lr": 2e-3, "weight_decay": 0.1}
+SGD = {"lr": 0.05, "momentum": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "BLOCK", 64)
+
+
+def wrap(model: nn.Module, comm: Any, per_host: int = 2, **settings: Any) -> Any:
+    kind = settings.pop("kind", torch.optim.AdamW)
+    inner = kind(model.parameters(), **(SGD if kind is torch.optim.SGD else ADAMW))
+    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates", "replica": "host"} | settings
+    return DistributedOptimizer(inner, comm, ranks_per_host=per_host, **given)
+
+
+def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
+    """References are equal on all ranks, and what the ranks of a host hold is."""
+    assert len(set(comm.allgather(optimizer._reference.vector.numpy().tobytes()))) == 1
+    held: dict[int, set[bytes]] = {}
+    for host, parameters in zip(optimizer.hosts, comm.allgather(flat(model).tobytes()), strict=True):
+        held.setdefault(host, set()).add(parameters)
+    assert all(len(each) == 1 for each in held.values())
+
+
+class Oracle:
+    """Replicas on float64 vectors, of w that minimises |x w - y|^2 over the batch (x, y) of each rank: one step an exchange."""
+
+    def __init__(self, start: NDArray[np.float32], hosts: list[int], adam: bool) -> None:
+        sizes = Counter(hosts)
+        self.hosts, self.adam = hosts, adam
+        self.ranks = np.array([sizes[host] for host in range(len(sizes))], np.float64)[:, None]
+        self.weights = self.ranks / len(hosts)
+        self.replicas = 1 / float((self.weights**2).sum())
+        self.reference = start.astype(np.float64)
+        self.held = np.repeat(self.reference[None], len(sizes), axis=0)
+        self.residual, self.first, self.second = (np.zeros_like(self.held) for _ in range(3))
+        layout, places = Layout(tuple(hosts), len(start)), np.arange(len(start), dtype=np.float32)
+        shards = [layout.extract(places, shard) for shard in range(layout.shards)]
+        self.order = np.concatenate(shards).astype(np.int64)  # in which ties are shared out
+        self.squares = np.zeros(2)
+        self.steps = 0
+
+    def gradients(self, batches: list[tuple[Any, Any]]) -> NDArray[np.float64]:
+        """float64[H, n], the mean of each host."""
+        total = np.zeros_like(self.held)
+        for host, (x, y) in zip(self.hosts, batches, strict=True):
+            total[host] += 2 / len(y) * x.T @ (x @ self.held[host] - y)
+        return total / self.ranks
+
+    def moved(self, gradient: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the hosts' optimizers take off their parameters."""
+        self.steps += 1
+        if not self.adam:
+            self.first = 0.9 * self.first + gradient
+            return 0.05 * self.first
+        scale = 1.0
+        if self.squares[1]:
+            scale = 1 / math.sqrt(min(max(self.squares[0] / self.squares[1], 1 / self.replicas), 1))
+        beta = 0.999 ** (1 / self.replicas)
+        self.first = 0.9 * self.first + 0.1 * gradient
+        self.second = beta * self.second + (1 - beta) * gradient**2
+        root = np.sqrt(self.second / (1 - beta**self.steps)) + 20
+        return 0.05 * scale * self.first / (1 - 0.9**self.steps) / root
+
+    def step(self, batches: list[tuple[Any, Any]], k: int) -> None:
+        gradient, order = self.gradients(batches), self.order
+        moved = self.ranks * self.moved(gradient)
+        found = oracle.ok_topk(moved[:, order], self.residual[:, order], k)
+        self.residual[:, order] = found.residuals
+        self.reference[order] -= found.update / len(self.hosts)
+        self.reference *= 1 - 0.05 * 0.1 if self.adam else 1
+        self.held = self.reference - self.residual / len(self.hosts)
+        mean = (self.weights * gradient).sum(axis=0)
+        new = np.array([(mean**2).sum(), (self.weights * gradient**2).sum()])
+        self.squares = new if self.steps == 1 else 0.8 * self.squares + 0.2 * new
+
+
+@pytest.mark.parametrize(
+    ("per_host", "kind"),
+    [(1, torch.optim.AdamW), (2, torch.optim.AdamW), (2, torch.optim.SGD), (3, torch.optim.AdamW)],
+)
+def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, kind: Any) -> None:
+    """A host counts by its ranks; beta2, the rate and the share are those of so many replicas."""
+    rng = np.random.default_rng(5)
+    start = rng.standard_normal(500).astype(np.float32)
+    model = nn.Linear(500, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.from_numpy(start)[None])
+    adam = kind is torch.optim.AdamW
+    # a large eps: else all elements move alike, and the largest are a matter of rounding
+    inner = kind(model.parameters(), **(ADAMW | {"lr": 0.05, "eps": 20} if adam else SGD))
+    optimizer = DistributedOptimizer(
+        inner, comm, sends="updates", replica="host", ranks_per_host=per_host, density=0.1, threshold_interval=1
+    )  # fmt: skip
+    expected = Oracle(start, optimizer.hosts, adam)
+    for _ in range(6):
+        batches = [(rng.standard_normal((9, 500)), rng.standard_normal(9)) for _ in range(comm.size)]
+        x, y = (torch.from_numpy(each).float() for each in batches[comm.rank])
+        optimizer.zero_grad()
+        (model(x)[:, 0] - y).square().mean().backward()
+        optimizer.step()
+        expected.step(batches, optimizer.report.k)
+        assert np.allclose(optimizer._reference.vector, expected.reference, rtol=0, atol=2e-5)
+        assert np.allclose(flat(model), expected.held[optimizer.hosts[comm.rank]], rtol=0, atol=2e-5)
+    assert np.abs(expected.reference - start).max() > 0.05
+    assert optimizer.replica == "host" and "replica='host'" in repr(optimizer)
+    assert optimizer.report.levels == "hosts"
+
+
+@pytest.mark.parametrize(
+    ("per_host", "settings"),
+    [(2, {}), (3, {"every": 3, "wire": "int4"}), (3, {"local_share": 0.0}), (2, {"clip_norm": 0.1})],
+    ids=str,
+)
+def test_references_are_equal_on_all_ranks_and_parameters_within_a_host(
+    comm: MPI.Intracomm, per_host: int, settings: dict[str, Any]
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, per_host, **settings)
+    for step in range(6):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        check_agreed(model, optimizer, comm)
+    assert optimizer.reducer.gathered_residual().any() or optimizer.reducer.group.host.rank
+    with optimizer.agreed():
+        assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    assert not np.array_equal(flat(model), flat(network()))
+
+
+def test_states_that_part_inside_a_host_part_no_references(comm: MPI.Intracomm) -> None:
+    """Each shard's displacement is its holder's alone."""
+    model = network()
+    optimizer = wrap(model, comm, kind=torch.optim.SGD)
+    for step in range(5):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        for state in optimizer.inner.state.values():
+            state["momentum_buffer"].add_(1e-3 * comm.rank)
+        check_agreed(model, optimizer, comm)
+
+
+def counted(model: nn.Module, optimizer: Any) -> NDArray[np.float64]:
+    """float64[n], to which each step of the wrapped optimizer adds what it takes off the parameters."""
+    moved = np.zeros(len(flat(model)))
+    inner = optimizer.inner.step
+
+    def step() -> None:
+        held = flat(model).astype(np.float64)
+        inner()
+        moved[:] += held - flat(model)
+
+    optimizer.inner.step = step
+    return moved
+
+
+@pytest.mark.parametrize(("per_host", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
+def test_nothing_is_lost_between_the_optimizers_and_the_reference(
+    comm: MPI.Intracomm, per_host: int, dtype: torch.dtype
+) -> None:
+    model = network().to(dtype)
+    optimizer = wrap(model, comm, per_host, kind=torch.optim.SGD, density=0.1, every=2, local_share=0.5)
+    group = optimizer.reducer.group
+    before = optimizer._reference.vector.double().numpy().copy()
+    moved = counted(model, optimizer)
+    for step in range(8):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+    check_agreed(model, optimizer, comm)
+    all_moved = comm.allreduce(moved)  # the ranks of a host move alike
+    residuals = comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
+    applied = (before - optimizer._reference.vector.double().numpy()) * comm.size
+    assert np.abs(all_moved).max() > 0.01 and np.abs(applied).max() > 0.01
+    assert comm.size == 1 or np.abs(residuals).max() > 1e-3
+    assert np.allclose(all_moved, residuals + applied, atol=2e-5)
+    # half of what the host has not sent, whose residual is times its ranks
+    unsent = sum(group.host.allgather_objects(optimizer.reducer.gathered_residual())) / group.host.size
+    shown = optimizer._reference.vector.numpy() - 0.5 * unsent
+    assert np.allclose(flat(model), shown, rtol=0 if dtype == torch.float32 else 2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_hosts_of_one_rank_are_ranks(comm: MPI.Intracomm, kind: Any) -> None:
+    vectors = []
+    for replica in ("rank", "host"):
+        model = network()
+        optimizer = wrap(model, comm, 1, replica=replica, kind=kind, wire="plain", every=2)
+        train(model, optimizer, comm.rank, range(8))
+        assert optimizer.reducer.levels == ("flat" if replica == "rank" else "hosts")
+        vectors.append((optimizer._reference.vector.numpy().tobytes(), flat(model).tobytes()))
+    assert vectors[0] == vectors[1]
+
+
+def test_one_host_trains_as_the_optimizer_alone_on_the_mean_gradient(comm: MPI.Intracomm) -> None:
+    model, alone = network(), network()
+    optimizer = wrap(model, comm, comm.size, kind=torch.optim.SGD)
+    plain = torch.optim.SGD(alone.parameters(), **SGD)
+    for step in range(8):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        plain.zero_grad()
+        loss(alone, comm.rank, step).backward()
+        for p in alone.parameters():
+            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
+        plain.step()
+    assert optimizer.reducer.gathered_residual().any() or comm.rank
+    assert np.allclose(flat(model), flat(alone), rtol=0, atol=1e-5)
+    assert optimizer.report.bytes_between == 0
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
+    """Between hosts: within the caps of so many hosts, whatever the ranks of each, and nothing between exchanges."""
+    model = network()
+    optimizer = wrap(model, comm, every=2)
+    hosts = np.array(optimizer.hosts)
+    between = np.zeros(max(hosts) + 1)
+    for window in range(8):
+        train(model, optimizer, comm.rank, range(2 * window, 2 * window + 1))
+        sent = optimizer.reducer.take_traffic()
+        assert comm.allreduce(sent.bytes_between) == 0 < comm.allreduce(sent.bytes)
+        optimizer._exchanges = 21  # of which none measures the ratio
+        train(model, optimizer, comm.rank, range(2 * window + 1, 2 * window + 2))
+        mine = np.bincount(hosts, comm.allgather(optimizer.report.bytes_between))
+        assert np.mean(mine) <= 4 * step_limit(optimizer.report.k, len(mine))
+        between += mine
+    assert between.all()
+    optimizer._exchanges = 0
+    ratio = optimizer._ratio
+    sizes = comm.allgather(ratio._sum is not None)
+    assert sum(sizes) == max(hosts) + 1  # one rank of each host
+
+
+def test_gradients_that_are_summed_already_are_those_of_a_host(comm: MPI.Intracomm) -> None:
+    vectors = []
+    for replica in ("host", "summed"):
+        model = network()
+        optimizer = wrap(model, comm, 2, replica=replica, every=2)
+        group = optimizer.reducer.group
+        train(model, optimizer, optimizer.hosts[comm.rank], range(8))
+        check_agreed(model, optimizer, comm)
+        vectors.append(flat(model).tobytes())
+        optimizer.reducer.take_traffic()
+        train(model, optimizer, optimizer.hosts[comm.rank], range(8, 9))  # without an exchange
+        sent = group.host.allgather_objects(optimizer.reducer.take_traffic().bytes)
+        assert any(sent) == (replica == "host" and group.host.size > 1)
+    assert vectors[0] == vectors[1]
+
+
+def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
+    comm: MPI.Intracomm, group: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    hosts = [range(first, min(first + 2, comm.size)) for first in range(0, comm.size, 2)]
+    groups = [torch.distributed.new_group(list(ranks)) for ranks in hosts]
+    held = []
+    for replica in ("host", "summed"):
+        model = network()
+        optimizer = wrap(model, comm, replica=replica)
+        trained: nn.Module = model
+        if replica == "summed":
+            trained = DistributedDataParallel(model, process_group=groups[comm.rank // 2])
+        for step in range(5):
+            optimizer.zero_grad()
+            loss(trained, comm.rank, step).backward()
+            optimizer.step()
+            check_agreed(model, optimizer, comm)
+        held.append(flat(model))
+        optimizer.close()
+    assert np.allclose(*held, rtol=0, atol=1e-6)
+    assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize(("nonfinite", "every"), [("raise", 1), ("raise", 2), ("skip", 1)])
+def test_a_host_of_which_one_rank_has_a_nan_does_not_step(
+    comm: MPI.Intracomm, nonfinite: str, every: int
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, 2, nonfinite=nonfinite, every=every)
+    train(model, optimizer, comm.rank, range(every))
+    here = optimizer.hosts[comm.rank] == 0
+    optimizer.zero_grad()
+    loss(model, comm.rank, 9).backward()
+    if comm.rank == 1:
+        model[0].weight.grad[0, 0] = math.nan
+    reference = optimizer._reference.vector.clone()
+    with pytest.raises(NonFiniteGradientError, match="0, 1") if nonfinite == "raise" else nullcontext():
+        optimizer.step()
+        if every == 2:
+            train(model, optimizer, comm.rank, range(10, 11))
+    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
+    assert steps == {2.0 * every - here}
+    assert torch.equal(reference, optimizer._reference.vector) == (nonfinite == "raise")
+    residual = comm.allgather(optimizer.reducer.gathered_residual())
+    assert nonfinite == "skip" or residual[2].any()  # what the other host has done stays
+    train(model, optimizer, comm.rank, range(11, 11 + 3 * every))
+    assert np.isfinite(flat(model)).all()
+    check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_state_that_is_not_finite_on_a_shards_holder_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, kind=torch.optim.SGD)
+    train(model, optimizer, comm.rank, range(2))
+    bad = comm.size - 1 if optimizer.reducer.shards > 1 else 0
+    if comm.rank == bad:
+        for state in optimizer.inner.state.values():
+            state["momentum_buffer"].fill_(math.inf)
+    with pytest.raises(NonFiniteGradientError, match=f"rank.s. {bad}"):
+        train(model, optimizer, comm.rank, range(2, 3))
+    check_agreed(model, optimizer, comm)
+    assert np.isfinite(flat(model)).all()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_host(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if comm.rank == 1:
+            if step == 1:
+                optimizer.zero_grad()  # a rank without gradients
+            elif step == 2:
+                model[0].weight.grad[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        check_agreed(model, optimizer, comm)
+    skipped = optimizer.hosts[comm.rank] == 0
+    assert scaler.get_scale() == (512.0 if skipped else 1024.0)
+    assert {float(s["step"]) for s in optimizer.inner.state.values()} == {3.0 if skipped else 4.0}
+
+
+def test_a_parameter_has_a_gradient_where_any_rank_of_the_host_has_one(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    group = optimizer.reducer.group
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        if group.host.rank:
+            model[3].bias.grad = None
+        if optimizer.hosts[comm.rank]:
+            model[3].weight.grad = None
+        optimizer.step()
+        check_agreed(model, optimizer, comm)
+        assert (model[3].weight.grad is None) == (optimizer.hosts[comm.rank] > 0)
+        assert model[3].bias.grad is not None
+    held, residual = flat(model[3]), optimizer.reducer.gathered_residual()[-217:]
+    for p in model[3].parameters():
+        p.requires_grad_(False)
+        p.grad = None
+    train(model, optimizer, comm.rank, range(4, 8))
+    assert np.array_equal(flat(model[3]), held)
+    assert np.array_equal(optimizer.reducer.gathered_residual()[-217:], residual)
+    model[3].requires_grad_(True)
+    train(model, optimizer, comm.rank, range(8, 10))
+    assert not np.array_equal(flat(model[3]), held)
+    check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("at", [0, 1])
+def test_after_a_problem_of_one_rank_all_go_on_together(comm: MPI.Intracomm, at: int) -> None:
+    model = network()
+    optimizer = wrap(model, comm, 2, every=2)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        if step == 2 + at and comm.rank == 1:
+            model[0].weight.grad = model[0].weight.grad.to_sparse()
+        with pytest.raises(ValueError, match="rank 1: a gradient is sparse") if step == 3 else nullcontext():
+            optimizer.step()
+    check_agreed(model, optimizer, comm)
+
+
+def test_what_is_written_within_agreed_becomes_the_reference(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, density=0.2)
+    train(model, optimizer, comm.rank, range(3))
+    with optimizer.agreed(), torch.no_grad():
+        model[3].bias.fill_(0.5)
+    assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
+    assert not optimizer.reducer.gathered_residual()[-7:].any()
+    train(model, optimizer, comm.rank, range(3, 6))
+    check_agreed(model, optimizer, comm)
+    model.load_state_dict(network(9).state_dict())  # on all ranks alike
+    optimizer.close()
+    assert np.array_equal(flat(model), flat(network(9)))
+
+
+@pytest.mark.parametrize(("per_host", "every", "saved"), [(2, 1, "local"), (3, 3, "local"), (2, 3, "agreed")])
+def test_a_run_goes_on_from_its_state_bit_for_bit(
+    comm: MPI.Intracomm, per_host: int, every: int, saved: str
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, per_host, every=every)
+    train(model, optimizer, comm.rank, range(5))  # within a window, too
+    state = copy.deepcopy(optimizer.state_dict())
+    with optimizer.agreed() if saved == "agreed" else nullcontext():
+        weights = copy.deepcopy(model.state_dict())
+    train(model, optimizer, comm.rank, range(5, 10))
+    other = network(3)
+    loaded = wrap(other, comm, per_host, every=every)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    train(other, loaded, comm.rank, range(5, 10))
+    assert np.array_equal(flat(other), flat(model))
+    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+
+
+def test_a_deep_copy_goes_on_as_the_original(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(4))
+    other, copied = copy.deepcopy((model, optimizer))
+    train(other, copied, comm.rank, range(4, 6))
+    train(model, optimizer, comm.rank, range(4, 6))
+    assert np.array_equal(flat(model), flat(other))
+
+
+def to_come(states: list[dict[str, Any]], hosts: list[int] | None) -> NDArray[np.float64]:
+    """float64[n], by how much the reference is still to move."""
+    parts = [of_rank(state["reducer"])["residual"].numpy().astype(np.float64) for state in states]
+    if hosts is None:
+        return np.mean(parts, axis=0)
+    layout, total = Layout(tuple(hosts), 907), np.zeros(907)
+    for rank, part in enumerate(parts):
+        whole, shard = np.zeros(907), layout.shard_of(rank)
+        if shard is not None:
+            layout.insert(part, shard, whole)
+        total += whole
+    return total / len(hosts)
+
+
+def test_states_move_between_replicas_and_hosts_and_nothing_to_come_is_lost(comm: MPI.Intracomm) -> None:
+    ways: list[dict[str, Any]] = [{"replica": "rank"}, {"per_host": 2}, {"per_host": 3}]
+    for one, other in zip(ways, [*ways[1:], ways[0]], strict=True):
+        model = network()
+        optimizer = wrap(model, comm, **one)
+        train(model, optimizer, comm.rank, range(5))
+        states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
+        expected = to_come(states, optimizer.hosts)
+        assert expected.any() or comm.size == 1
+        with optimizer.agreed():
+            weights = copy.deepcopy(model.state_dict())
+        moved = network(3)
+        loaded = wrap(moved, comm, **other)
+        moved.load_state_dict(weights)
+        if (optimizer.hosts is None) != (loaded.hosts is None):
+            saved = optimizer.replica
+            with pytest.raises(
+                ValueError, match=f"the state is of replica='{saved}'.*pass replica='{saved}'"
+            ):
+                loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
+        state = redistribute(lambda r: states[r], comm.size, comm.rank, comm.size, loaded.hosts)  # noqa: B023
+        assert np.allclose(to_come(comm.allgather(state), loaded.hosts), expected, atol=1e-7)
+        loaded.load_state_dict(state)
+        assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+        train(moved, loaded, comm.rank, range(5, 7))
+        assert len(set(comm.allgather(loaded._reference.vector.numpy().tobytes()))) == 1
+
+
+def test_a_dense_warm_up_measures_and_tables_work_between_replicas(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(50, 20, sparse=True), nn.Linear(20, 30), nn.Linear(30, 4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    settings: dict[str, Any] = {"density": 0.1, "ranks_per_host": 2, "dense_warmup_steps": 2}
+    optimizer = DistributedOptimizer(inner, comm, sends="updates", replica="host", **settings)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.arange(5) + 5 * step + comm.rank).square().mean().backward()
+        optimizer.step(measure=step == 3)
+        assert optimizer.report.method == ("dense" if step < 2 else "oktopk")
+        assert (optimizer.report.measures is not None) == (step == 3)
+        check_agreed(model, optimizer, comm)
+        assert optimizer.reducer.gathered_residual().any() == (step >= 2 and comm.rank in (0, 2, 4, 6))
+    tables = comm.allgather(model[0].weight.detach().numpy().tobytes())
+    assert len(set(tables)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "replica"),
+    [
+        ({}, "host"),
+        ({"levels": "flat"}, "rank"),
+        ({"method": "union"}, "rank"),
+        ({"replica": "rank"}, "rank"),
+    ],
+    ids=str,
+)
+def test_several_hosts_of_several_ranks_are_replicas_unless_something_else_is_asked_for(
+    comm: MPI.Intracomm, settings: dict[str, Any], replica: str
+) -> None:
+    optimizer = wrap(network(), comm, 2, **{"replica": "auto"} | settings)
+    several = min(Counter(optimizer.reducer.transport.hosts).values()) > 1 and comm.size > 2
+    assert optimizer.replica == (replica if several else "rank")
+    assert f"replica={optimizer.replica!r}" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
+        ({"levels": "hosts"}, "levels='hosts' is for sends='gradients': take replica='host'"),
+        ({"levels": "flat"}, "replica='host' is for two levels: leave out levels='flat'"),
+        ({"sends": "gradients"}, "replica='host' is for sends='updates'"),
+        ({"method": "gtopk"}, "gtopk has flat steps only"),
+    ],
+    ids=str,
+)
+def test_what_replicas_do_not_take_is_refused_in_a_sentence(
+    comm: MPI.Intracomm, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        wrap(network(), comm, **settings)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_must_be_of_one_kind_of_replica(comm: MPI.Intracomm) -> None:
+    with pytest.raises(ValueError, match="ranks disagree on replica: rank 0: 'host', rank 1: 'summed'"):
+        wrap(network(), comm, replica=("host", "summed")[comm.rank == 1])
