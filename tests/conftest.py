@@ -160,8 +160,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Frozen:
-    """How many modules were imported when objects were last kept out of garbage collections."""
+    """How many modules were imported when objects were last kept out of garbage collections, and before tests of which file."""
 
+    file = ""
     modules = 0
     more = 100  # modules, after which it is done again
 
@@ -171,6 +172,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     Frozen.modules = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    """Again before each file: what wraps an optimizer would look at the reports of all tests before it.
+
+    Not between tests of a file, whose fixtures hold modules that the library looks for among all objects.
+    """
+    file = item.nodeid.partition("::")[0]
+    if file != Frozen.file:
+        Frozen.file = file
+        pytest_collection_finish()
 
 
 def pytest_runtest_logfinish() -> None:

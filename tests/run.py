@@ -1,14 +1,16 @@
 """What must hold, in one command with one closing line: `python -m tests.run`.
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
-tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and last the tests of GPUs on a host that stands
-in for them (tests/host_cuda). Tests marked `long`, those of jobs on 1 rank, 2 ranks for the library's, and 6 for those of
-several hosts, are left to --long. --all runs both, 4, 5 and 8 ranks for the library's, and Slurm. A group that hangs is ended.
-A test that took its job down, a group that ran nothing and a job that failed for no reported reason count as failed.
+tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and beside these, as ranks that wait leave cores
+idle, the tests of GPUs on a host that stands in for them (tests/host_cuda). Tests marked `long`, those of jobs on 1 rank,
+2 ranks for the library's, and 6 for those of several hosts, are left to --long. --all runs both, 4, 5 and 8 ranks for the
+library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing and a job that
+failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
     python -m tests.run --long                      what is left out above, Slurm excepted
     python -m tests.run --slurm                     the batch scripts, on a real Slurm that is started for them
+    python -m tests.run --host-cuda                 the tests of GPUs alone
     python -m tests.run --mpiexec /opt/mpich/bin/mpiexec
 
 Another MPI than this environment's: run this module with the Python of an environment that has it, or name
@@ -102,6 +104,7 @@ SINGLE_SECONDS = 3600
 SLURM_SECONDS = 540
 SLURM_LEAVING = 60  # to end its jobs and daemons: ten minutes in all
 RANKS_SECONDS = 3600
+BESIDE_LEAVING = 30  # for what runs beside to end its own groups
 
 
 class Tally:
@@ -121,14 +124,17 @@ class Tally:
 
     def keep(self, file: Path) -> None:
         """Leave it to a later run, which begins with what is here."""
-        file.write_text(json.dumps([self.counts, self.failures]), encoding="utf-8")
+        kept = [self.counts, self.failures, sorted(self.ran), sorted(self.without_gpu)]
+        file.write_text(json.dumps(kept), encoding="utf-8")
 
     def begin_with(self, file: Path) -> None:
         """Take over what an earlier run left, if there was one."""
         if file.exists() and file.stat().st_size:
-            counts, failures = json.loads(file.read_text(encoding="utf-8"))
+            counts, failures, ran, without_gpu = json.loads(file.read_text(encoding="utf-8"))
             self.counts.update(counts)
             self.failures += failures
+            self.ran.update(ran)
+            self.without_gpu.update(without_gpu)
 
     def closing_line(self, seconds: float) -> str:
         states = ", ".join(f"{self.counts[state]} {state}" for state in ("passed", "failed", "skipped"))
@@ -155,13 +161,18 @@ def run(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
-            process.terminate()  # mpiexec passes it on to its ranks, which are in process groups of their own
-            try:
-                process.wait(timeout=leaving)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end(process, leaving)
+
+
+def end(process: subprocess.Popen[bytes], leaving: float) -> None:
+    """End a process that leads a session, if it still runs."""
+    if process.poll() is None:
+        process.terminate()  # mpiexec passes it on to its ranks, which are in process groups of their own
+        try:
+            process.wait(timeout=leaving)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def announce(title: str) -> None:
@@ -204,6 +215,36 @@ def checks_beside(tally: Tally) -> Iterator[None]:
                 process.kill()
                 process.wait()
             output.close()
+
+
+@contextmanager
+def host_cuda_beside(tally: Tally, options: argparse.Namespace, folder: Path) -> Iterator[None]:
+    """The tests of GPUs on a host, in a run of their own beside the groups that are run meanwhile; what it says comes last."""
+    kept, said = folder / "host-cuda-tally", folder / "host-cuda-said"
+    command = [sys.executable, "-m", "tests.run", "--host-cuda", f"--tally={kept}"]
+    command += ["--long"] * options.long + ["--all"] * options.all
+    command += [f"--ranks={','.join(map(str, options.ranks))}"] if options.ranks else []
+    command += [f"--workers={options.workers}"] if options.workers is not None else []
+    command += [f"--mpiexec={options.mpiexec}"] if options.mpiexec else []
+    with open(said, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield
+        status = process.wait()  # each of its groups has a time limit
+        print(said.read_text("utf-8", errors="replace").rsplit("\n=== closing ===", 1)[0], flush=True)
+        before = len(tally.failures)
+        tally.begin_with(kept)
+        if status and len(tally.failures) == before:
+            tally.add("failed", f"kernels on the host: ended with status {status}")
+    finally:
+        end(process, BESIDE_LEAVING)
 
 
 def run_group(
@@ -428,6 +469,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--slurm", action="store_true", help="Run only the tests on a real Slurm")
     parser.add_argument(
+        "--host-cuda",
+        action="store_true",
+        help="Run only the tests of GPUs on a host that stands in for them",
+    )
+    parser.add_argument(
         "--tally",
         type=Path,
         metavar="FILE",
@@ -448,6 +494,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tally.begin_with(options.tally)
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
+    if options.host_cuda:
+        options.no_lint = options.no_single = options.no_ranks = True
     if options.long:
         options.no_lint = True
     selection = ["-k", options.expression] if options.expression else []
@@ -479,18 +527,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 command = [sys.executable, *pytest, *single]
                 run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)
         groups = [] if options.no_ranks else rank_groups(options, files_with_rank_tests(options.paths))
-        for number, (ranks, files, mark) in enumerate(groups):
-            if partial and not files:
-                continue
-            outcomes = Path(folder) / f"ranks-{number}"
-            marked = ["--with-mpi", "-m", mark, f"--outcomes={outcomes}", *files]
-            command, environment = rank_command(ranks, [*pytest, *marked], options)
-            title = f"{ranks} rank{'s' if ranks > 1 else ''}"
-            may_be_empty = partial or mark == "mpi and long"
-            run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)
-        if not options.no_host_cuda:
+        # a few tests are shown as they run, and behind a failure that ends the run there is nothing to run beside
+        beside = bool(groups) and not (options.no_host_cuda or partial or options.exit_first)
+        with host_cuda_beside(tally, options, Path(folder)) if beside else nullcontext():
+            for number, (ranks, files, mark) in enumerate(groups):
+                if partial and not files:
+                    continue
+                outcomes = Path(folder) / f"ranks-{number}"
+                marked = ["--with-mpi", "-m", mark, f"--outcomes={outcomes}", *files]
+                command, environment = rank_command(ranks, [*pytest, *marked], options)
+                title = f"{ranks} rank{'s' if ranks > 1 else ''}"
+                may_be_empty = partial or mark == "mpi and long"
+                run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)
+        if not options.no_host_cuda and not beside:
             run_host_cuda(tally, plain, Path(folder), options)
-        if options.slurm or (options.all and not partial):
+        if options.slurm or (options.all and not partial and not options.host_cuda):
             run_slurm(tally, pytest, Path(folder))
     announce("closing")
     if left_out := len(tally.without_gpu - tally.ran):
@@ -502,8 +553,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tally is not None:
         tally.keep(options.tally)
     print(tally.closing_line(time.monotonic() - started), flush=True)
-    # without a Slurm there is nothing to pass
-    ran = tally.counts["passed"] or (options.slurm and tally.counts["skipped"])
+    # without a Slurm, or a compiler, there is nothing to pass
+    ran = tally.counts["passed"] or ((options.slurm or options.host_cuda) and tally.counts["skipped"])
     return 0 if ran and not tally.counts["failed"] else 1
 
 

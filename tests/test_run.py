@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.run import (
     Tally,
     files_of_ranks_alone,
     files_with_rank_tests,
+    host_cuda_beside,
     parse,
     rank_groups,
     run_group,
@@ -97,6 +99,67 @@ def test_a_group_that_ends_badly_counts_as_failed(
     run_group(tally, "group", command, 2.0, os.environ, tmp_path / "outcomes", may_be_empty=False)
     assert tally.counts["passed"] == passed
     assert tally.failures == ([f"group: {failure}"] if failure else [])
+
+
+@pytest.mark.parametrize(
+    ("program", "passed", "failures"),
+    [
+        ("keep(3, [])", 3, []),
+        ("keep(3, ['kernels on the host: a']); sys.exit(1)", 3, ["kernels on the host: a"]),
+        ("sys.exit(1)", 0, ["kernels on the host: ended with status 1"]),
+    ],
+    ids=["passes", "a test fails", "fails for no reported reason"],
+)
+def test_what_runs_beside_is_counted_and_shown_behind_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    program: str,
+    passed: int,
+    failures: list[str],
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "run.py").write_text(
+        "import json, sys\n"
+        "def keep(passed, failures):\n"
+        "    file = next(word for word in sys.argv if word.startswith('--tally=')).removeprefix('--tally=')\n"
+        "    with open(file, 'w') as tally:\n"
+        "        json.dump([{'passed': passed, 'failed': len(failures)}, failures, ['a'], ['a', 'b']], tally)\n"
+        "print(*(word for word in sys.argv[1:] if 'tally' not in word), flush=True)\n"
+        "print('\\n=== closing ===\\nof its own', flush=True)\n"
+        f"{program}\n"
+    )
+    monkeypatch.setattr("tests.run.ROOT", tmp_path)
+    tally = Tally()
+    tally.add("passed", "before")
+    with host_cuda_beside(tally, parse(["--long", "--ranks", "1,4"]), tmp_path):
+        print("of the others", flush=True)
+    said = capfd.readouterr().out
+    assert said.split("\n")[:2] == ["of the others", "--host-cuda --long --ranks=1,4"]
+    assert "closing" not in said
+    assert (tally.counts["passed"], tally.failures) == (1 + passed, failures)
+    assert tally.without_gpu - tally.ran == ({"b"} if passed else set())
+
+
+def test_what_runs_beside_ends_with_a_run_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "run.py").write_text(
+        "import os, time\nopen('up', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr("tests.run.ROOT", tmp_path)
+    up = tmp_path / "up"
+    with pytest.raises(KeyboardInterrupt), host_cuda_beside(Tally(), parse([]), tmp_path):
+        end = time.monotonic() + 60
+        while not (up.exists() and up.read_text()) and time.monotonic() < end:
+            time.sleep(0.01)
+        process = int(up.read_text())
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
 
 
 def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_code_of_another_file_that_changed_is_not_taken_from_the_cache(tmp_path:
 def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    set_up, job = run_alone("-c", SET_UP), run_ranks(4, str(script))
+    set_up, job = run_alone("-c", SET_UP), run_ranks(3, str(script))
     assert (set_up.returncode, job.returncode) == (0, 0), set_up.stderr + job.stderr
     called, prepared = (set(done.stdout.splitlines()) for done in (job, set_up))
     assert len(called) > 30 and called <= prepared

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tests.host_cuda.modules import HostKernel, compile_module
 
 GPUS = 8  # one a rank, so that ranks take each other for peers
-PROCESSORS = 16
+PROCESSORS = 4
 SHARED = 2 << 20  # bytes of the smallest memory that others may map: a file each
 
 POISON = 0xA5

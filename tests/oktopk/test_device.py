@@ -57,7 +57,7 @@ def test_a_staged_step_waits_for_the_gpu_once_for_each_thing_that_the_host_must_
         monkeypatch.setattr(kind, name, call)
 
     waits = []
-    for step in range(24):
+    for step in range(16):
         if step == 8:  # a regular selection is not trimmed any more
             noted(Device, "synchronize")
             noted(MpiTransport, "send")
@@ -103,7 +103,7 @@ def test_steps_through_peer_memory_give_the_cpus_bits(
     rng = np.random.default_rng(comm.rank)
     # control messages of regular steps: of what was selected, counted, kept; one more where regions are renewed
     notes = set()
-    for _ in range(40):
+    for _ in range(26):
         gradient = (rng.standard_normal(length) ** 3).astype(np.float32)
         first, second = on_gpu.step(put("cuda", gradient)), on_cpu.step(gradient)
         assert (first.local_nnz, first.global_nnz, first.exact) == (
@@ -273,11 +273,11 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
     use("cuda", comm)
     length = 1_300_021
-    settings: dict[str, Any] = {"density": 0.01, "threshold_interval": 4, "boundary_interval": 8}
+    settings: dict[str, Any] = {"density": 0.01, "threshold_interval": 2, "boundary_interval": 4}
     on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
     on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
     rng = np.random.default_rng(comm.rank)
-    for _ in range(6):  # exact, regular and exact again
+    for _ in range(3):  # exact, regular and exact again
         gradient = rng.standard_normal(length, np.float32)
         for hot in (length // 7, length - 50_000):
             gradient[hot : hot + 6_000] *= 100

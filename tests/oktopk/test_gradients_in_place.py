@@ -290,7 +290,7 @@ def trained(
     **settings: Any,
 ) -> tuple[list[Tensor], list[str], int, int]:
     """Parameters after some steps, what each report says, steps that read pieces, and steps that the host did not wait for."""
-    steps = 24
+    steps = 20
     with monkeypatch.context() as patch:
         if not in_pieces:
             patch.setattr(GradientAllreduce, "can_read_tensors", False)
@@ -327,7 +327,7 @@ def trained(
                 nn.functional.cross_entropy(scores, labels[number]).backward()
             if step % 5 == 0:
                 laid_out_otherwise(model.out.weight)
-            optimizer.step(measure=step == 20)
+            optimizer.step(measure=step == 17)
             reports.append(optimizer.report)
             deferred += not reports[-1].complete
             if not in_pieces:
