@@ -222,7 +222,7 @@ class GradientAllreduce:
             The tokens of the host's ranks, () where they gave none; None where any raised its flag.
 
         Raises:
-            RuntimeError: steps are flat; on every rank alike.
+            RuntimeError: steps are flat, or gradients are not float32; on every rank alike.
             MissingRanksError: ranks of the host did not come within `Settings.timeout`.
 
         Memory: n words of scratch.
@@ -231,6 +231,8 @@ class GradientAllreduce:
         group = self._group
         if group is None:
             raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
+        if group.gradient.dtype != np.float32:
+            raise RuntimeError("means of a host's gradients are float32: take gradient_type='float32'")
         with self.backend.stream_scope():
             self._complete()
             self._expect_step(self.steps)

@@ -118,9 +118,8 @@ class HostGroup:
             return True
         mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
         mine /= np.float32(self.host.size)
-        self.share_values(
-            mine, self.gradient
-        )  # whoever has sent its shard has read its part of all gradients
+        # whoever has sent its shard has read its part of all gradients
+        self.share_values(mine, self.gradient)
         return False
 
     def share_outcome(self, outcome: list[int], token: int | None = None) -> NDArray[np.int64]:

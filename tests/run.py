@@ -45,7 +45,11 @@ RANKS = (1, 3)
 MANY_RANKS = 8
 OTHER_RANKS = (2,)  # left to --long
 HOSTS_RANKS = 6  # left to --long: 3 hosts of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
-ON_HOSTS_RANKS = ("tests/oktopk/test_levels.py", "tests/oktopk/test_wires.py")
+ON_HOSTS_RANKS = (
+    "tests/oktopk/test_levels.py",
+    "tests/oktopk/test_replicas.py",
+    "tests/oktopk/test_wires.py",
+)
 NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank
 ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for

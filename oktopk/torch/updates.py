@@ -19,8 +19,8 @@ from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.gradients import dense_views, missing_spans
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.gradients import missing_spans
+from oktopk.torch.host_mean import HostMean
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
@@ -144,9 +144,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self.replica = "rank" if group is None else "host"
         if group is not None:
             self._replicas = size**2 / sum(ranks**2 for ranks in Counter(group.layout.hosts).values())
-        self._in_host: _HostMean | None = None
+        self._in_host: HostMean | None = None
         if group is not None and self.replica == "host" and group.host.size > 1:
-            self._in_host = _HostMean(self._parameters, self.reducer, self._memory)
+            self._in_host = HostMean(self._parameters, self.reducer, self._memory)
         try:
             self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
         except ValueError:
@@ -633,59 +633,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, replica={self.replica!r})"
-
-
-class _HostMean:
-    """Makes the gradients of a host's ranks their mean.
-
-    Args:
-        parameters: laid out as at construction of the optimizer.
-        reducer: in two levels.
-        memory: of both.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory
-    ) -> None:
-        self._parameters, self._reducer, self._memory = parameters, reducer, memory
-        assert reducer.group is not None
-        self._host = reducer.group.host
-        self._views = dense_views(memory.tensor(reducer.gradient_buffer), parameters)
-        self._agreement = StepAgreement(list, len(parameters))
-
-    @torch.no_grad()
-    def take(self, problem: bool) -> bool:
-        """Make each `p.grad` the host's mean where any rank of the host has one; one that is missing counts as zero.
-
-        Collective: every rank of the host must call. Where one has a problem, gradients stay as they are.
-
-        Returns:
-            Whether no rank of the host has a problem.
-        """
-        gradients = [None if problem else parameter.grad for parameter in self._parameters]
-        token = self._agreement.tell(bytes(gradient is not None for gradient in gradients))
-        for view, gradient in zip(self._views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-        _copy([(view, one) for view, one in zip(self._views, gradients, strict=True) if one is not None])
-        with self._memory.stream_scope():
-            tokens = self._reducer.mean_in_host(problem, token)
-        if tokens is None:
-            return False
-        anywhere = self._agreement.hear(tokens, self._host)
-        for parameter, used in zip(self._parameters, anywhere, strict=True):
-            if used and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        held = zip(self._parameters, self._views, strict=True)
-        _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
-        return True
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy to each first tensor the second one."""
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

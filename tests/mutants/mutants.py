@@ -228,4 +228,20 @@ MUTANTS = (
         "what a value lost by rounding leaves the residual",
         f"{_ON_THREE} tests/jobs/train/test_sparseloco.py",
     ),
+    Mutant(
+        "replica-ranks",
+        "oktopk/torch/reference.py",
+        "        vector.mul_(group.host.size)\n",
+        "",
+        "a host counts as one rank",
+        f"{_ON_THREE} tests/oktopk/test_replicas.py",
+    ),
+    Mutant(
+        "replica-shards",
+        "oktopk/torch/reference.py",
+        "            self._put_residual()\n        torch",
+        "        torch",
+        "what is written within `agreed` stays in the shards of the residual",
+        f"{_ON_THREE} tests/oktopk/test_replicas.py",
+    ),
 )

@@ -295,7 +295,7 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
             check_agreed(model, optimizer, comm)
         held.append(flat(model))
         optimizer.close()
-    assert np.allclose(*held, rtol=0, atol=1e-6)
+    assert np.allclose(held[0], held[1], rtol=0, atol=1e-6)
     assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
 
 
