@@ -186,3 +186,22 @@ def test_readme_can_be_read_in_a_minute() -> None:
     assert len(text.splitlines()) <= 110
     before = text.partition("\n    pip install")[0]
     assert 0 < len(re.findall(r"\d+(?:[.,]\d+)*", before)) <= 15
+
+
+def test_readmes_picture_is_drawn_from_the_figures_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RESULTS / "updates")
+    importlib.import_module("picture").main(tmp_path / "steps.svg")
+    assert (tmp_path / "steps.svg").read_bytes() == (RESULTS / "updates" / "steps.svg").read_bytes()
+    steps = json.loads((RESULTS / "updates" / "steps.json").read_text(encoding="utf-8"))
+    mean = {row["name"]: row["mean_ms"] for row in steps["rows"] if row["rate"] == "10 Gb/s"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{mean['ddp-bfloat16'] / mean['updates']:.1f} times shorter" in readme
+    runs = map(json.loads, (RESULTS / "updates" / "library.jsonl").read_text(encoding="utf-8").splitlines())
+    losses: dict[str, list[float]] = {}
+    for run in runs:
+        if run["steps"] == 800:
+            losses.setdefault(run["spec"].partition("/")[0], []).append(run["held"][-1])
+    above = 100 * (min(losses["updates"]) / min(losses["dense"]) - 1)
+    assert f"{above:.1f} % above dense" in readme
