@@ -31,16 +31,17 @@ class SampledRatio:
         parameters: whose gradients are sampled: every m-th element, other ones in each measurement.
         reducer: of the ranks. Collective.
         memory: of both.
-        replicas: R; where hosts have unlike numbers of ranks, 1 over the sum of the squares of their shares of all ranks.
 
     Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely, in two
         levels between the first ranks of the hosts, which tell the others of their host.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory, replicas: float
+        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory
     ) -> None:
-        self._parameters, self._memory, self._least = parameters, memory, 1 / replicas
+        self._parameters, self._memory = parameters, memory
+        # of noise alone, also where hosts have unlike numbers of ranks
+        self._least = 1 / len(set(reducer.hosts or range(reducer.transport.size)))
         self._host: Transport | None = None
         self._ranks, among = 1, reducer.transport
         if (group := reducer.group) is not None:

@@ -79,8 +79,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     - `replica="summed"`: the same, of gradients that are equal on the ranks of a host already, as DDP over them makes them.
     - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
 
-    With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant; where hosts have
-    unlike numbers of ranks, w = ranks / P, it is the sum over hosts of w^2 for the first two, and for the share w of this host.
+    With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant. Where hosts have
+    unlike numbers of ranks, w = ranks / P, beta2 takes the sum over hosts of w^2 for it, and the default of `local_share` is w.
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
     whole host. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
@@ -156,7 +156,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
         if _adaptive(self.inner):
-            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory, self._replicas)
+            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
