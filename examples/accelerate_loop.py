@@ -18,7 +18,7 @@ from accelerate import Accelerator  # noqa: E402
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2), density=0.05)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), density=0.05)
 model, optimizer = accelerator.prepare(model, optimizer)
 drawn = torch.Generator().manual_seed(1 + comm.rank)  # every rank has batches of its own
 for step in range(60):

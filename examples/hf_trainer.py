@@ -32,7 +32,7 @@ class Regression(nn.Module):
 drawn = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
 examples = [{"inputs": row, "labels": row.sum(0, keepdim=True)} for row in drawn[comm.rank :: comm.size]]
 model = Regression()
-optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), density=0.05)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), density=0.05)
 silent = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 31}
 arguments = TrainingArguments(max_steps=62, use_cpu=True, max_grad_norm=0.0, **silent)
 trainer = Trainer(model, arguments, train_dataset=examples, optimizers=(optimizer, None))

@@ -27,7 +27,7 @@ class Regression(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return DistributedOptimizer(torch.optim.Adam(self.parameters(), lr=1e-2), density=0.05)
+        return DistributedOptimizer(torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9), density=0.05)
 
 
 inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))

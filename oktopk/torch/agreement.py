@@ -126,8 +126,8 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[
     return lambda: [group for each in kept if (held := each()) is not None for group in held.param_groups]
 
 
-def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients") -> str:
-    """What to say where a DDP reduces gradients of some of these parameters in its backward pass; "" if none does."""
+def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients", ranks: int = 1) -> str:
+    """What to say where a DDP over more ranks than it may have reduces gradients of some of these parameters; "" if none does."""
     if not torch.distributed.is_available():
         return ""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -135,7 +135,7 @@ def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients"
 
     known = set(map(id, parameters))
     for held in gc.get_objects():
-        if not issubclass(type(held), DistributedDataParallel) or held.process_group.size() == 1:
+        if not issubclass(type(held), DistributedDataParallel) or held.process_group.size() <= ranks:
             continue
         hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
         if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):

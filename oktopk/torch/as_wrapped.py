@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ class AsWrapped:
         self._parameters = parameters
         self._were = [_what(parameter) for parameter in parameters]
         self.strides = [strides for _, strides, _, _ in self._were]
-        self._seen: tuple[list[int], list[tuple[int, ...]]] = [], []
+        self._seen: list[list[Any]] = []
         self._problem = ""
         self.changes = 0
         self.relaid: list[int] = []
 
     def look(self) -> None:
-        """Compare, in some 0.2 microseconds a parameter."""
-        now = list(map(Tensor.data_ptr, self._parameters)), list(map(Tensor.stride, self._parameters))
+        """Compare, in some 0.3 microseconds a parameter."""
+        now = [list(map(what, self._parameters)) for what in (Tensor.data_ptr, Tensor.stride, Tensor.numel)]
         if now == self._seen:
             return
         self._seen, self._problem, self.relaid = now, "", []

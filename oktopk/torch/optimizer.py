@@ -27,7 +27,7 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.elastic import of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import timeout_of, unknown_setting
+from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
     disagreement,
@@ -65,7 +65,10 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 
 
 class DistributedOptimizer(WrappedOptimizer):
-    """Reduces the gradients of all ranks, then lets the wrapped optimizer step on the average.
+    """Sums what the ranks' optimizers need: their gradients, or, around AdamW, what their optimizers changed.
+
+    With sends="updates", the default around optimizers with `betas`, see `oktopk.torch.updates.UpdatesOptimizer`. What follows is
+    of sends="gradients": the gradients of all ranks are reduced, then the wrapped optimizer steps on the average.
 
     `step` copies the gradients into one flat buffer of `gradient_type`. Where Ok-Topk's kernels read each other's memory, they
     read each `p.grad` where autograd left it, and round on the way: only a step that is dense or measured fills the buffer.
@@ -113,13 +116,13 @@ class DistributedOptimizer(WrappedOptimizer):
         sends: "gradients": the ranks sum gradients, then each wrapped optimizer steps on the mean. "updates": each wrapped
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
             `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW, Lion), which do not
-            train well on sparse gradients; gradients for all others, for SparseAdam and for method="dense".
+            train well on sparse gradients; gradients for all others, for SparseAdam, and where steps are dense.
         every: steps between two exchanges of updates, >= 1.
-        local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: 1 over the
-            number of replicas, as much as its updates count once they are applied.
+        local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
+            all ranks, as much as its updates count once they are applied.
         replica: with updates, what steps on a gradient of its own: "rank"; "host": the ranks of a host, which take the mean of
-            their gradients in every step; "summed": these ranks, whose gradients are equal already; "auto": "host" where there
-            are several hosts with several ranks each, else "rank".
+            their gradients in every step, on GPUs by messages, which takes several times a step's time; "summed": these ranks,
+            whose gradients are equal already; "auto": "host" where there are several hosts with several ranks each, else "rank".
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -168,7 +171,7 @@ class DistributedOptimizer(WrappedOptimizer):
         **keywords: Any,
     ) -> Any:
         if sends is None and cls is DistributedOptimizer:
-            sends = default_sends(optimizer, method)
+            sends = default_sends(optimizer, method, keywords.get("density"))
         kind = DistributedOptimizer._kinds.get(sends or cls._sends, cls)
         return super().__new__(kind if issubclass(kind, cls) else cls)
 
@@ -796,7 +799,8 @@ class DistributedOptimizer(WrappedOptimizer):
         rank = self.reducer.transport.rank
         return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], empty: str = "") -> None:
+        """As `load_state_dict`. empty: why residuals start empty, in a sentence, where the state has none."""
         if "optimizer" in state:  # the layout of earlier versions
             state = {**state["optimizer"], "reducer": state.get("reducer")}
         if state.pop("updates", None) is not None:
@@ -815,10 +819,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if reducer is None:
             self.reducer.reset()
             if self.reducer.transport.rank == 0:
-                warnings.warn(
-                    "the state is that of an optimizer that was not wrapped: residuals start empty, thresholds anew",
-                    stacklevel=4,
-                )
+                empty = empty or "the state is that of an optimizer that was not wrapped"
+                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=4)
         else:
             self.reducer.load_state_dict(as_arrays(reducer))
         if self._tables is not None:
@@ -890,10 +892,11 @@ DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defi
 )
 
 
-def default_sends(optimizer: Any, method: str) -> str:
+def default_sends(optimizer: Any, method: str, density: Any) -> str:
     """What a `DistributedOptimizer` sends where the user does not say: "updates" or "gradients"."""
     scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
-    gradients = isinstance(optimizer, torch.optim.SparseAdam) or method == "dense"
+    dense = method == "dense" or (isinstance(density, float | int) and density > DENSE_ABOVE)
+    gradients = isinstance(optimizer, torch.optim.SparseAdam) or dense
     return "updates" if scaled and not gradients else "gradients"
 
 

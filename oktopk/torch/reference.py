@@ -107,7 +107,7 @@ class Reference:
         """
         group = self._reducer.group
         assert group is not None
-        if group.shard is None:
+        if group.shard is None or not any(present):  # the vector is zero
             return
         layout, shard = group.layout, group.shard
 
@@ -175,14 +175,15 @@ class Reference:
     def _set_pointers(self, present: Sequence[int | bool] | None) -> None:
         """Tell kernels where parameters lie, None for all; those that are laid out otherwise than before are copied."""
         addresses = self._addresses
-        if self._unfit:
+        if present is not None and not all(present):
+            addresses = [address if here else 0 for address, here in zip(addresses, present, strict=True)]
+        copied = [number for number in self._unfit if present is None or present[number]]
+        if copied:
             addresses = list(addresses)
-            for number in self._unfit:
+            for number in copied:
                 if number not in self._copies:
                     self._copies[number] = self._as_wrapped.like(number)
                 addresses[number] = self._copies[number].copy_(self._held[number]).data_ptr()
-        if present is not None and not all(present):
-            addresses = [address if here else 0 for address, here in zip(addresses, present, strict=True)]
         self._moved.set_pointers(addresses)
 
     def show_agreed(self) -> list[Tensor]:
@@ -295,11 +296,13 @@ class Reference:
         for number, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
             held = self._held[number] = parameter.detach()
             self._addresses[number] = held.data_ptr()
+            if not self._as_wrapped.fits(number, held):
+                self._unfit.append(number)
+            if self._as_wrapped.problem:  # of another type or shape: the next step says so on all ranks
+                continue
             self._samples[number] = _sample(held, view)
             if held.stride() != view.stride():
                 self._resampled.append(number)
-            if not self._as_wrapped.fits(number, held):
-                self._unfit.append(number)
 
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -17,6 +18,7 @@ from collectives.closing import closes
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
+from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
@@ -82,7 +84,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant. Where hosts have
     unlike numbers of ranks, w = ranks / P, beta2 takes the sum over hosts of w^2 for it, and the default of `local_share` is w.
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
-    whole host. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
+    whole host, with "summed" as it is equal there: in the first exchanges the ranks of a host compare norms. A parameter has a
+    gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
@@ -108,6 +111,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return "average=False is for sends='gradients': updates are averaged"
         if settings["method"] == "dense":
             return "method='dense' is for sends='gradients': updates need a method that selects"
+        density = settings.get("density", Settings.density)
+        if isinstance(density, float | int) and density > DENSE_ABOVE:
+            return f"density {density} is for sends='gradients': above {DENSE_ABOVE} steps are dense, and leave no residual"
         if settings.get("levels") == "hosts":
             return "levels='hosts' is for sends='gradients': take replica='host', where the ranks of a host step together"
         if settings["replica"] not in _REPLICAS:
@@ -384,8 +390,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
-        first = self.report is None and transport.rank == 0 and self.replica != "summed"
-        if first and (warning := reduced_twice_warning(self._trained, "updates")):
+        if new and self.replica == "summed":
+            problem = self._unequal_in_host(problem)
+        group = self.reducer.group
+        ranks = group.host.size if group is not None and self.replica == "summed" else 1
+        first = self.report is None and transport.rank == 0
+        if first and (warning := reduced_twice_warning(self._trained, "updates", ranks)):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
@@ -438,6 +448,31 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             ):
                 setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
 
+    def _unequal_in_host(self, problem: str) -> str:
+        """A problem that is given; else why the ranks of this host may not count as one, in a sentence, "" if they may.
+
+        Compares the norms of their gradients. Collective in the host. Traffic: a control allgather in the host.
+        """
+        gradients = [] if problem else [p.grad for p in self._parameters if p.grad is not None]
+        total = float(torch.stack(torch._foreach_norm(gradients)).double().sum()) if gradients else 0.0
+        group, reducer = self.reducer.group, self.reducer
+        assert group is not None
+        group.expect_all(f"step {reducer.steps}", reducer.settings.timeout, reducer.advice)
+        mine = np.array([bool(problem), np.float64(total).view(np.int64)], np.int64)
+        problems, sums = group.host.allgather_control(mine).T
+        group.expect_none()
+        if (
+            problem
+            or problems.any()
+            or not np.isfinite(sums.view(np.float64)).all()
+            or len(set(sums.tolist())) == 1
+        ):
+            return problem
+        return (
+            "replica='summed' needs equal gradients on the ranks of a host, and their norms differ: take replica='host', or a "
+            "DistributedDataParallel over the ranks of each host"
+        )
+
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
         self._reference.gather_residual()
@@ -463,7 +498,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     @torch.no_grad()
     def _take_written(self, changed: bool | None = None) -> None:
-        """Make what was written to since the last step the reference. changed: as `Reference.written`."""
+        """Make what was written to since the last step the reference. changed: as `Reference.written`.
+
+        Raises:
+            RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
+        """
+        self._as_wrapped.look()
+        if self._as_wrapped.problem:
+            raise RuntimeError(self._as_wrapped.problem)
         reference, loaded = self._reference, self._loaded
         numbers = reference.written(by_version=not self._steps, changed=changed)
         if numbers and loaded is not None and self._fits(loaded):
@@ -525,7 +567,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "ratio": None if self._ratio is None else self._ratio.state(),
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], empty: str = "") -> None:
         own = of_rank(state.pop("updates", None))
         transport = self.reducer.transport
         transport.expect_all("load_state_dict", self.reducer.settings.timeout)
@@ -534,8 +576,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
         transport.agree({"whether the state is of updates": own is not None}, problem)
         if own is None and state.get("reducer") is not None:
-            state.pop("reducer")  # residuals of gradients, which are of another size
-        super()._load(state)
+            state.pop(
+                "reducer"
+            )  # residuals of gradients are of another size, those of updates belong to a reference
+            empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
+        unwritten = not self._reference.written(by_version=not self._steps)
+        super()._load(state, empty)
         with torch.no_grad():
             self._reference.gather_residual()
             self._begin_window()
@@ -545,7 +591,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None and all(transport.allgather_objects(self._fits(own))):
                 self._go_on(own)
                 return
-            self._reference.take_all()
+            # a rank's own parameters, which differ a little, are no reference; what a user has written is
+            if own is not None or not all(transport.allgather_objects(unwritten)):
+                self._reference.take_all()
             self._reference.show()
 
     def _fits(self, own: dict[str, Any]) -> bool:
@@ -623,10 +671,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def close(self) -> None:
         """Free what the library holds; the parameters become round(reference). Collective.
 
-        Steps since the last exchange are dropped.
+        Steps since the last exchange are dropped. Parameters of another type or shape than at construction stay as they are.
         """
-        self._take_written()
-        self._reference.show_agreed()
+        self._as_wrapped.look()
+        if not self._as_wrapped.problem:
+            self._take_written()
+            self._reference.show_agreed()
         if self._ratio is not None:
             self._ratio.close()
         super().close()

@@ -563,3 +563,31 @@ def test_what_replicas_do_not_take_is_refused_in_a_sentence(
 def test_ranks_must_be_of_one_kind_of_replica(comm: MPI.Intracomm) -> None:
     with pytest.raises(ValueError, match="ranks disagree on replica: rank 0: 'host', rank 1: 'summed'"):
         wrap(network(), comm, replica=("host", "summed")[comm.rank == 1])
+
+
+@pytest.mark.mpi(min_size=3)
+def test_ranks_of_a_host_with_unequal_gradients_are_no_replica_that_is_summed(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, replica="summed")
+    optimizer.zero_grad()
+    loss(model, comm.rank, 0).backward()
+    with pytest.raises(ValueError, match="replica='summed' needs equal gradients on the ranks of a host"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("change", ["type", "length"])
+def test_a_parameter_of_another_type_or_length_is_named_on_all_hosts(
+    comm: MPI.Intracomm, change: str
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, timeout=20.0)
+    train(model, optimizer, comm.rank, range(3))
+    weight: Any = model[0].weight
+    if comm.rank == 1:
+        weight.data = (weight.double() if change == "type" else weight.data[:15]).detach()
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match="rank 1: the (type|shape) of a parameter of shape .30, 20. was"):
+        optimizer.step()
+    optimizer.close()

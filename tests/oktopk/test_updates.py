@@ -787,3 +787,58 @@ def test_what_only_gradients_take_is_refused_with_what_adamw_sends(comm: MPI.Int
     wanted = "overlap=True is for sends='gradients'; by default AdamW sends updates"
     with pytest.raises(ValueError, match=wanted):
         DistributedOptimizer(adamw, comm, density=0.1, overlap=True)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("change", ["type", "shape", "length"])
+def test_a_parameter_of_another_type_or_shape_on_one_rank_is_named_on_all(
+    comm: MPI.Intracomm, change: str
+) -> None:
+    model = network()
+    optimizer = wrap(model, comm, timeout=20.0)
+    train(model, optimizer, comm.rank, range(3))
+    weight: Any = model[0].weight
+    if comm.rank == 1:
+        other = {"type": weight.double(), "shape": torch.zeros(31, 20), "length": weight.data[:15]}
+        weight.data = other[change].detach()
+    weight.grad = torch.zeros_like(weight)
+    what = "type" if change == "type" else "shape"
+    with pytest.raises(ValueError, match=f"rank 1: the {what} of a parameter of shape .30, 20. was"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_a_density_whose_steps_are_dense_takes_gradients(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), comm, density=0.5)
+    assert not isinstance(optimizer, UpdatesOptimizer)
+    with pytest.warns(UserWarning, match="the dense path runs") if comm.rank == 0 else nullcontext():
+        train(model, optimizer, comm.rank, range(1))
+    optimizer.close()
+    with pytest.raises(ValueError, match="density 0.5 is for sends='gradients': above 0.25 steps are dense"):
+        wrap(model, comm, density=0.5)
+
+
+@pytest.mark.parametrize("kept", [(), ("reducer",)])
+def test_a_state_of_the_wrapped_optimizer_alone_leaves_the_reference_as_it_is(
+    comm: MPI.Intracomm, kept: tuple[str, ...]
+) -> None:
+    """As `set_optimizer_state_dict` of torch.distributed.checkpoint loads it, while ranks hold parameters of their own."""
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(5))
+    reference = optimizer._reference.vector.clone()
+    state = optimizer.state_dict()
+    part = {name: state[name] for name in ("state", "param_groups", *kept)}
+    why = "no 'updates'" if kept else "that was not wrapped"
+    with (
+        pytest.warns(UserWarning, match=f"{why}.*: residuals start empty")
+        if comm.rank == 0
+        else nullcontext()
+    ):
+        optimizer.load_state_dict(part)
+    assert torch.equal(optimizer._reference.vector, reference)
+    assert not optimizer.reducer.residual.any()
+    assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
+    optimizer.close()
