@@ -230,7 +230,7 @@ class DistributedOptimizer(WrappedOptimizer):
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
         refused = self._refused(settings | asked | {"every": every, "tables": tables, "replica": replica})
         if refused and unsaid:
-            refused += f"; by default {type(optimizer).__name__} sends updates"
+            refused += f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass sends='gradients'"
         problem = problem or refused
         problem = problem or _second_reducer_problem(optimizer, trained)
         problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
@@ -443,6 +443,10 @@ class DistributedOptimizer(WrappedOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
         return nullcontext() if self._buckets is None else self._buckets.no_sync()
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Within, the parameters are equal on all ranks: to evaluate and to save. With sends="gradients" they always are."""
+        return nullcontext()
 
     def abandon(self) -> None:
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
