@@ -482,9 +482,8 @@ class BucketedAllreduce:
         """As `GradientAllreduce.gathered_residual`: those of the buckets, from the last to the first. Collective."""
         self._check_idle("gathered_residual()")
         self.complete()
-        parts = [
-            reducer.gathered_residual() for reducer in self.buckets
-        ]  # the first one meets other ranks' steps
+        # the first one meets other ranks' steps
+        parts = [reducer.gathered_residual() for reducer in self.buckets]
         return np.concatenate(parts[::-1])
 
     def state_dict(self) -> dict[str, Any]:

@@ -127,7 +127,12 @@ def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[
 
 
 def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients", ranks: int = 1) -> str:
-    """What to say where a DDP over more ranks than it may have reduces gradients of some of these parameters; "" if none does."""
+    """What to say where a DDP reduces gradients of some of these parameters in its backward pass; "" if none does.
+
+    Args:
+        sends: of the optimizer or hook: "gradients" or "updates".
+        ranks: over how many a DDP may sum: of a host with replica="summed", else 1.
+    """
     if not torch.distributed.is_available():
         return ""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook

@@ -1,9 +1,10 @@
-"""The gradients of the parameters of all ranks of a host, made their mean."""
+"""The gradients of the ranks of a host: made their mean, or compared where they should be equal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,39 @@ class HostMean:
         held = zip(self._parameters, self._views, strict=True)
         _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
         return True
+
+
+@torch.no_grad()
+def unequal_in_host(parameters: Sequence[Tensor], reducer: GradientAllreduce, problem: str) -> str:
+    """Why the ranks of this host may not count as one, in a sentence; "" if they may. Collective in the host.
+
+    Compares the norms of their gradients, where all are finite; a GPU is waited for.
+
+    Args:
+        parameters: whose `p.grad` are compared.
+        reducer: in two levels.
+        problem: of this rank, which is then returned; no rank of its host compares.
+
+    Raises:
+        MissingRanksError: ranks of the host did not come within `Settings.timeout`.
+
+    Traffic: a control allgather of two int64 in the host.
+    """
+    group = reducer.group
+    assert group is not None
+    gradients = [] if problem else [p.grad for p in parameters if p.grad is not None]
+    total = float(torch.stack(torch._foreach_norm(gradients)).double().sum()) if gradients else 0.0
+    group.expect_all(f"step {reducer.steps}", reducer.settings.timeout, reducer.advice)
+    mine = np.array([bool(problem), np.float64(total).view(np.int64)], np.int64)
+    problems, sums = group.host.allgather_control(mine).T
+    group.expect_none()
+    comparable = not problems.any() and np.isfinite(sums.view(np.float64)).all()
+    if comparable and len(set(sums.tolist())) > 1:
+        return (
+            "replica='summed' needs equal gradients on the ranks of a host, and their norms differ: take replica='host', or a "
+            "DistributedDataParallel over the ranks of each host"
+        )
+    return problem
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
@@ -22,7 +21,7 @@ from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
-from oktopk.torch.host_mean import HostMean
+from oktopk.torch.host_mean import HostMean, unequal_in_host
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
@@ -32,17 +31,15 @@ from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_differe
 
 __all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
 
-_FIRST, _EVERY = (
-    20,
-    10,
-)  # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
+# the ratio and the hash of the reference are new in the first exchanges, then in every tenth
+_FIRST, _EVERY = 20, 10
 
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
 
 class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
-    """What `DistributedOptimizer(optimizer, sends="updates")` makes, of AdamW by default: it stands before the selection.
+    """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
     of the residuals are summed over the ranks, and all ranks subtract the mean from the *reference*: float32 values of all
@@ -84,8 +81,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant. Where hosts have
     unlike numbers of ranks, w = ranks / P, beta2 takes the sum over hosts of w^2 for it, and the default of `local_share` is w.
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
-    whole host, with "summed" as it is equal there: in the first exchanges the ranks of a host compare norms. A parameter has a
-    gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
+    whole host. With "summed" the ranks of a host compare the norms of their gradients, in the first 20 exchanges and in every
+    tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
@@ -391,7 +388,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
         if new and self.replica == "summed":
-            problem = self._unequal_in_host(problem)
+            problem = unequal_in_host(self._parameters, self.reducer, problem)
         group = self.reducer.group
         ranks = group.host.size if group is not None and self.replica == "summed" else 1
         first = self.report is None and transport.rank == 0
@@ -447,31 +444,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 "control_messages",
             ):
                 setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
-
-    def _unequal_in_host(self, problem: str) -> str:
-        """A problem that is given; else why the ranks of this host may not count as one, in a sentence, "" if they may.
-
-        Compares the norms of their gradients. Collective in the host. Traffic: a control allgather in the host.
-        """
-        gradients = [] if problem else [p.grad for p in self._parameters if p.grad is not None]
-        total = float(torch.stack(torch._foreach_norm(gradients)).double().sum()) if gradients else 0.0
-        group, reducer = self.reducer.group, self.reducer
-        assert group is not None
-        group.expect_all(f"step {reducer.steps}", reducer.settings.timeout, reducer.advice)
-        mine = np.array([bool(problem), np.float64(total).view(np.int64)], np.int64)
-        problems, sums = group.host.allgather_control(mine).T
-        group.expect_none()
-        if (
-            problem
-            or problems.any()
-            or not np.isfinite(sums.view(np.float64)).all()
-            or len(set(sums.tolist())) == 1
-        ):
-            return problem
-        return (
-            "replica='summed' needs equal gradients on the ranks of a host, and their norms differ: take replica='host', or a "
-            "DistributedDataParallel over the ranks of each host"
-        )
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
@@ -576,9 +548,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
         transport.agree({"whether the state is of updates": own is not None}, problem)
         if own is None and state.get("reducer") is not None:
-            state.pop(
-                "reducer"
-            )  # residuals of gradients are of another size, those of updates belong to a reference
+            # residuals of gradients are of another size, and those of updates belong to a reference
+            state.pop("reducer")
             empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
         unwritten = not self._reference.written(by_version=not self._steps)
         super()._load(state, empty)
@@ -687,12 +658,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer divides by second moments as torch's Adam does."""
-    kinds = (
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-    )  # before torch 2.7 AdamW is no Adam
+    # before torch 2.7 AdamW is no Adam
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
     return isinstance(optimizer, kinds)
 
 
