@@ -325,7 +325,7 @@ def test_a_rank_that_skips_a_bucket_is_named(comm: MPI.Intracomm, monkeypatch: p
     monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
     reducer = BucketedAllreduce(comm, [50, 60], timeout=1.0)
     reducer.start(np.ones(50, np.float32))
-    with pytest.raises(MissingRanksError, match=r"rank\(s\) 0 did not come within 1 s"):
+    with pytest.raises(MissingRanksError, match=r"rank\(s\) 0.* did not come within 1 s"):
         if comm.rank:
             reducer.step([np.ones(60, np.float32)])
         else:
