@@ -132,6 +132,14 @@ class SymmetricMemory:
         """An array of CuPy in this rank's own payload, `at` bytes from its start. It keeps the memory after `close`."""
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first + at))
 
+    def array_of(self, rank: int, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """As `array`, in the payload of any rank. Not to be used after `close`."""
+        if rank == self.rank:
+            return self.array(shape, dtype)
+        nbytes = self.first + self.payload
+        theirs = cupy.cuda.UnownedMemory(self.bases[rank], nbytes, self, self._device.id)
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(theirs, self.first))
+
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""
         words = np.array([RAISED, epoch], np.uint32)

@@ -225,8 +225,8 @@ class GradientAllreduce:
             RuntimeError: steps are flat, or gradients are not float32; on every rank alike.
             MissingRanksError: ranks of the host did not come within `Settings.timeout`.
 
-        Memory: n words of scratch.
-        Traffic: an allgatherv of n float32 in the host, and a control allgather of one int64.
+        Traffic: a control allgather and two control allreduces of one int64 in the host. Memory traffic: each rank reads a shard
+            of all gradients, and the others' shards of the mean, from each other's memory.
         """
         group = self._group
         if group is None:

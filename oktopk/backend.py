@@ -174,13 +174,17 @@ class SharedGradients:
     """
 
     def __init__(self, transport: Transport, length: int) -> None:
-        self._rows = SharedVectors(transport, length).rows
-        self.mine: Any = self._rows[transport.rank, :length]
+        self._rows, self._length = SharedVectors(transport, length).rows, length
+        self.mine: Any = self.of_rank(transport.rank)
 
     def publish(self, gradient: NDArray[np.float32]) -> None:
         """Make this rank's gradient what the others read; nothing to copy where it is `mine`."""
         if not np.may_share_memory(gradient, self.mine):
             self.mine[:] = gradient
+
+    def of_rank(self, rank: int) -> Any:
+        """[n], the gradient of a rank of the host, as this rank maps it."""
+        return self._rows[rank, : self._length]
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
         """The sum of a shard of all ranks' gradients in rank order, after a barrier that follows `publish`.

@@ -111,16 +111,44 @@ class HostGroup:
         Returns:
             Whether any rank of the host raised its flag.
 
-        Memory: n words of scratch.
-        Traffic: an allgatherv of n float32 in the host, and a control allgather of one int64.
+        Traffic: as `share_in_place`, and a control allgather of one int64. Memory traffic: a rank reads its shard of all
+            gradients.
         """
         if self.publish(self.gradient, flag, token):
             return True
-        mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
-        mine /= np.float32(self.host.size)
-        # whoever has sent its shard has read its part of all gradients
-        self.share_values(mine, self.gradient)
+        mine = self.new_shard()
+        if self._sum is not None:
+            mine = self.sum(at_once=True)
+            mine /= np.float32(self.host.size)
+        self.share_in_place(mine, self.gradient)
         return False
+
+    def share_in_place(self, mine: Any, whole: Any) -> None:
+        """Fill float32[n] with the shards of all ranks of the host, which lie in the memory of their gradients. Collective.
+
+        No gradient may be read any more: this rank's shard is written over its place in `gradient`, where no other rank sums.
+
+        Args:
+            mine: float32[shard]; empty for a rank that holds no shard.
+            whole: float32[n], or `gradient` itself.
+
+        Traffic: two control allreduces of one int64 in the host. Memory traffic: n float32 are read, those of other ranks from
+            their memory.
+        """
+        layout = self.layout
+        if self.shard is not None:
+            layout.insert(mine, self.shard, self.gradient)
+        self._meet()
+        for shard in range(layout.shards):  # rank r of a host holds shard r
+            if shard != self.shard or whole is not self.gradient:
+                layout.copy(self._shared.of_rank(shard), shard, whole)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Wait for this rank's stream, then for all ranks of the host."""
+        self._backend.wait()
+        self._limit_next()
+        self.host.allreduce_control(np.zeros(1, np.int64))
 
     def share_outcome(self, outcome: list[int], token: int | None = None) -> NDArray[np.int64]:
         """int64[G, m], what every rank of the host says of its shard's step; token as `publish`. Collective.
@@ -134,9 +162,7 @@ class HostGroup:
 
     def end_reading(self) -> None:
         """Wait until every rank has taken back what it added of the host's gradients, which may change then. Collective."""
-        self._backend.wait()
-        self._limit_next()
-        self.host.allreduce_control(np.zeros(1, np.int64))
+        self._meet()
 
     def _limit_next(self) -> None:
         if self._limit is not None:

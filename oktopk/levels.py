@@ -79,14 +79,25 @@ class Layout:
         for mine, theirs in self._pieces(shard, part, whole):
             theirs[:] = mine
 
+    def copy(self, source: Any, shard: int, target: Any) -> None:
+        """Copy a shard from where it lies in float32[n] to the same place in another; both of NumPy or both of CuPy."""
+        for theirs, mine in zip(self._places(shard, source), self._places(shard, target), strict=True):
+            mine[:] = theirs
+
     def _pieces(self, shard: int, part: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
         """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""
+        blocks, rest = self._places(shard, whole)
+        first = len(part) - len(rest)
+        yield part[:first].reshape(blocks.shape), blocks
+        yield part[first:], rest
+
+    def _places(self, shard: int, whole: Any) -> tuple[Any, Any]:
+        """Views of float32[n] that together are a shard: [cycles, block], and what lies behind the last whole cycle."""
         cycles = self.length // (self.block * self.shards)
-        first = cycles * self.block
-        blocks = whole[: first * self.shards].reshape(cycles, self.shards, self.block)[:, shard]
-        yield part[:first].reshape(cycles, self.block), blocks
-        start = first * self.shards + shard * self.block
-        yield part[first:], whole[start : start + len(part) - first]
+        first = cycles * self.block * self.shards
+        start = min(first + shard * self.block, self.length)
+        blocks = whole[:first].reshape(cycles, self.shards, self.block)[:, shard]
+        return blocks, whole[start : min(start + self.block, self.length)]
 
 
 def levels_taken(wanted: str, layout: Layout, flat_reason: str) -> tuple[str, str]:

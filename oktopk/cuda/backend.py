@@ -201,6 +201,7 @@ class DeviceSharedGradients(SharedGradients):
 
     def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
         self._kernels, self._size = kernels, transport.size
+        self._length, self._stored = length, stored
         _ = kernels.shard_sum_kernels  # compiled before ranks wait for each other
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
         self.mine: Any = self._memory.array(length, stored)
@@ -213,6 +214,9 @@ class DeviceSharedGradients(SharedGradients):
         # MPI knows no streams, and a barrier follows: after it the others read this gradient, and may overwrite the entries that
         # this rank was copying from their windows
         device.synchronize()
+
+    def of_rank(self, rank: int) -> Any:
+        return self._memory.array_of(rank, self._length, self._stored)
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
         memory = self._memory

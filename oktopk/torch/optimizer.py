@@ -121,9 +121,8 @@ class DistributedOptimizer(WrappedOptimizer):
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied.
         replica: with updates, what steps on a gradient of its own. "rank": each rank. "host": the ranks of a host together, on
-            the mean of their gradients; on GPUs these means go as messages, which is slow, see docs/adamw.md. "summed": the
-            same, where gradients are equal inside a host already. "auto": "host" where there are several hosts with several
-            ranks each, else "rank".
+            the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
+            there are several hosts with several ranks each, else "rank".
         settings: keywords of `oktopk.Settings`.
 
     Raises:

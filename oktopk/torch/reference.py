@@ -48,7 +48,7 @@ class Reference:
 
     Memory: 4n bytes. A parameter that is laid out otherwise than it was, once more. In two levels 4n for the residual of the
         host; and in each exchange the parameters once more, and some 20 bytes an element of the shard.
-    Traffic: `gather_residual` alone.
+    Traffic: that of `gather_residual` alone.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Reference:
     def gather_residual(self) -> None:
         """After what may have changed the residual: in two levels gather it. Collective among the ranks of the host.
 
-        Traffic: in two levels an allgatherv of n float32 in the host; in flat steps none.
+        Traffic: in two levels that of `HostGroup.share_in_place`; in flat steps none.
         """
         group = self._reducer.group
         if group is not None and self._whole is not None:
             with self._memory.stream_scope():
-                group.share_values(self._reducer.residual, self._whole_array)
+                group.share_in_place(self._reducer.residual, self._whole_array)
 
     def _put_residual(self) -> None:
         """After a write to `residual`: in two levels write this rank's shard to the reducer's."""

@@ -93,8 +93,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more.
     Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
-        shard between hosts. Inside a host each rank reads 4n bytes of gradients in shared memory and takes part in an allgatherv
-        of 4n bytes, in every step but for "summed"; in each exchange in another one, of the residual.
+        shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer memory, in
+        every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 

@@ -82,6 +82,14 @@ class Memory:
             os.close(self._file)
 
 
+class UnownedMemory:
+    """Memory that another object holds."""
+
+    def __init__(self, pointer: int, nbytes: int, owner: Any, device_id: int) -> None:
+        self.ptr, self.size, self.device_id, self._owner = pointer, nbytes, device_id, owner
+        self.block = (ctypes.c_char * nbytes).from_address(pointer)
+
+
 class MemoryPointer:
     """A place in memory."""
 
@@ -374,6 +382,7 @@ def install() -> None:
         Device=Device,
         Memory=Memory,
         MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory,
         Stream=Stream,
         ExternalStream=_external,
         Event=Event,
