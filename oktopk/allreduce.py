@@ -724,7 +724,7 @@ class GradientAllreduce:
         agreed: dict[str, Any] = {}
         learned: dict[str, Any] = {}
         if not problem:
-            common = {name: state.get(name) for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common = {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
             common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
             agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
             learned = {
@@ -791,7 +791,7 @@ class GradientAllreduce:
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
-        self._trust = state.get("unaided", 0)
+        self._trust = state["unaided"]
         self._open = None
         self.take_traffic()
         make_together(self.transport, partial(self._vectors.load_state_dict, state))

@@ -64,29 +64,29 @@ class Regions:
     def agreed_state(state: dict[str, Any]) -> Any:
         """What of a `state_dict` must be equal on all ranks, as a plain value."""
         boundaries = state["boundaries"]
-        return None if boundaries is None else [int(b) for b in boundaries], state.get("last_cuts") is None
+        return None if boundaries is None else [int(b) for b in boundaries], state["splits"] is None
 
     @staticmethod
     def state_problem(state: dict[str, Any], length: int) -> str:
-        boundaries, splits = state["boundaries"], state.get("last_cuts")
+        boundaries, splits = state["boundaries"], state["splits"]
         if boundaries is not None and not (
             _ascend([0, *boundaries, length]) and boundaries[0] == 0 and boundaries[-1] == length
         ):
             return f"boundaries of the state do not ascend from 0 to {length}"
         if splits is not None and not _ascend([0, *splits, length]):
-            return f"last_cuts of the state do not ascend within [0, {length}]"
+            return f"splits of the state do not ascend within [0, {length}]"
         return ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Boundaries and splits, copied. The keys are those of earlier versions."""
+        """Boundaries and splits, copied."""
         kept = None if self.overflowed or self.boundaries is None else self.boundaries.copy()
-        return {"boundaries": kept, "last_cuts": None if self.splits is None else self.splits.copy()}
+        return {"boundaries": kept, "splits": None if self.splits is None else self.splits.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`; what is of another number of ranks is agreed on anew."""
         size = self._transport.size
         self.boundaries = _fitting(state["boundaries"], size + 1)
-        self.splits = _fitting(state.get("last_cuts"), size - 1)  # an earlier version has none
+        self.splits = _fitting(state["splits"], size - 1)
         self.overflowed = False
 
 

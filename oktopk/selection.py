@@ -25,14 +25,8 @@ _ALL = 2**31 - 1
 TIED = 2**31 - 1
 """Instead of a count of candidates: many of them equal the k-th largest magnitude."""
 
-# attribute -> its key in a checkpoint, which keeps the names of earlier versions
-_STATE_KEYS = {
-    "bits": "bits",
-    "slope": "slope",
-    "trend": "trend",
-    "needs_exact": "exact_due",
-    "needs_host": "astray",
-}
+_STATE = ("bits", "slope", "trend", "needs_exact", "needs_host")
+"""Attributes that the next step depends on."""
 
 
 def most_equal(k: int) -> int:
@@ -165,22 +159,19 @@ class LocalSelection:
 
     @staticmethod
     def state_problem(state: dict[str, Any]) -> str:
-        slope, needs_exact = state["slope"], state[_STATE_KEYS["needs_exact"]]
+        slope, needs_exact = state["slope"], state["needs_exact"]
         if not (0 < slope < math.inf):
             return f"slope {slope!r} of the state is not a positive number"
         if not isinstance(needs_exact, bool):
-            return f"{_STATE_KEYS['needs_exact']} {needs_exact!r} of the state is not True or False"
+            return f"needs_exact {needs_exact!r} of the state is not True or False"
         return threshold_problem("local", state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: getattr(self, name) for name, key in _STATE_KEYS.items()}
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.bits = state["bits"]
-        self.slope = state["slope"]
-        self.trend = state["trend"]
-        self.needs_exact = state[_STATE_KEYS["needs_exact"]]
-        self.needs_host = state.get(_STATE_KEYS["needs_host"], self.needs_exact)  # not in earlier versions
+        for name in _STATE:
+            setattr(self, name, state[name])
 
     def lower_threshold(self) -> int:
         """Bits that an exact step packs by: a little more than k should reach them."""

@@ -13,6 +13,7 @@ from oktopk.methods import METHODS
 from oktopk.settings import Settings
 
 _COUNTS = ("steps", "sparse_steps")
+_PLACE = ("rank", "ranks", "hosts")
 
 
 class Loader(Protocol):
@@ -42,8 +43,7 @@ def state_problem(state: Any, loader: Loader) -> str:
     """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
 
     Args:
-        state: as `GradientAllreduce.state_dict` returns it. One without rank or hosts, of an earlier version, is taken as this
-            rank's, of flat steps.
+        state: as `GradientAllreduce.state_dict` returns it.
         loader: the reducer that is to load it.
     """
     try:
@@ -57,7 +57,18 @@ def _problem(state: Any, loader: Loader) -> str:
         return f"the state is a {type(state).__name__}, not a dict"
     if problem := problem_of(state):
         return problem
-    names = ("length", "method", *_COUNTS, "last_k", "methods", "residual", "velocity")
+    names = (
+        "length",
+        "method",
+        *_COUNTS,
+        "last_k",
+        "unaided",
+        "methods",
+        "residual",
+        "velocity",
+        *_PLACE,
+        "wire",
+    )
     if missing := [name for name in names if name not in state]:
         return f"the state lacks {', '.join(missing)}"
     if not isinstance(state.get("saved", {}), dict):
@@ -65,13 +76,16 @@ def _problem(state: Any, loader: Loader) -> str:
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
             return f"state has {name} {state[name]!r}, this reducer {own!r}"
-    if problem := _wire_problem(state.get("wire", "plain"), loader.settings.wire):
+    if problem := _wire_problem(state["wire"], loader.settings.wire):
         return problem
     if moved := _place_problem(state, loader):
         return moved
     length, settings = loader.carried, loader.settings
     problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
-    problems += [_number_problem(name, state.get(name), 0, optional=True) for name in ("last_k", "unaided")]
+    problems += [
+        _number_problem("last_k", state["last_k"], 0, optional=True),
+        _number_problem("unaided", state["unaided"], 0),
+    ]
     problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
     if not settings.momentum_correction and state["velocity"] is not None:
         problems.append("the state has a velocity, and this reducer no momentum correction")
@@ -83,7 +97,6 @@ def _problem(state: Any, loader: Loader) -> str:
 
 
 def _wire_problem(theirs: Any, own: str) -> str:
-    """A state of an earlier version has no wire, and was sent plain."""
     if theirs == own or (theirs in EXACT_WIRES and own in EXACT_WIRES):
         return ""
     return (
@@ -94,14 +107,14 @@ def _wire_problem(theirs: Any, own: str) -> str:
 
 def _place_problem(state: dict[str, Any], loader: Loader) -> str:
     rank, ranks = loader.transport.rank, loader.transport.size
-    taken = state.get("rank", rank), state.get("ranks", ranks)
+    taken = state["rank"], state["ranks"]
     another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
     if taken != (rank, ranks):
         return (
             f"the state is of rank {taken[0]} of {taken[1]}, and this is rank {rank} of {ranks}: every rank saves and loads its "
             f"own, as residuals differ; {another}"
         )
-    hosts = state.get("hosts")
+    hosts = state["hosts"]
     if hosts != loader.hosts:
         return f"the state is of {_levels(hosts)}, and this reducer has {_levels(loader.hosts)}: {another}"
     return ""

@@ -5,11 +5,9 @@ jobs.config.file reads it from a file and a command line.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
-from pydantic_core import to_jsonable_python
 
 from jobs.config.sections import (
     CheckpointConfig,
@@ -119,32 +117,3 @@ class Config(Section):
     def to_json(self) -> str:
         """The whole configuration, defaults included."""
         return self.model_dump_json()
-
-
-_GONE: dict[str, dict[str, object]] = {
-    "model": {"recompute": False},
-    "data": {"mask_bins": 0, "mask_frames": 0, "snr": [], "ascending_epochs": 0},
-    "training": {"compile": "", "beam": 1},
-}
-"""Keys of earlier versions, with their defaults."""
-
-
-def as_saved_now(saved: str) -> str:
-    """A configuration in JSON as this version would have saved it.
-
-    Keys that its sections have got since have their defaults, and those that they lost are left out where they had theirs.
-    """
-    document = json.loads(saved)
-    for name, gone in _GONE.items():
-        for key, default in gone.items():
-            if name in document and document[name].get(key) == default:
-                document[name].pop(key, None)
-    for name, section in Config.model_fields.items():
-        if name in document and section.annotation is not None:
-            later = {
-                key: to_jsonable_python(field.get_default(call_default_factory=True))
-                for key, field in section.annotation.model_fields.items()
-                if key not in document[name] and not field.is_required()
-            }
-            document[name] = later | document[name]
-    return json.dumps(document)

@@ -12,7 +12,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from jobs.config.config import as_saved_now
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.model import Experiment
 from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
@@ -141,7 +140,7 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
             if reader.status != "complete":
                 return False
             info = reader.info
-            found, ranks = as_saved_now(info.config), info.ranks
+            found, ranks = info.config, info.ranks
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False

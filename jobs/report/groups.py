@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.config.modes import is_replayed
 from jobs.report.style import OURS, STAGES, colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import REST, Run, figures
 
@@ -136,7 +135,7 @@ def timed_by_stage(group: Group) -> bool:
 
 def is_captured(group: Group) -> bool:
     """Whether its steps were replayed as CUDA graphs."""
-    return is_replayed(group.runs[0].config, group.method)
+    return bool(group.runs[0].config.get("training", {}).get("cuda_graph"))
 
 
 def reads_text(groups: Sequence[Group]) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from jobs.config.modes import is_replayed
 from jobs.report.draw import svg
 from jobs.report.groups import Group, differences, settings_of
 from jobs.report.headline import Figure
@@ -176,7 +175,7 @@ def task(run: Run) -> str:
         f"{network} on {data.get('name')} "
         f"({Path(data.get('path') or '-').name}); {length}, batches of {run.info.batch_size}{accumulated} a rank, "
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
-        f"{training.get('precision', 'float32')}{', CUDA graphs' if is_replayed(run.config, run.info.method) else ''}"
+        f"{training.get('precision', 'float32')}{', CUDA graphs' if training.get('cuda_graph') else ''}"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.durable import take_lock
 from data.prepared_file import data_checksum
-from jobs.config.config import Config, as_saved_now
+from jobs.config.config import Config
 from jobs.restart import files
 from jobs.restart.resume import differences
 from jobs.run import provenance
@@ -90,7 +90,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
     """Differences that keep a run from continuing one with the configuration `saved` (JSON), see resume.differences."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
-    return differences(as_saved_now(saved), config.to_json(), free)
+    return differences(saved, config.to_json(), free)
 
 
 def other_data(path: str, info: RunInfo) -> list[str]:

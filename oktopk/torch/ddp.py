@@ -546,7 +546,7 @@ class OkTopkState:
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
-        self._loaded_tables = dict(state.get("tables", {}))  # an earlier version has none
+        self._loaded_tables = dict(state["tables"])
         for table in self._tables.values():
             table.reset()
         self._steps_here, self._moves_to = 0, None
@@ -555,7 +555,7 @@ class OkTopkState:
         """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
         if problem := problem_of(state):
             return problem
-        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer"} <= state.keys():
+        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer", "tables"} <= state.keys():
             return "the state is not one of OkTopkState.state_dict()"
         if state["reducer"] is None:
             return ""

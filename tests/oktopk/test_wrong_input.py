@@ -67,7 +67,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("residual", LACKING, "the state lacks residual"),
     ("methods.oktopk.selection", LACKING, "the state is damaged: KeyError 'selection'"),
     ("methods.oktopk.selection.trend", LACKING, "the state is damaged: KeyError 'trend'"),
-    ("methods.oktopk.selection.exact_due", LACKING, "the state is damaged: KeyError 'exact_due'"),
+    ("methods.oktopk.selection.needs_exact", LACKING, "the state is damaged: KeyError 'needs_exact'"),
     ("methods.oktopk.threshold", LACKING, "the state is damaged: KeyError 'threshold'"),
     ("methods.oktopk.threshold.bits", LACKING, "the state is damaged: KeyError 'bits'"),
     (

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 import tomllib
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.config.config import Config, as_saved_now
+from jobs.config.config import Config
 from jobs.config.file import ConfigError, apply_overrides, load, read_toml, shown, validate
 from jobs.config.sections import DataConfig, ModelConfig, ReductionConfig, ScheduleConfig
 from jobs.config.show import commented_toml, key_comment
@@ -429,13 +428,3 @@ def test_overlap_is_for_methods_and_nccl() -> None:
         assert with_overrides(f"reduction.method={method}", "reduction.overlap=true").reduction.overlap
     with pytest.raises(ConfigError, match="overlap is for nccl and the methods of oktopk, not for 'ddp'"):
         with_overrides("reduction.method=ddp", "reduction.overlap=true")
-
-
-def test_a_saved_configuration_gets_later_keys_and_loses_gone_ones_at_their_defaults() -> None:
-    config = validate({"training": {"steps": 1}})
-    saved = json.loads(config.to_json())
-    del saved["data"]["tempo"]
-    saved["data"]["snr"], saved["training"]["beam"] = [], 1
-    assert json.loads(as_saved_now(json.dumps(saved))) == json.loads(config.to_json())
-    saved["training"]["beam"] = 8
-    assert json.loads(as_saved_now(json.dumps(saved)))["training"]["beam"] == 8

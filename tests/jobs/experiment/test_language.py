@@ -12,7 +12,6 @@ import pytest
 
 from jobs.config.config import Config
 from jobs.config.file import validate
-from jobs.config.modes import is_replayed
 from jobs.experiment.__main__ import main
 from jobs.experiment.language_claims import language_claims, next_token_claims
 from jobs.experiment.model import Experiment
@@ -289,14 +288,3 @@ def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Pat
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     for above in ("+50.00%", "+25.00%", "-25.00%", "2 seeds"):
         assert above in page
-
-
-@pytest.mark.parametrize(
-    ("method", "run", "replayed"),
-    [("ddp", {}, False), ("ddp", {"timeline_after": 10}, True), ("nccl", {}, True)],
-)
-def test_graphs_of_ddp_are_younger_than_its_first_run_files(
-    method: str, run: dict[str, int], replayed: bool
-) -> None:
-    assert is_replayed({"training": {"cuda_graph": True}, "run": run}, method) == replayed
-    assert not is_replayed({"training": {}, "run": run}, method)

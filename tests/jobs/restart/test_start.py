@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,14 +29,9 @@ def config(path: Path, **sections: Any) -> Config:
 
 
 def leave_run_file(
-    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", unknown: str = "", data: str = ""
+    path: Path, made: Config, status: str, ranks: int = 4, job: str = "", data: str = ""
 ) -> None:
-    """As an earlier version would have, which did not know this key yet."""
-    saved = json.loads(made.to_json())
-    if unknown:
-        section, key = unknown.split(".")
-        del saved[section][key]
-    info = RunInfo(**{**vars(INFO), "config": json.dumps(saved), "ranks": ranks, "job": job, "data": data})
+    info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks, "job": job, "data": data})
     RunFile(path, info).close(status)
 
 
@@ -87,7 +81,7 @@ def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
 def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
     path, images = tmp_path / "run.h5", write_images(tmp_path / "images.h5")
     made = config(path, data={"name": "prepared", "path": str(images)})
-    for known in (data_checksum(images), ""):  # an earlier version wrote none
+    for known in (data_checksum(images), ""):  # the run began without a file of data
         leave_run_file(path, made, "interrupted", data=known)
         assert plan_start(made, 4, {}).resume
         path.unlink()
@@ -98,17 +92,6 @@ def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> 
         plan_start(made, 4, {})
     images.unlink()  # the run itself says more of that
     assert plan_start(made, 4, {}).resume
-
-
-def test_a_run_of_an_earlier_version_is_continued_where_later_settings_are_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    leave_run_file(path, config(path), "interrupted", unknown="reduction.rotate")
-    assert plan_start(config(path), 4, {}).resume
-    with pytest.raises(RunFileError, match=r"reduction\.rotate: True there, False here"):
-        plan_start(config(path, reduction={"rotate": False}), 4, {})
-    path.unlink()
-    leave_run_file(path, config(path), "interrupted", unknown="reduction.deferred")
-    assert plan_start(config(path, reduction={"deferred": True}), 4, {}).resume
 
 
 def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_started_again(
