@@ -1,21 +1,22 @@
-"""Lightning with updates: ranks evaluate and save alike. mpiexec -n 2 python -m mpi4py examples/lightning_updates.py."""
+"""Lightning with updates: evaluates, saves and goes on alike. torchrun --nproc-per-node 2 examples/lightning_updates.py."""
 
+import os
 from contextlib import ExitStack
+from tempfile import gettempdir
 from typing import Any
 
 import pytorch_lightning as lightning
 import torch
-from mpi4py import MPI
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from oktopk import DistributedOptimizer
 
-comm = MPI.COMM_WORLD
-
 
 class Agreed(lightning.LightningModule):
-    """Validates, tests and saves what all ranks agree on; while it trains, a rank's parameters are its own."""
+    """Validates, tests and saves what all ranks agree on, with every rank's optimizer; while it trains, a rank has its own."""
 
     def agreed(self) -> ExitStack:
         stack = ExitStack()
@@ -36,10 +37,24 @@ class Agreed(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         self.trained.close()
+        if hasattr(
+            self.trainer.model, "register_comm_hook"
+        ):  # a DistributedDataParallel, whose sums are switched off
+            self.trainer.model.register_comm_hook(None, noop_hook)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         with self.agreed():
             checkpoint["state_dict"] = {name: value.clone() for name, value in self.state_dict().items()}
+        if (
+            self.trainer.world_size > 1 and "optimizer_states" in checkpoint
+        ):  # Lightning writes rank 0's alone
+            every: Any = [None] * self.trainer.world_size if self.trainer.is_global_zero else None
+            dist.gather_object(checkpoint["optimizer_states"], every)
+            checkpoint["every_optimizer_states"] = every
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "every_optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = checkpoint["every_optimizer_states"][self.global_rank]
 
 
 class Regression(Agreed):
@@ -61,15 +76,35 @@ class Regression(Agreed):
         return DistributedOptimizer(inner, density=0.05)
 
 
+def trained(epochs: int, checkpoint: str | None = None) -> lightning.Trainer:
+    """A training of so many epochs, which goes on from a checkpoint if one is given."""
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    ranks = {"accelerator": "cpu", "devices": int(os.environ["LOCAL_WORLD_SIZE"]), "strategy": "ddp"}
+    trainer = lightning.Trainer(max_epochs=epochs, use_distributed_sampler=False, **ranks, **silent)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = DataLoader(rows, batch_size=8, sampler=range(rank, 512, size))
+    trainer.fit(Regression(), own, DataLoader(rows, batch_size=512), ckpt_path=checkpoint)
+    return trainer
+
+
+def held(trainer: lightning.Trainer) -> list[list[float]]:
+    """All parameters, as a checkpoint has them."""
+    saved = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
+    return [value.tolist() for value in saved.values()]
+
+
 losses: list[float] = []
 inputs = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
 rows = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-own = DataLoader(rows, batch_size=8, sampler=range(comm.rank, 512, comm.size))
-silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", devices=1, **silent)
-trainer.fit(Regression(), own, DataLoader(rows, batch_size=512))
-saved = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)["state_dict"]
-held = [losses, *(value.tolist() for value in saved.values())]
-print(f"rank {comm.rank}: alike on all ranks: {all(theirs == held for theirs in comm.allgather(held))}")
-if comm.rank == 0:
-    print(f"at first: loss {losses[0]:.3f}\nat the end: loss {losses[-1]:.3f}")
+whole = trained(2)
+first, last = losses[0], losses[-1]
+saved = os.path.join(gettempdir(), f"lightning-{os.getppid()}.ckpt")
+trained(1).save_checkpoint(saved)
+again = trained(2, saved)
+everyone: list[Any] = [None] * again.world_size
+dist.all_gather_object(everyone, held(whole))
+print(f"rank {again.global_rank}: alike on all ranks: {all(theirs == held(whole) for theirs in everyone)}")
+print(f"rank {again.global_rank}: goes on bit for bit: {held(again) == held(whole)}")
+if again.is_global_zero:
+    os.remove(saved)
+    print(f"at first: loss {first:.3f}\nat the end: loss {last:.3f}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,12 +62,14 @@ def redistribute(
     hosts, it is the rank's own state, which continues bit for bit.
 
     Of a `DistributedOptimizer` that sends updates the sum of the residuals over the number of ranks is kept: what the reference
-    is still to move by. Steps since the last exchange are dropped, and moments are those of one saved rank.
+    is still to move by. Steps since the last exchange are dropped. A replica's moments are the mean of those of the saved
+    replicas whose residuals it inherits, of all where it inherits none; step counts are those of one.
 
     Args:
         read: saved rank -> its `state_dict()`, of a `GradientAllreduce`, a `BucketedAllreduce`, a `DistributedOptimizer` or an
             `OkTopkState`. Called for those whose residuals this rank inherits, one at a time, and for `rank % saved_ranks`; of
-            buckets once for each, with tables once more.
+            buckets once for each, with tables or updates once more. Of updates "reducer", "updates" and, with tables, "tables"
+            are enough.
         saved_ranks: how many ranks saved their states.
         rank, ranks: this rank, and how many there are now.
         hosts: `GradientAllreduce.hosts` of the reducer that loads it: None for flat steps.
@@ -78,7 +81,7 @@ def redistribute(
     Raises:
         ValueError: as `inherited_ranks`, or as many hosts as there are no ranks.
 
-    Memory: one saved state beside the sum; in two levels a vector of n words more.
+    Memory: one saved state beside the sum, of updates beside the mean of the moments; in two levels a vector of n words more.
 
     Example:
         >>> hosts = optimizer.reducer.hosts
@@ -94,6 +97,30 @@ def redistribute(
     except _BadStateError as error:
         # the other ranks may have read good ones alone: all are told when they load
         return {**reader.first, "problem": str(error)}
+
+
+def saved_rank(state: Any) -> tuple[int, int] | None:
+    """The rank that a `DistributedOptimizer`'s state is of, and how many there were; None where it does not tell."""
+    if not isinstance(state, dict) or not isinstance(reducer := of_rank(state.get("reducer")), dict):
+        return None
+    for part in (reducer, *(reducer.get("buckets") or {}).values()):
+        if "rank" in part and "ranks" in part:
+            return part["rank"], part["ranks"]
+    return None
+
+
+def without_residual(
+    state: dict[str, Any], rank: int, ranks: int, hosts: Sequence[int] | None
+) -> dict[str, Any]:
+    """A reducer's state as of a rank whose own was not saved: with its numbers of steps, without residual and thresholds."""
+    if "buckets" in state:
+        buckets = state["buckets"].items()
+        return {
+            **state,
+            "buckets": {name: without_residual(each, rank, ranks, hosts) for name, each in buckets},
+        }
+    nothing: dict[str, Any] = {"residual": None, "velocity": None, "last_k": None, "methods": {}}
+    return {**state, **nothing, "rank": rank, "ranks": ranks, "hosts": None if hosts is None else list(hosts)}
 
 
 def problem_of(state: Any) -> str:
@@ -129,6 +156,8 @@ class _Reader:
                 **state,
                 **{name: of_rank(state[name]) for name in ("reducer", "tables", "updates") if name in state},
             }
+            if state.get("updates"):
+                state = {**state["updates"]["optimizer"], **state}
         except Exception as error:  # whatever it is, it must not keep the others waiting
             raise _BadStateError(
                 f"{self._named(rank)} cannot be read: {type(error).__name__} {error}"
@@ -250,9 +279,10 @@ def _redistributed(
     layout = None if new_hosts is None else Layout(tuple(new_hosts), length)
     shard = None if layout is None else layout.shard_of(rank)
     sums: dict[str, Any] = dict.fromkeys(VECTORS)
+    index = rank if new_hosts is None else sorted(set(new_hosts)).index(new_hosts[rank])
+    inherited = inherited_ranks(index, after, before)
     if layout is None or shard is not None:
-        index = rank if new_hosts is None else sorted(set(new_hosts)).index(new_hosts[rank])
-        for saved in inherited_ranks(index, after, before):
+        for saved in inherited:
             holder = _holder(saved_hosts, saved, length)
             for name, vector in _whole_vectors(read, holder, saved_hosts, length).items():
                 if vector is not None:
@@ -281,13 +311,35 @@ def _redistributed(
             vector,
         ) in sums.items():  # of the mean over the ranks, which the reference is still to move by
             changed[name] = None if vector is None else vector * (ranks / saved_ranks)
-        nothing = {
-            "steps": 0,
-            "present": [0] * len(updates["present"]),
-            "factors": [1.0] * len(updates["factors"]),
-        }
-        template = {**template, "updates": {**updates, "local": None, **nothing}}
+        first = [_holder(saved_hosts, saved, length)[0] for saved in inherited or range(before)]
+        optimizer = {**updates["optimizer"], "state": _mean_moments(read, first)}
+        moved = between_exchanges(updates) | {"optimizer": optimizer}
+        template = {**template, "state": optimizer["state"], "updates": moved}
     return {**template, "reducer": {**template["reducer"], **changed}}
+
+
+def between_exchanges(updates: dict[str, Any]) -> dict[str, Any]:
+    """What a state has under "updates", as of a rank that has taken no step since the last exchange."""
+    nothing = {"present": [0] * len(updates["present"]), "factors": [1.0] * len(updates["factors"])}
+    return {**updates, "local": None, "steps": 0, **nothing}
+
+
+def _mean_moments(read: Callable[[int], dict[str, Any]], ranks: Iterable[int]) -> dict[Any, Any]:
+    """Of each parameter what an optimizer keeps, as the mean over saved ranks; values that are equal on all stay as they are.
+
+    Where it is no floating-point tensor with a dimension, as a number of steps or a moment in 8 bits, it is the first rank's.
+    """
+    means: dict[Any, dict[str, Any]] = {}
+    counts: Counter[Any] = Counter()
+    for rank in ranks:
+        for parameter, held in read(rank)["state"].items():
+            counts[parameter] += 1
+            mean = means.setdefault(parameter, dict(held))
+            shaped = {name: value for name, value in held.items() if getattr(value, "ndim", 0)}
+            if all(value.is_floating_point() for value in shaped.values()):
+                for name, value in shaped.items():
+                    mean[name] = mean[name].lerp(value, 1 / counts[parameter])
+    return means
 
 
 def _tables(

@@ -24,7 +24,7 @@ from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.elastic import of_rank, problem_of
+from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
@@ -154,6 +154,7 @@ class DistributedOptimizer(WrappedOptimizer):
     _kinds: ClassVar[dict[str, type[DistributedOptimizer]]] = {}  # by what they send
     _sends = "gradients"
     _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
+    _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -591,6 +592,7 @@ class DistributedOptimizer(WrappedOptimizer):
         one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
         """
         problem = self._changed()
+        self._warn_of_lost()
         first = self.report is None and self.reducer.transport.rank == 0
         if first and (warning := reduced_twice_warning(self._trained)):
             warnings.warn(warning, stacklevel=4)
@@ -787,7 +789,9 @@ class DistributedOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit. Collective: every rank must call.
 
-        A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns.
+        A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns. So does one
+        rank's state on every rank, as of a framework that saves rank 0's alone; there the next step warns, unless each rank's own
+        is loaded before it.
 
         Raises:
             ValueError: the state is of another length or method, of other buckets or of parameters in another order, or only some
@@ -809,8 +813,14 @@ class DistributedOptimizer(WrappedOptimizer):
             state = {**state["optimizer"], "reducer": state.get("reducer")}
         if state.pop("updates", None) is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
+        saved = saved_rank(state)
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         self.reducer.meet("load_state_dict")
+        not_saved = self._not_saved_of(saved)
+        if not_saved:
+            transport = self.reducer.transport
+            reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
+            tables = None
         problem = problem_of(state) or groups_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
@@ -830,6 +840,25 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._tables is not None:
             self._tables.load(tables)
         load_state(self.inner, state)
+        self._not_saved = not_saved
+
+    def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
+        """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective."""
+        transport = self.reducer.transport
+        everyone = set(transport.allgather_objects(saved))
+        if transport.size == 1 or saved is None or len(everyone) > 1:
+            return ""
+        return (
+            f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
+            "sends='updates' what the optimizers of the others kept. Save and load each rank's own beside it, see "
+            "docs/frameworks.md"
+        )
+
+    def _warn_of_lost(self) -> None:
+        """In the first step after such a state: until then each rank's own may be loaded."""
+        if self._not_saved and self.reducer.transport.rank == 0:
+            warnings.warn(self._not_saved, stacklevel=5)
+        self._not_saved = ""
 
     def _states_difference(self, state: dict[str, Any]) -> str:
         """How the wrapped optimizer's states that ranks are about to load differ, in a sentence; "" if they may. Collective."""

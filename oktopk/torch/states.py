@@ -35,6 +35,11 @@ def as_arrays(state: Any) -> Any:
     return _converted(state, Tensor, lambda tensor: tensor.cpu().numpy())
 
 
+def on_host(state: Any) -> Any:
+    """A nested dict with its tensors on the host; those that are there already are not copied."""
+    return _converted(state, Tensor, Tensor.cpu)
+
+
 def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(state, dict):
         return {name: _converted(value, kind, convert) for name, value in state.items()}

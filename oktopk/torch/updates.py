@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.elastic import of_rank
+from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
@@ -26,7 +26,7 @@ from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.states import by_rank
+from oktopk.torch.states import by_rank, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
 __all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
@@ -391,6 +391,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             problem = unequal_in_host(self._parameters, self.reducer, problem)
         group = self.reducer.group
         ranks = group.host.size if group is not None and self.replica == "summed" else 1
+        self._warn_of_lost()
         first = self.report is None and transport.rank == 0
         if first and (warning := reduced_twice_warning(self._trained, "updates", ranks)):
             warnings.warn(warning, stacklevel=4)
@@ -518,12 +519,18 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
         Between exchanges, too. Save the model within `agreed`, or each rank its own. Where the model holds either of these when
         the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
+
+        What the wrapped optimizer keeps is this rank's own as well, and is in "updates" once more, by the same tensors, for
+        `torch.distributed.checkpoint`. All tensors are on the host.
         """
         return super().state_dict()
 
     def _state(self) -> dict[str, Any]:
-        rank = self.reducer.transport.rank
-        return {**super()._state(), "updates": by_rank(self._own_state(), rank)}
+        state = super()._state()
+        state["state"] = on_host(state["state"])
+        optimizer = {name: state[name] for name in ("state", "param_groups")}
+        own = self._own_state() | {"optimizer": optimizer}
+        return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
 
     @torch.no_grad()
     def _own_state(self) -> dict[str, Any]:
@@ -547,6 +554,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if own is not None:
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
         transport.agree({"whether the state is of updates": own is not None}, problem)
+        if own is not None:  # torch's distributed checkpoint has those of one rank beside it
+            state["state"] = own["optimizer"]["state"]
+            state.setdefault("param_groups", own["optimizer"]["param_groups"])
         if own is None and state.get("reducer") is not None:
             # residuals of gradients are of another size, and those of updates belong to a reference
             state.pop("reducer")
@@ -556,10 +566,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         with torch.no_grad():
             self._reference.gather_residual()
             self._begin_window()
+            fits = own is not None and all(transport.allgather_objects(self._fits(own)))
+            if own is not None and self._not_saved:
+                own = between_exchanges(own)
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
                 self._ratio.load(own["ratio"])
-            if own is not None and all(transport.allgather_objects(self._fits(own))):
+            if fits and own is not None:
                 self._go_on(own)
                 return
             # a rank's own parameters, which differ a little, are no reference; what a user has written is
@@ -595,6 +608,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     return f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)"
             counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
             own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
+            own["optimizer"]["state"], own["optimizer"]["param_groups"]
         except (AttributeError, KeyError, TypeError) as error:
             return f"the state of updates is damaged: {type(error).__name__} {error}"
         wanted = len(self._parameters), len(self.param_groups)

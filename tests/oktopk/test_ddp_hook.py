@@ -26,6 +26,7 @@ from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 from tests.training import flat, loss
+from tests.training import train as train_wrapped
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("group")]
 
@@ -231,19 +232,13 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
         optimizer = torch.optim.Adam(model.parameters())
         return model, DistributedOptimizer(optimizer, density=0.05, threshold_interval=3, sends="gradients")
 
-    def steps(model: nn.Module, optimizer: DistributedOptimizer, these: range) -> None:
-        for step in these:
-            optimizer.zero_grad()
-            loss(model, comm.rank, step).backward()
-            optimizer.step()
-
     folder = comm.bcast(tmp_path)
     model, optimizer = made()
-    steps(model, optimizer, range(4))
+    train_wrapped(model, optimizer, comm.rank, range(4))
     own = {"reducer": optimizer.state_dict()["reducer"]}
     whole = get_optimizer_state_dict(model, optimizer)
     dcp.save({"model": model.state_dict(), "optimizer": whole, **own}, checkpoint_id=folder)
-    steps(model, optimizer, range(4, 8))
+    train_wrapped(model, optimizer, comm.rank, range(4, 8))
     again, continued = made()
     saved = {"model": again.state_dict(), "optimizer": get_optimizer_state_dict(again, continued)}
     saved |= {"reducer": continued.state_dict()["reducer"]}
@@ -253,8 +248,71 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
         warnings.simplefilter("ignore")  # that residuals start empty
         set_optimizer_state_dict(again, continued, saved["optimizer"])
     continued.load_state_dict(continued.inner.state_dict() | {"reducer": saved["reducer"]})
-    steps(again, continued, range(4, 8))
+    train_wrapped(again, continued, comm.rank, range(4, 8))
     assert np.array_equal(flat(again), flat(model))
+
+
+def adamw(comm: Any = None) -> tuple[nn.Module, Any]:
+    model = Branches()
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    return model, DistributedOptimizer(inner, comm, density=0.05, threshold_interval=3, every=2)
+
+
+def test_torchs_distributed_checkpoint_keeps_what_every_replica_has(
+    comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = comm.bcast(tmp_path)
+    model, optimizer = adamw()
+    train_wrapped(model, optimizer, comm.rank, range(5))  # ends between two exchanges
+    with optimizer.agreed():
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+    train_wrapped(model, optimizer, comm.rank, range(5, 10))
+    again, continued = adamw()
+    dcp.load({"model": again.state_dict(), "optimizer": continued}, checkpoint_id=folder)
+    train_wrapped(again, continued, comm.rank, range(5, 10))
+    assert np.array_equal(flat(again), flat(model))
+    assert np.array_equal(continued.reducer.residual, optimizer.reducer.residual)
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(continued.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_on_fewer_ranks_the_replicas_of_a_distributed_checkpoint_are_redistributed(
+    comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = comm.bcast(tmp_path)
+    model, optimizer = adamw()
+    train_wrapped(model, optimizer, comm.rank, range(4))
+    with optimizer.agreed():
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+        agreed = flat(model)
+    to_come = comm.allreduce(optimizer.reducer.residual) / comm.size
+    moments = comm.allgather(optimizer.state[model.first.weight]["exp_avg_sq"])
+
+    def read(rank: int) -> dict[str, Any]:
+        saved = {"optimizer": {name: {f"rank-{rank}": None} for name in ("reducer", "updates")}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch reads for this process alone
+            dcp.load(saved, checkpoint_id=folder, no_dist=True)
+        return saved["optimizer"]
+
+    ranks = comm.size - 1
+    group = dist.new_group(list(range(ranks)))
+    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
+    if comm.rank < ranks:
+        fewer, continued = adamw(group)
+        weights = fewer.state_dict()
+        dcp.load({"model": weights}, checkpoint_id=folder, process_group=group)
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks, continued.hosts))
+        with continued.agreed():
+            assert np.array_equal(flat(fewer), agreed)
+        assert np.allclose(part.allreduce(continued.reducer.residual) / ranks, to_come, atol=1e-7)
+        mean = sum(moments[comm.rank :: ranks]) / len(moments[comm.rank :: ranks])
+        assert torch.allclose(continued.state[fewer.first.weight]["exp_avg_sq"], mean)
+        train_wrapped(fewer, continued, comm.rank, range(4, 8))  # the references are compared
+        continued.close()
+        part.Free()
+    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -576,16 +576,26 @@ def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intr
         weights = copy.deepcopy(model.state_dict())
     states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
     to_come = np.mean(comm.allgather(optimizer.reducer.residual.astype(np.float64)), axis=0)
+    for state in states:
+        state["state"][1]["exp_avg"] = states[0]["state"][1]["exp_avg"]
     for ranks in (1, 2, comm.size + 1):
         parts = [redistribute(lambda r: states[r], comm.size, rank, ranks) for rank in range(ranks)]
         residuals = [of_rank(part["reducer"])["residual"].numpy().astype(np.float64) for part in parts]
         assert np.allclose(np.mean(residuals, axis=0), to_come, atol=1e-7)
+        for rank, part in enumerate(parts):
+            inherited = range(rank, comm.size, ranks) or range(comm.size)
+            moments = [states[r]["state"][0]["exp_avg_sq"].double() for r in inherited]
+            mean = sum(moments) / len(inherited)
+            assert torch.allclose(part["state"][0]["exp_avg_sq"].double(), mean, rtol=1e-5)
+            assert torch.equal(part["state"][1]["exp_avg"], states[0]["state"][1]["exp_avg"])
     one = MPI.COMM_SELF
     other = network(3)
     loaded = wrap(other, one, density=0.1)
     other.load_state_dict(weights)
     loaded.load_state_dict(redistribute(lambda r: states[r], comm.size, 0, 1))
     assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+    mean = sum(state["state"][0]["exp_avg_sq"].double() for state in states) / comm.size
+    assert torch.allclose(loaded.state[other[0].weight]["exp_avg_sq"].double(), mean, rtol=1e-5)
     train(other, loaded, 0, range(5, 8))
     loaded.close()
 

@@ -6,6 +6,7 @@ import copy
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
-from tests.training import flat, network, squares
+from tests.training import flat, network, squares, train
 
 LIMIT = 0.5
 """Seconds that a rank may come late."""
@@ -267,7 +268,7 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
     first = comm.bcast(own)
     refused = rf"the state is of rank 0 of {comm.size}, and this is rank {comm.size - 1} of {comm.size}: .*elastic\.redistribute"
     with pytest.raises(ValueError, match=refused):
-        optimizer.load_state_dict(first)
+        optimizer.load_state_dict(first if comm.rank == comm.size - 1 else own)
     group = comm.Split(comm.rank // 2, comm.rank)
     small = DistributedOptimizer(sgd(network()), group, density=0.05)
     if comm.size > 2:
@@ -286,6 +287,49 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
     for each in (optimizer, small):
         each.close()
     group.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("sends", ["gradients", "updates"])
+def test_where_all_ranks_load_rank_0s_state_the_next_step_warns_unless_each_has_loaded_its_own(
+    comm: MPI.Intracomm, sends: str
+) -> None:
+    """As frameworks do that save rank 0's optimizer alone."""
+
+    def made() -> tuple[nn.Module, DistributedOptimizer]:
+        model = network()
+        inner = torch.optim.Adam(model.parameters(), lr=2e-3)
+        return model, DistributedOptimizer(inner, comm, density=0.05, sends=sends)
+
+    model, optimizer = made()
+    train(model, optimizer, comm.rank, range(4))
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+    own = copy.deepcopy(optimizer.state_dict())
+    first = comm.bcast(own)
+    train(model, optimizer, comm.rank, range(4, 7))
+    for then_own in (False, True):
+        again, continued = made()
+        again.load_state_dict(weights)
+        continued.load_state_dict(copy.deepcopy(first))
+        assert continued.reducer.steps == 4 and not continued.reducer.residual.any()
+        for number, held in enumerate(continued.state[p] for p in again.parameters()):
+            assert torch.equal(held["exp_avg"], first["state"][number]["exp_avg"])
+        with continued.agreed():
+            assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
+        if then_own:
+            continued.load_state_dict(copy.deepcopy(own))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            train(again, continued, comm.rank, range(4, 7))
+        said = [str(each.message) for each in told]
+        lost = (
+            f"every rank has loaded the state of rank 0 of {comm.size}: the residuals of all ranks are lost"
+        )
+        assert sum(lost in sentence for sentence in said) == (comm.rank == 0 and not then_own), said
+        assert np.array_equal(flat(again), flat(model)) == then_own
+        with continued.agreed():
+            assert len(set(comm.allgather(flat(again).tobytes()))) == 1
 
 
 @pytest.mark.mpi(min_size=3)
