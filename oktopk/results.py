@@ -72,6 +72,8 @@ class StepReport:
         buckets: the reports of the buckets, in the order in which they started, where the gradient is reduced in several; the
             thresholds above are then NaN unless all agree, and `seconds` has what the step waited for them.
         measures: the paper's measures, where they were asked for and the step was sparse and applied; else None.
+        replicas: that step on gradients of their own, with sends="updates"; 0 where gradients are summed.
+        every: steps of the optimizer that this one exchange is for; `step` then counts exchanges.
     """
 
     step: int
@@ -101,14 +103,29 @@ class StepReport:
     rounding: tuple[float, float] = (0.0, 0.0)
     buckets: tuple[StepReport, ...] = ()
     spans: Sequence[tuple[str, float, float]] = ()
+    replicas: int = 0
+    every: int = 1
 
     def __str__(self) -> str:
-        """The step, the entries applied, the bytes that this rank sent, and the milliseconds of all stages and buckets."""
+        """The step, the entries applied, the bytes that this rank sent, and the milliseconds of all stages and buckets.
+
+        Of updates the replicas as well. Where an exchange is for several steps it is named in place of the step, with the bytes
+        by step.
+        """
         applied = f"{self.global_nnz:,} of {self.length:,} entries applied"
         outcome = "skipped" if self.skipped else applied if self.complete else "not complete"
         sent = f"{self.bytes + self.row_bytes:,} bytes sent"
+        if self.every > 1:
+            sent += f" ({self.bytes_by_step:,.0f} by step)"
         seconds = sum(each.total_seconds for each in self.buckets or (self,))
-        return f"step {self.step}: {outcome}, {sent}, {1e3 * seconds:.1f} ms"
+        replicas = f", {self.replicas} replica{'s' * (self.replicas > 1)}" if self.replicas else ""
+        what = "step" if self.every == 1 else "exchange"
+        return f"{what} {self.step}: {outcome}, {sent}, {1e3 * seconds:.1f} ms{replicas}"
+
+    @property
+    def bytes_by_step(self) -> float:
+        """Payload bytes this rank sent, those for tables too, over the steps of the optimizer that they were for."""
+        return (self.bytes + self.row_bytes) / self.every
 
     @property
     def rounded(self) -> float:

@@ -418,6 +418,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             else:
                 self._end_window()
             raise
+        self.report.every = self._interval
+        self.report.replicas = transport.size if group is None else len(set(group.layout.hosts))
         factors = None
         if not self.report.skipped:
             try:

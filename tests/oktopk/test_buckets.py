@@ -353,6 +353,11 @@ def test_a_report_prints_as_one_line() -> None:
     assert str(report_of_buckets([report, report], StageTimer())).endswith(
         "22 of 2,000 entries applied, 8,160 bytes sent, 2.4 ms"
     )
+    report.every, report.replicas = 4, 8
+    assert str(report) == (
+        "exchange 3: 11 of 1,000 entries applied, 4,100 bytes sent (1,025 by step), 1.2 ms, 8 replicas"
+    )
+    report.every = 1
     report.complete = False
     assert str(report).startswith("step 3: not complete, ")
     report.skipped = True

@@ -568,6 +568,18 @@ def test_ranks_must_send_alike(comm: MPI.Intracomm) -> None:
             wrap(network(), comm, "sgd", **{name: values[comm.rank == 1]})
 
 
+def test_the_report_of_an_exchange_counts_its_steps_and_the_replicas(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(model, comm, every=2)
+    train(model, optimizer, comm.rank, range(5))
+    report = optimizer.report
+    assert (report.step, report.every, report.replicas) == (1, 2, comm.size)
+    assert report.bytes_by_step == report.bytes / 2
+    assert str(report).startswith(
+        f"exchange 1: {report.global_nnz:,} of {optimizer.length:,} entries applied, "
+    )
+
+
 def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, density=0.1)
