@@ -144,6 +144,17 @@ def launch_environment(
     return environment
 
 
+def refuses_root(mpiexec: str) -> bool:
+    """Whether a launcher refuses this user, who is root, where it is called as it is. `oktopk-run` adds what it asks for.
+
+    Raises:
+        LaunchError: as `mpiexec_flavour`.
+    """
+    return (
+        "OMPI_ALLOW_RUN_AS_ROOT" in launch_environment(1, mpiexec_flavour(mpiexec)).keys() - os.environ.keys()
+    )
+
+
 def available_cores() -> int:
     """Cores this process may use, which in a container or a batch job are fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):

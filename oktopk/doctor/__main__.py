@@ -23,7 +23,7 @@ from typing import Any
 from oktopk.doctor import children, machine
 from oktopk.doctor.screen import screen
 from oktopk.doctor.verdict import LIBRARY, REQUIRED, Optional, verdict
-from oktopk.launch import LaunchError, end_on_sigterm
+from oktopk.launch import LaunchError, end_on_sigterm, refuses_root
 
 PACKAGES = (
     *machine.PACKAGES,
@@ -65,6 +65,7 @@ def examine(timeout: float, say: Callable[[str], None], packages: Sequence[str] 
         gpu |= ask_nvidia_smi() | children.one("gpus", timeout)
     try:
         launcher = findings["launcher"]["command"] = children.find_launcher()
+        findings["launcher"]["refuses_root"] = refuses_root(launcher)
     except LaunchError as error:
         findings["launcher"]["problem"] = str(error)
         return findings

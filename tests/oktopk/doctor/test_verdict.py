@@ -124,6 +124,7 @@ NOT_AWARE = works(
         (gpu_host(versions__torch="2.13.0+cpu"), "peer", BEST, "torch is a build without CUDA"),
         (gpu_host(versions__mpich="5.0.2"), "peer", BEST, "pip uninstall one of them"),
         (cpu_host(), "cpu", BEST, ""),
+        (cpu_host(launcher__refuses_root=True), "cpu", BEST, "start ranks by oktopk-run, or set OMPI_ALLOW"),
         (cpu_host(exchanges__host=FAILED), "none", CANNOT, "SIGSEGV"),
         (cpu_host(launcher__problem="no mpiexec"), "none", CANNOT, "no mpiexec"),
         (cpu_host(versions={"numpy": "2"}), "none", CANNOT, "numba, mpi4py are missing: pip install oktopk"),
