@@ -16,7 +16,7 @@ from oktopk.torch import OkTopkState, ddp_hook
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.long("compiles with g++; `make test` has the same steps without torch.compile")
-@pytest.mark.parametrize("way", ["optimizer", "overlap", "hook"])
+@pytest.mark.parametrize("way", ["optimizer", "overlap", "hook", "adamw"])
 def test_a_compiled_model_ends_with_the_same_bits(comm: MPI.Intracomm, group: Any, way: str) -> None:
     ended = []
     for compiled in (False, True):
@@ -28,6 +28,9 @@ def test_a_compiled_model_ends_with_the_same_bits(comm: MPI.Intracomm, group: An
             reducer: Any = OkTopkState(density=0.1)
             model = DistributedDataParallel(network)
             model.register_comm_hook(reducer, ddp_hook)
+        elif way == "adamw":  # sends updates
+            inner = torch.optim.AdamW(network.parameters(), lr=0.01)
+            optimizer = reducer = DistributedOptimizer(inner, density=0.1)
         else:
             optimizer = reducer = DistributedOptimizer(optimizer, density=0.1, overlap=way == "overlap")
         if compiled:
