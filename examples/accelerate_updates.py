@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from glob import glob
 from tempfile import gettempdir
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 from oktopk import DistributedOptimizer
+from oktopk.elastic import redistribute
 
 accelerator = Accelerator(cpu=True)  # without this it takes GPUs
 
@@ -34,11 +36,15 @@ def save(folder: str, optimizer: Any) -> None:
 
 
 def load(folder: str, optimizer: Any) -> None:
-    """Go on from `save`."""
-    accelerator.load_state(folder)
-    optimizer.load_state_dict(
-        torch.load(f"{folder}/oktopk-{accelerator.process_index}.pt", weights_only=True)
-    )
+    """Go on from `save`, on any number of ranks."""
+    accelerator.load_state(folder)  # rank 0's optimizer on all ranks
+
+    def read(rank: int) -> Any:
+        return torch.load(f"{folder}/oktopk-{rank}.pt", weights_only=True)
+
+    ranks, hosts = len(glob(f"{folder}/oktopk-*.pt")), optimizer.optimizer.hosts
+    here = accelerator.process_index, accelerator.num_processes
+    optimizer.load_state_dict(redistribute(read, ranks, *here, hosts))
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:

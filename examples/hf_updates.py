@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import ExitStack
+from glob import glob
 from tempfile import gettempdir
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from oktopk import DistributedOptimizer
+from oktopk.elastic import redistribute
 
 
 class Regression(nn.Module):
@@ -42,8 +44,12 @@ class Agreed(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if hasattr(self.trainer.model_wrapped, "register_comm_hook"):  # a DDP, whose sums are switched off
             self.trainer.model_wrapped.register_comm_hook(None, noop_hook)
-        if os.path.exists(saved := self.file(args, state)):  # the Trainer has loaded rank 0's on all ranks
-            self.optimizer.load_state_dict(torch.load(saved, weights_only=True))
+        saved = len(glob(self.file(args, state, "*")))
+        if saved and (saved, args.world_size) != (1, 1):  # the Trainer has loaded rank 0's on all ranks
+            here = args.process_index, args.world_size
+            files = [self.file(args, state, rank) for rank in range(saved)]
+            read = lambda rank: torch.load(files[rank], weights_only=True)  # noqa: E731
+            self.optimizer.load_state_dict(redistribute(read, saved, *here, self.optimizer.hosts))
         self.within.enter_context(self.optimizer.agreed())  # eval_on_start
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -56,10 +62,10 @@ class Agreed(TrainerCallback):
         self.within.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        torch.save(self.optimizer.state_dict(), self.file(args, state))
+        torch.save(self.optimizer.state_dict(), self.file(args, state, args.process_index))
 
-    def file(self, args: Any, state: Any) -> str:
-        return f"{args.output_dir}/checkpoint-{state.global_step}/oktopk-{args.process_index}.pt"
+    def file(self, args: Any, state: Any, rank: Any) -> str:
+        return f"{args.output_dir}/checkpoint-{state.global_step}/oktopk-{rank}.pt"
 
 
 def trained(checkpoint: str | None = None) -> tuple[list[float], list[Any]]:

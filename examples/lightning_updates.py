@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.utils.data import DataLoader, TensorDataset
 
 from oktopk import DistributedOptimizer
+from oktopk.elastic import redistribute
 
 
 class Agreed(lightning.LightningModule):
@@ -25,6 +26,7 @@ class Agreed(lightning.LightningModule):
         return stack
 
     trained = validating = ExitStack()  # nothing entered
+    saved: Any = None  # the optimizers of all ranks, of a checkpoint
 
     def on_validation_start(self) -> None:
         self.validating = self.agreed()
@@ -41,6 +43,10 @@ class Agreed(lightning.LightningModule):
             self.trainer.model, "register_comm_hook"
         ):  # a DistributedDataParallel, whose sums are switched off
             self.trainer.model.register_comm_hook(None, noop_hook)
+        if self.saved is not None:  # Lightning has loaded rank 0's on all ranks
+            here = len(self.saved), self.global_rank, self.trainer.world_size
+            for optimizer, *states in zip(self.trainer.optimizers, *self.saved, strict=True):
+                optimizer.load_state_dict(redistribute(states.__getitem__, *here, optimizer.hosts))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         with self.agreed():
@@ -53,8 +59,7 @@ class Agreed(lightning.LightningModule):
             checkpoint["every_optimizer_states"] = every
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if "every_optimizer_states" in checkpoint:
-            checkpoint["optimizer_states"] = checkpoint["every_optimizer_states"][self.global_rank]
+        self.saved = checkpoint.get("every_optimizer_states")
 
 
 class Regression(Agreed):
@@ -72,8 +77,7 @@ class Regression(Agreed):
         losses.append(nn.functional.mse_loss(self.network(batch[0]), batch[1]).item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        inner = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return DistributedOptimizer(inner, density=0.05)
+        return DistributedOptimizer(torch.optim.AdamW(self.parameters(), lr=1e-2), density=0.05)
 
 
 def trained(epochs: int, checkpoint: str | None = None) -> lightning.Trainer:

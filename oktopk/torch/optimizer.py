@@ -846,7 +846,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective."""
         transport = self.reducer.transport
         everyone = set(transport.allgather_objects(saved))
-        if transport.size == 1 or saved is None or len(everyone) > 1:
+        if saved is None or len(everyone) > 1 or (transport.size, saved[1]) == (1, 1):
             return ""
         return (
             f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
