@@ -103,6 +103,8 @@ def capture(
     state, alone = dict(optimizer.state_dict()), steps_alone(optimizer)
     # each rank's own: what it has not sent
     residuals = {name: state.pop(name) for name in (*RESIDUALS, *[MOMENTS] * alone) if name in state}
+    if "updates" in residuals:
+        del residuals[MOMENTS]  # it has them, and `redistribute` puts them back
     with agreed(optimizer):
         parameters = {name: p.detach().clone() if alone else p for name, p in model.named_parameters()}
     common = {"model": parameters, "optimizer": state}
