@@ -146,7 +146,7 @@ def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, k
     hosts = len(expected.ranks)
     assert hosts == 1 or not adam or 1 / hosts + 0.05 < expected.ratio < 0.95
     assert optimizer.replica == "host" and "replica='host'" in repr(optimizer)
-    assert optimizer.report.levels == "hosts"
+    assert (optimizer.report.levels, optimizer.report.replicas) == ("hosts", hosts)
 
 
 @pytest.mark.parametrize(
