@@ -772,12 +772,13 @@ class GradientAllreduce:
             }
         with self.backend.stream_scope():
             self._load(
-                {"steps": steps, "sparse_steps": sparse_steps, "last_k": None, "methods": {}} | vectors
+                {"steps": steps, "sparse_steps": sparse_steps, "last_k": None, "unaided": 0, "methods": {}}
+                | vectors
             )
 
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
-        none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "methods": {}}
+        none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "unaided": 0, "methods": {}}
         none |= dict.fromkeys(("last_k", "residual", "velocity"))
         self.meet("reset")
         with self.backend.stream_scope():
