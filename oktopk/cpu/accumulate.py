@@ -291,8 +291,7 @@ def _show(spans, kind, reference, share, residual, factors):  # type: ignore[no-
             stop = min(start + PIECE, end)
             size = stop - start
             if factors[tensor] != 1:
-                for i in range(start, stop):
-                    reference[i] *= factors[tensor]
+                _multiply(reference[start:stop], factors[tensor])
             if not address:
                 continue
             if kind == FLOAT32:
@@ -303,6 +302,17 @@ def _show(spans, kind, reference, share, residual, factors):  # type: ignore[no-
             else:
                 _shown(reference[start:stop], factor, residual[start:stop], kind, shown)
                 narrow(shown, kind, carray(halves_at(address + 2 * (start - begin)), size))
+
+
+@register_jitable
+def _multiply(vector, factor):  # type: ignore[no-untyped-def]
+    whole, factors = len(vector) - len(vector) % LANES, spread(factor)
+    for i in range(0, whole, LANES):
+        for ahead in range(i + AHEAD, i + AHEAD + LANES, LINE):
+            prefetch(vector, ahead)
+        store(vector, i, multiply(load(vector, i), factors))
+    for i in range(whole, len(vector)):
+        vector[i] *= factor
 
 
 @register_jitable
