@@ -115,6 +115,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Callable[[Run, int],
     "union, int8": ({"method": "union", "wire": "int8"}, {}, None, None),
     "warm-up": ({"dense_warmup_steps": 2}, {}, None, None),
     "bfloat16": ({}, {"dtype": torch.bfloat16}, None, None),
+    "torch's own choice of kernels": ({}, {"fused": None}, None, None),
+    "foreach": ({}, {"fused": None, "foreach": True}, None, None),
 }
 
 
@@ -125,10 +127,8 @@ def test_moments_steps_and_moves_are_those_of_torchs_adamw(comm: MPI.Intracomm, 
     Those of bfloat16 are compared with float32's, since torch's loses what is below half an ulp of a parameter.
     """
     settings, group, groups, change = CASES[name]
-    runs = [
-        Run(OURS, comm, settings, groups, **group),
-        Run(TORCHS, comm, settings, groups, **group | {"dtype": torch.float32}),
-    ]
+    torchs_own = group | {"dtype": torch.float32, "fused": True, "foreach": None}
+    runs = [Run(OURS, comm, settings, groups, **group), Run(TORCHS, comm, settings, groups, **torchs_own)]
     assert [run.selects for run in runs] == [True, False]
     for step in range(8):
         for run in runs:
