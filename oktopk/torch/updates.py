@@ -63,6 +63,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
       squared norm of the ranks' gradients, see `SampledRatio`.
 
+    Around `oktopk.torch.AdamW` the step of the optimizer is computed in the pass that selects, and parameters are written once.
+
     Decoupled weight decay (of torch's AdamW and Muon, and of groups with `decoupled_weight_decay`) acts on the reference, on
     parameters that have had a gradient on some rank since the last exchange. Coupled decay is part of the gradient. What else an
     optimizer does is part of its update.
