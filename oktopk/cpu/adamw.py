@@ -74,12 +74,8 @@ class HostAdamW(HostMoves, AdamWDisplacement):
 @compiled((types.int64[:, ::1], INT, types.float32[:, ::1], VECTOR, types.int32, ENTRIES))
 def _accumulate_adamw(spans, kind, every, residual, threshold, entries):  # type: ignore[no-untyped-def]
     moved, rest = np.zeros(PIECE, np.float32), np.empty(2 * LANES, np.float32)
-    gradient, mean, square = (
-        np.empty(PIECE, np.float32),
-        np.empty(PIECE, np.float32),
-        np.empty(PIECE, np.float32),
-    )
-    edge = np.empty(4 * LANES, np.float32)
+    gradient, edge = np.empty(PIECE, np.float32), np.empty(4 * LANES, np.float32)
+    mean, square = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     packed = nonfinite = 0
     for tensor in range(len(spans) - 1):
         begin, end, address = spans[tensor, 0], spans[tensor + 1, 0], spans[tensor, _GRADIENT]

@@ -95,9 +95,8 @@ class SelectingStep:
             [parameter.numel() for parameter in parameters], kind
         )
         self._fitting: dict[int, tuple[Tensor, Tensor]] = {}  # the moments that were looked at
-        self._counts: dict[
-            int, tuple[Tensor, int, int]
-        ] = {}  # the step's tensor, its version and what it holds
+        # of each parameter the tensor that counts its steps, the version of that and what it holds
+        self._counts: dict[int, tuple[Tensor, int, int]] = {}
         self._addresses = np.zeros((3, len(parameters)), np.int64)
         self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
 
@@ -141,21 +140,16 @@ class SelectingStep:
 
     def _is_plain(self) -> bool:
         """Whether this step is what the pass computes, and nobody looks at what it leaves in the parameters."""
-        optimizer = self._optimizer
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
         hooks = (
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
             optimizer._optimizer_step_pre_hooks,
             optimizer._optimizer_step_post_hooks,
         )
-        return not (
-            any(hooks)
-            or any(group.get(name) for group in optimizer.param_groups for name in _OTHER_STEPS)
-            or any(
-                group["weight_decay"] for group in optimizer.param_groups
-            )  # else it decays in the exchange
-            or self._as_wrapped.relaid
-        )
+        others = any(group.get(name) for group in groups for name in _OTHER_STEPS)
+        decays = any(group["weight_decay"] for group in groups)  # here, and not in the exchange
+        return not (any(hooks) or others or decays or self._as_wrapped.relaid)
 
     def _fits(self) -> bool:
         """Whether gradients and moments are of the parameters' type, and laid out as they."""
@@ -181,9 +175,8 @@ class SelectingStep:
 
 def takes_steps(optimizer: torch.optim.Optimizer) -> TypeGuard[AdamW]:
     """Whether an optimizer's steps may be taken by a `SelectingStep`: it is an `AdamW` that steps as torch's does."""
-    return isinstance(optimizer, AdamW) and _function(type(optimizer).step) is _function(
-        torch.optim.AdamW.step
-    )
+    plain = _function(type(optimizer).step) is _function(torch.optim.AdamW.step)
+    return isinstance(optimizer, AdamW) and plain
 
 
 def _function(step: Any) -> Any:
