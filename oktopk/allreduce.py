@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
-from oktopk.displacement import Displacement, ShardDisplacement
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
 from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
 from oktopk.host_group import HostGroup
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _SAME_STEPS = (
     "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
 )
+_Displacement = TypeVar("_Displacement", bound=Displacement)
 _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
@@ -326,7 +327,7 @@ class GradientAllreduce:
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> Displacement:
+    ) -> ParameterDisplacement:
         """What parameters move from round(reference - share · residual), as the gradient of all steps to come. Collective.
 
         Steps keep no copy of the residual to undo by: a finite displacement stays in it, whatever becomes of the step.
@@ -345,16 +346,38 @@ class GradientAllreduce:
         Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words. In two levels n/G words.
         """
-        problem, settings = self._sizes_problem(sizes, element_type), self.settings
+
+        def make() -> ParameterDisplacement:
+            whole = self.backend.displacement(sizes, element_type, reference, share)
+            return whole if self._group is None else ShardDisplacement(whole, self._group.new_shard())
+
+        return self._new_displacement(make, self._sizes_problem(sizes, element_type))
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
+        """What AdamW moves parameters by, computed in the pass that selects, for flat steps. Collective.
+
+        A step may take it or the `displacement`, each rank as it likes. Steps keep no copy of the residual to undo by.
+
+        Args:
+            sizes, element_type: of the parameters, as `gradient_tensors`; gradients and moments are of that type.
+
+        Raises:
+            ValueError: as `displacement`; or steps are in two levels.
+
+        Memory: on a GPU n/512 bytes, and 64 bytes a parameter. In steps that are dense or measured, and of methods that select in
+            a way of their own, n words.
+        """
+        problem = self._sizes_problem(sizes, element_type)
+        if self._group is not None:
+            problem = problem or "AdamW in the pass that selects is for flat steps"
+        return self._new_displacement(partial(self.backend.adamw_displacement, sizes, element_type), problem)
+
+    def _new_displacement(self, make: Callable[[], _Displacement], problem: str) -> _Displacement:
+        settings = self.settings
         if self._vectors.residual is None:
             problem = problem or "a displacement needs a residual: steps of a sparse method"
         if settings.deferred or settings.momentum_correction:
             problem = problem or "a displacement is not for deferred steps, nor for momentum correction"
-
-        def make() -> Displacement:
-            whole = self.backend.displacement(sizes, element_type, reference, share)
-            return whole if self._group is None else ShardDisplacement(whole, self._group.new_shard())
-
         with self.backend.stream_scope():
             made = make_together(self.transport, make, problem)
             self._vectors.keep_no_copies()

@@ -14,9 +14,10 @@ from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
 from oktopk.cpu.accumulate import HostDisplacement
+from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.update import STREAMED, SparseUpdate
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.displacement import Displacement
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -72,9 +73,13 @@ class Backend:
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> Displacement:
+    ) -> ParameterDisplacement:
         """As `GradientAllreduce.displacement`."""
         return HostDisplacement(sizes, element_type, reference, share)
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
+        """As `GradientAllreduce.adamw_displacement`."""
+        return HostAdamW(sizes, element_type)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         """Enter the device and stream that kernels run on."""

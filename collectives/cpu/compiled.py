@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _kernels: list[tuple[Any, tuple[tuple[Any, ...], ...]]] = []
 @cache
 def _digest(file: Path) -> str:
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in (file, *sorted(Path(__file__).parent.glob("*.py"))):
+    for path in chain(*(sorted(folder.glob("*.py")) for folder in (file.parent, Path(__file__).parent))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -41,7 +42,7 @@ def _digest(file: Path) -> str:
 def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Any]:
     """Compile a kernel when it is first called, or take it from the cache.
 
-    A kernel may take code only from its own file and from this package.
+    A kernel may take code only from files of its own folder and of this one.
 
     Args:
         signatures: types of the arguments in each way that steps call it, for `load` and `fill`. Others work, too.

@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
+from numba.core import cgutils
 from numba.extending import models, register_model
 
 LANES = 64
@@ -94,6 +95,33 @@ def _by_lane(operation: str, text: str) -> Any:
 add = _by_lane("fadd", "one + other, lane by lane.")
 subtract = _by_lane("fsub", "one - other, lane by lane.")
 multiply = _by_lane("fmul", "one · other, lane by lane.")
+divide = _by_lane("fdiv", "one / other, lane by lane.")
+
+
+@intrinsic
+def root(typing: Any, lanes: Any) -> Any:
+    """The square roots, each rounded to nearest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(_of_lanes(builder, "sqrt", 1), arguments)
+
+    return LANES_TYPE(LANES_TYPE), generate
+
+
+@intrinsic
+def fused(typing: Any, one: Any, other: Any, added: Any) -> Any:
+    """one · other + added, lane by lane, rounded once; slow on processors without such an instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.call(_of_lanes(builder, "fma", 3), arguments)
+
+    return LANES_TYPE(LANES_TYPE, LANES_TYPE, LANES_TYPE), generate
+
+
+def _of_lanes(builder: Any, name: str, arguments: int) -> Any:
+    """LLVM's function of whole vectors by this name."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * arguments)
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32")
 
 
 @intrinsic

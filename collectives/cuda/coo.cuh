@@ -8,7 +8,7 @@ constexpr unsigned INFINITY_BITS = 0x7f800000u;
 __device__ __forceinline__ Entry make_entry(int index, float value) { return make_int2(index, __float_as_int(value)); }
 __device__ __forceinline__ float entry_value(Entry entry) { return __int_as_float(entry.y); }
 // CuPy compiles with -ftz=true, which makes zero of every denormal in float arithmetic, comparisons, conversions and negation. These
-// keep denormals and are never fused: results equal the host's bit for bit.
+// keep denormals, and no compiler fuses them: results equal the host's bit for bit.
 __device__ __forceinline__ float add(float a, float b) {
   float sum;
   asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
@@ -28,6 +28,16 @@ __device__ __forceinline__ float divide(float a, float b) {
   float quotient;
   asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
   return quotient;
+}
+__device__ __forceinline__ float fused(float a, float b, float c) {  // a · b + c, rounded once
+  float sum;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+  return sum;
+}
+__device__ __forceinline__ float root(float x) {
+  float square_root;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(square_root) : "f"(x));
+  return square_root;
 }
 __device__ __forceinline__ double to_double(float x) {
   double same;

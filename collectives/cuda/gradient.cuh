@@ -24,3 +24,15 @@ __device__ __forceinline__ float4 load4(const __half* p) {
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ void store4(float* p, float4 x) { __stcs(reinterpret_cast<float4*>(p), x); }
+__device__ __forceinline__ void store4(__nv_bfloat16* p, float4 x) {
+  __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(x.x, x.y), __floats2bfloat162_rn(x.z, x.w)};
+  __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(pairs));
+}
+__device__ __forceinline__ void store4(__half* p, float4 x) {
+  __half2 pairs[2] = {__floats2half2_rn(x.x, x.y), __floats2half2_rn(x.z, x.w)};
+  __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(pairs));
+}
+__device__ __forceinline__ void store(float* p, float x) { *p = x; }
+__device__ __forceinline__ void store(__nv_bfloat16* p, float x) { *p = __floats2bfloat162_rn(x, x).x; }
+__device__ __forceinline__ void store(__half* p, float x) { *p = __floats2half2_rn(x, x).x; }

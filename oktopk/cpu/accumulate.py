@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +30,18 @@ from collectives.cpu.lanes import (
     store,
     subtract,
 )
-from oktopk.displacement import Displacement
+from oktopk.displacement import ParameterDisplacement
 
 BLOCK = 4096
 """Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
-_PIECE = 1024  # elements of a displacement that stay in the first-level cache with all that they are made of
-_AHEAD = 512  # elements that memory is asked for before they are read
+PIECE = 1024  # elements of a displacement that stay in the first-level cache with all that they are made of
+AHEAD = 512  # elements that memory is asked for before they are read
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _SPANS = types.int64[:, ::1]
-_FLOAT32, _BFLOAT16, _FLOAT16 = range(3)  # of a parameter's elements
-_KINDS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float16": _FLOAT16}
+FLOAT32, _BFLOAT16, _FLOAT16 = range(3)  # of a parameter's elements
+KINDS = {"float32": FLOAT32, "bfloat16": _BFLOAT16, "float16": _FLOAT16}
 _SMALLEST_HALF = np.int32(0x38800000)  # the smallest normal float16, as bits of a float32
 _TOO_LARGE_HALF = np.int32(0x47800000)  # 65536, likewise
 
@@ -83,7 +84,7 @@ class ShardSum:
 
 
 def accumulate_select(
-    gradient: NDArray[np.float32] | ShardSum | HostDisplacement,
+    gradient: NDArray[np.float32] | ShardSum | HostMoves,
     residual: NDArray[np.float32],
     threshold_bits: int,
     entries: NDArray[np.void],
@@ -104,8 +105,8 @@ def accumulate_select(
     Memory traffic: 12n bytes; of a sum of G gradients 4n (G - 1) more, of a displacement the parameters.
     """
     threshold = np.int32(threshold_bits)
-    if isinstance(gradient, HostDisplacement):
-        return Packing(*_accumulate_displaced(*gradient.layout, residual, threshold, entries))
+    if isinstance(gradient, HostMoves):
+        return Packing(*gradient.accumulate(residual, threshold, entries))
     if isinstance(gradient, ShardSum):
         layout = gradient.gradients, gradient.block, gradient.shards, gradient.shard
     else:
@@ -121,7 +122,7 @@ def _accumulate_select(rows, block, shards, shard, residual, threshold, entries)
     for begin in range(0, len(residual), block):
         stop = min(begin + block, len(residual))
         moved = (begin // block * shards + shard) * block - begin  # from the shard to the vector
-        packed, bad = _accumulate_range(
+        packed, bad = accumulate_range(
             values, moved, stride, len(rows), residual, begin, stop, threshold, entries, packed, rest
         )
         nonfinite += bad
@@ -129,7 +130,7 @@ def _accumulate_select(rows, block, shards, shard, residual, threshold, entries)
 
 
 @register_jitable
-def _accumulate_range(values, moved, stride, rows, residual, begin, stop, threshold, entries, packed, rest):  # type: ignore[no-untyped-def]
+def accumulate_range(values, moved, stride, rows, residual, begin, stop, threshold, entries, packed, rest):  # type: ignore[no-untyped-def]
     """Add the sums of rows, values[row · stride + moved + i], to residual[begin : stop], and pack behind what is packed.
 
     Args:
@@ -165,7 +166,7 @@ def _accumulate_range(values, moved, stride, rows, residual, begin, stop, thresh
 @register_jitable
 def _accumulate_lanes(values, at, stride, rows, residual, to, threshold):  # type: ignore[no-untyped-def]
     """Add LANES sums to the residual. Returns the lanes that reach the threshold, and those that are not finite."""
-    for ahead in range(_AHEAD, _AHEAD + LANES, LINE):
+    for ahead in range(AHEAD, AHEAD + LANES, LINE):
         prefetch(residual, to + ahead)
         for row in range(rows):
             prefetch(values, at + row * stride + ahead)
@@ -204,7 +205,17 @@ def sum_shard(
                     total[i] += added[i]
 
 
-class HostDisplacement(Displacement):
+class HostMoves(ABC):
+    """A displacement in host memory, which a kernel of its own adds to the residual."""
+
+    @abstractmethod
+    def accumulate(
+        self, residual: NDArray[np.float32], threshold: np.int32, entries: NDArray[np.void]
+    ) -> tuple[int, int]:
+        """As `accumulate_select`. Returns elements that reach the threshold, and those that are not finite."""
+
+
+class HostDisplacement(HostMoves, ParameterDisplacement):
     """A displacement of parameters in host memory.
 
     Args:
@@ -225,7 +236,13 @@ class HostDisplacement(Displacement):
         self._filled = np.flatnonzero(counts)
         self._spans = np.zeros((len(self._filled) + 1, 2), np.int64)  # begin, address
         self._spans[:-1, 0], self._spans[-1, 0] = (counts.cumsum() - counts)[self._filled], self.length
-        self.layout = self._spans, _KINDS[element_type], reference, share
+        self.layout = self._spans, KINDS[element_type], reference, share
+
+    def accumulate(
+        self, residual: NDArray[np.float32], threshold: np.int32, entries: NDArray[np.void]
+    ) -> tuple[int, int]:
+        packed, nonfinite = _accumulate_displaced(*self.layout, residual, threshold, entries)
+        return packed, nonfinite
 
     def set_pointers(self, addresses: Sequence[int]) -> None:
         self._spans[:-1, 1] = np.array(addresses, np.int64)[self._filled]
@@ -239,26 +256,26 @@ class HostDisplacement(Displacement):
 
 @compiled((_SPANS, INT, VECTOR, FLOAT, VECTOR, types.int32, ENTRIES))
 def _accumulate_displaced(spans, kind, reference, share, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    held, moved = np.empty(_PIECE, np.float32), np.empty(_PIECE, np.float32)
+    held, moved = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     rest = np.empty(2 * LANES, np.float32)
     factor = np.float32(share)
     packed = nonfinite = 0
     for tensor in range(len(spans) - 1):
         begin, end, address = spans[tensor, 0], spans[tensor + 1, 0], spans[tensor, 1]
-        for start in range(begin, end, _PIECE):
-            stop = min(start + _PIECE, end)
+        for start in range(begin, end, PIECE):
+            stop = min(start + PIECE, end)
             size = stop - start
             if address:
                 _shown(reference[start:stop], factor, residual[start:stop], kind, moved)
-                if kind == _FLOAT32:
+                if kind == FLOAT32:
                     _subtract(moved, carray(floats_at(address + 4 * (start - begin)), size), size)
                 else:
-                    _widen(carray(halves_at(address + 2 * (start - begin)), size), kind, held)
+                    widen(carray(halves_at(address + 2 * (start - begin)), size), kind, held)
                     _subtract(moved, held, size)
             else:
                 moved[:] = 0
-            packed, bad = _accumulate_range(
-                moved, -start, _PIECE, 1, residual, start, stop, threshold, entries, packed, rest
+            packed, bad = accumulate_range(
+                moved, -start, PIECE, 1, residual, start, stop, threshold, entries, packed, rest
             )
             nonfinite += bad
     return packed, nonfinite
@@ -266,26 +283,36 @@ def _accumulate_displaced(spans, kind, reference, share, residual, threshold, en
 
 @compiled((_SPANS, INT, VECTOR, FLOAT, VECTOR, VECTOR))
 def _show(spans, kind, reference, share, residual, factors):  # type: ignore[no-untyped-def]
-    shown = np.empty(_PIECE, np.float32)
+    shown = np.empty(PIECE, np.float32)
     factor = np.float32(share)
     for tensor in range(len(spans) - 1):
         begin, end, address = spans[tensor, 0], spans[tensor + 1, 0], spans[tensor, 1]
-        for start in range(begin, end, _PIECE):
-            stop = min(start + _PIECE, end)
+        for start in range(begin, end, PIECE):
+            stop = min(start + PIECE, end)
             size = stop - start
             if factors[tensor] != 1:
-                for i in range(start, stop):
-                    reference[i] *= factors[tensor]
+                _multiply(reference[start:stop], factors[tensor])
             if not address:
                 continue
-            if kind == _FLOAT32:
+            if kind == FLOAT32:
                 _shown(
                     reference[start:stop], factor, residual[start:stop], kind,
                     carray(floats_at(address + 4 * (start - begin)), size),
                 )  # fmt: skip
             else:
                 _shown(reference[start:stop], factor, residual[start:stop], kind, shown)
-                _narrow(shown, kind, carray(halves_at(address + 2 * (start - begin)), size))
+                narrow(shown, kind, carray(halves_at(address + 2 * (start - begin)), size))
+
+
+@register_jitable
+def _multiply(vector, factor):  # type: ignore[no-untyped-def]
+    whole, factors = len(vector) - len(vector) % LANES, spread(factor)
+    for i in range(0, whole, LANES):
+        for ahead in range(i + AHEAD, i + AHEAD + LANES, LINE):
+            prefetch(vector, ahead)
+        store(vector, i, multiply(load(vector, i), factors))
+    for i in range(whole, len(vector)):
+        vector[i] *= factor
 
 
 @register_jitable
@@ -293,7 +320,7 @@ def _subtract(vector, other, size):  # type: ignore[no-untyped-def]
     """The first elements of a vector, less those of another one."""
     whole = size - size % LANES
     for i in range(0, whole, LANES):
-        for ahead in range(i + _AHEAD, i + _AHEAD + LANES, LINE):
+        for ahead in range(i + AHEAD, i + AHEAD + LANES, LINE):
             prefetch(other, ahead)
         store(vector, i, subtract(load(vector, i), load(other, i)))
     for i in range(whole, size):
@@ -306,15 +333,21 @@ def _shown(reference, factor, residual, kind, out):  # type: ignore[no-untyped-d
     size = len(reference)
     whole, factors = size - size % LANES, spread(factor)
     for i in range(0, whole, LANES):
-        for ahead in range(i + _AHEAD, i + _AHEAD + LANES, LINE):
+        for ahead in range(i + AHEAD, i + AHEAD + LANES, LINE):
             prefetch(reference, ahead)
             prefetch(residual, ahead)
         store(out, i, subtract(load(reference, i), multiply(factors, load(residual, i))))
     for i in range(whole, size):
         out[i] = reference[i] - factor * residual[i]
-    if kind == _FLOAT32:
+    round_to(kind, out[:size])
+
+
+@register_jitable
+def round_to(kind, out):  # type: ignore[no-untyped-def]
+    """Round float32 to what an element of this kind can hold, to nearest even."""
+    if kind == FLOAT32:
         return
-    bits = out.view(np.int32)
+    size, bits = len(out), out.view(np.int32)
     if kind == _BFLOAT16:
         for i in range(size):
             b = bits[i]
@@ -332,8 +365,8 @@ def _shown(reference, factor, residual, kind, out):  # type: ignore[no-untyped-d
 
 
 @register_jitable
-def _narrow(values, kind, out):  # type: ignore[no-untyped-def]
-    """The bits of values that `_shown` has rounded, as uint16."""
+def narrow(values, kind, out):  # type: ignore[no-untyped-def]
+    """The bits of values that `round_to` has rounded, as uint16."""
     bits = values.view(np.int32)
     for i in range(len(out)):
         b = bits[i]
@@ -351,7 +384,7 @@ def _narrow(values, kind, out):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
-def _widen(halves, kind, out):  # type: ignore[no-untyped-def]
+def widen(halves, kind, out):  # type: ignore[no-untyped-def]
     """The values of uint16 bits, as float32."""
     bits = out.view(np.int32)
     for i in range(len(halves)):

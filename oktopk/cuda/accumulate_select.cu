@@ -2,11 +2,11 @@
 //
 // Two kernels. The first streams: each block adds one chunk and appends its hits to a pool, in any order, without waiting for other
 // blocks; accumulate_select_tensors reads a tensor list, accumulate_select_sum a shard of a host's gradients, which it sums,
-// accumulate_select_displacement what parameters have moved. The second brings the hits into order, in O(k): each block adds up the
+// accumulate_select_displacement what parameters have moved, accumulate_select_adamw what AdamW moves them by. The second brings the hits into order, in O(k): each block adds up the
 // counts before its group of chunks.
 //
 // Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise), a ShardSum
-//          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh); residual[n] float; pool[capacity],
+//          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh, adamw.cuh); residual[n] float; pool[capacity],
 //          entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
@@ -22,9 +22,10 @@
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
 // Traffic  (4 + sizeof(GRADIENT)) n bytes read, 4n written, 24 bytes an entry; of tensors (4 + sizeof(SOURCE)) n read, and 8 bytes a
 //          chunk; of a sum (4 + ranks·sizeof(GRADIENT)) n, (ranks - 1)/ranks of the gradients from peers; of a
-//          displacement (8 + sizeof(SOURCE)) n read. Where a tensor does not
-//          begin on a vector of four, its loads are of single elements, four times as many.
+//          displacement (8 + sizeof(SOURCE)) n read; of AdamW's (4 + 3·sizeof(SOURCE)) n read, and 2·sizeof(SOURCE) n written.
+//          Where a tensor does not begin on a vector of four, its accesses are of single elements, four times as many.
 
+#include "adamw.cuh"
 #include "coo.cuh"
 #include "displacement.cuh"
 #include "gradient.cuh"
@@ -165,6 +166,84 @@ struct Displaced {
       g[j].z = there >> (4 * j + 2) & 1 ? subtract(before.z, g[j].z) : 0.0f;
       g[j].w = there >> (4 * j + 3) & 1 ? subtract(before.w, g[j].w) : 0.0f;
     }
+  }
+};
+
+// What AdamW moves parameters by. All loads wait for the table; the moments are written where they were read.
+struct Stepped {
+  static constexpr bool BY_WARP = true;
+  const AdamWHead* head;
+  TensorList gradients;
+
+  __device__ __forceinline__ unsigned long long word(unsigned chunk) const { return gradients.table[chunk]; }
+
+  __device__ __forceinline__ void load(unsigned long long word, long long start, int lane, float4 (&g)[VECTORS],
+                                       const float4 (&)[VECTORS]) const {
+    const long long n = gradients.n, end = start + SPAN < n ? start + SPAN : n;
+    word = gradients.narrowed(word, start, end);
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) g[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!word) return;
+    unsigned first = 0, last = head->count - 1;  // the tensors that this warp meets
+    if (word & SEVERAL) {
+      first = word >> 32;
+      last = static_cast<unsigned>(word) >> 1;
+    } else {
+      first = last = gradients.tensor_at(first, last, start);
+      const AdamWTensor& tensor = head->tensors[first];
+      const unsigned long long moved = (start - gradients.begin(first)) * sizeof(SOURCE);
+      const unsigned long long mean_at = tensor.first + moved, square_at = tensor.second + moved;
+      if ((word | mean_at | square_at) % (4 * sizeof(SOURCE)) == 0 && end - start == SPAN) {
+        whole(tensor, reinterpret_cast<const SOURCE*>(word), reinterpret_cast<SOURCE*>(mean_at),
+              reinterpret_cast<SOURCE*>(square_at), lane, g);
+        return;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      float* gj = reinterpret_cast<float*>(&g[j]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const long long at = start + (j * 32 + lane) * 4 + c;
+        if (at < n) gj[c] = one(gradients.tensor_at(first, last, at), at);
+      }
+    }
+  }
+
+  // A warp's elements, all of one tensor.
+  __device__ __forceinline__ void whole(const AdamWTensor& tensor, const SOURCE* from, SOURCE* means, SOURCE* squares, int lane,
+                                        float4 (&g)[VECTORS]) const {
+    float4 m[VECTORS], v[VECTORS];
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      const int at = (j * 32 + lane) * 4;
+      g[j] = load4(from + at);
+      m[j] = load4(means + at);
+      v[j] = load4(squares + at);
+    }
+    const AdamWTensor t = tensor;
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+      const int at = (j * 32 + lane) * 4;
+      g[j] = make_float4(adamw(t, g[j].x, m[j].x, v[j].x), adamw(t, g[j].y, m[j].y, v[j].y), adamw(t, g[j].z, m[j].z, v[j].z),
+                         adamw(t, g[j].w, m[j].w, v[j].w));
+      store4(means + at, m[j]);
+      store4(squares + at, v[j]);
+    }
+  }
+
+  __device__ __forceinline__ float one(unsigned number, long long at) const {
+    const unsigned long long address = gradients.address(number, at);
+    if (!address) return 0.0f;
+    const AdamWTensor& tensor = head->tensors[number];
+    const unsigned long long moved = (at - gradients.begin(number)) * sizeof(SOURCE);
+    SOURCE* mean_at = reinterpret_cast<SOURCE*>(tensor.first + moved);
+    SOURCE* square_at = reinterpret_cast<SOURCE*>(tensor.second + moved);
+    float m = widen(*mean_at), v = widen(*square_at);
+    const float by = adamw(tensor, widen(*reinterpret_cast<const SOURCE*>(address)), m, v);
+    store(mean_at, m);
+    store(square_at, v);
+    return by;
   }
 };
 
@@ -313,6 +392,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_sum(cons
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_displacement(const __grid_constant__ AccumulateSelect p) {
   const DisplacementHead* head = static_cast<const DisplacementHead*>(p.gradient);
   add_and_append(Displaced{head, {parameters_of(head, p.n)}}, p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_select_adamw(const __grid_constant__ AccumulateSelect p) {
+  const AdamWHead* head = static_cast<const AdamWHead*>(p.gradient);
+  add_and_append(Stepped{head, gradients_of(head, p.n)}, p);
 }
 
 constexpr int AHEAD = 4;  // entries that a thread has in flight

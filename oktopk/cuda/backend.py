@@ -25,7 +25,7 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
 from oktopk.cuda.shard_sum import DeviceShardSum
-from oktopk.displacement import Displacement
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -115,8 +115,11 @@ class DeviceBackend(Backend):
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> Displacement:
+    ) -> ParameterDisplacement:
         return self.kernels.displacement(sizes, element_type, reference, share)
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
+        return self.kernels.adamw_displacement(sizes, element_type)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         if cupy.cuda.runtime.getDevice() == self.device.id:

@@ -19,19 +19,6 @@ constexpr int VECTORS = 4;              // of 4 elements, per lane
 constexpr int SPAN = 32 * VECTORS * 4;  // elements a warp
 static_assert(CHUNK == THREADS / 32 * SPAN, "a block shows one chunk");
 
-__device__ __forceinline__ void store4(float* p, float4 x) { __stcs(reinterpret_cast<float4*>(p), x); }
-__device__ __forceinline__ void store4(__nv_bfloat16* p, float4 x) {
-  __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(x.x, x.y), __floats2bfloat162_rn(x.z, x.w)};
-  __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(pairs));
-}
-__device__ __forceinline__ void store4(__half* p, float4 x) {
-  __half2 pairs[2] = {__floats2half2_rn(x.x, x.y), __floats2half2_rn(x.z, x.w)};
-  __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(pairs));
-}
-__device__ __forceinline__ void store(float* p, float x) { *p = x; }
-__device__ __forceinline__ void store(__nv_bfloat16* p, float x) { *p = __floats2bfloat162_rn(x, x).x; }
-__device__ __forceinline__ void store(__half* p, float x) { *p = __floats2half2_rn(x, x).x; }
-
 extern "C" __global__ void __launch_bounds__(THREADS) show(const __grid_constant__ Show p) {
   const DisplacementHead* head = static_cast<const DisplacementHead*>(p.displacement);
   const TensorList list = parameters_of(head, p.n);

@@ -9,14 +9,14 @@ import numpy as np
 
 from oktopk.cuda.layouts import DisplacementHead
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.displacement import Displacement
+from oktopk.displacement import ParameterDisplacement
 
 if TYPE_CHECKING:
     from collectives.cuda.device import Device
     from collectives.cuda.launch import Kernel
 
 
-class DeviceDisplacement(GradientTensors, Displacement):
+class DeviceDisplacement(GradientTensors, ParameterDisplacement):
     """A displacement of parameters on a GPU, a tensor list that steps read.
 
     Args:

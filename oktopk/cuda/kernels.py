@@ -19,6 +19,7 @@ from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.cpu.kernels import Packing
+from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
@@ -60,15 +61,19 @@ def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
     }
 
 
-def _displacement_kernels(element_type: str) -> dict[str, Kernel]:
-    """The kernels of a displacement of parameters of this type, of whose passes over vectors there is one alone."""
+def _displacement_kernels(element_type: str, kind: str) -> dict[str, Kernel]:
+    """The kernels of a displacement of parameters of this type, of whose passes over vectors there is one alone.
+
+    Args:
+        kind: "displacement" or "adamw".
+    """
     defines = ["GRADIENT=float"]
     if element_type != "float32":
         defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
     return {
         name: Kernel(compiled(_KERNELS / f"{file}.cu", *defines), kernel)
         for name, file, kernel in (
-            ("accumulate_select", "accumulate_select", "accumulate_select_displacement"),
+            ("accumulate_select", "accumulate_select", f"accumulate_select_{kind}"),
             ("show", "displacement", "show"),
         )
     } | {"locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks")}
@@ -307,8 +312,13 @@ class DeviceKernels:
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> DeviceDisplacement:
         """What parameters of so many elements, each "float32", "bfloat16" or "float16", have moved."""
-        kernels = _displacement_kernels(element_type)
+        kernels = _displacement_kernels(element_type, "displacement")
         return DeviceDisplacement(self.device, kernels, sizes, _BYTES[element_type], reference, share)
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> DeviceAdamW:
+        """What AdamW moves parameters of so many elements by, of gradients and moments of this type."""
+        kernels = _displacement_kernels(element_type, "adamw")
+        return DeviceAdamW(self.device, kernels, sizes, _BYTES[element_type])
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
         fields = {"vector": vector.data.ptr, "entries": entries.pointer, **more}

@@ -26,7 +26,8 @@ TensorSpan = struct("TensorSpan", "long long begin; unsigned long long address;"
 struct("AccumulateSelect", """
     const void* gradient; float* residual; long long n; const Step* step; unsigned threshold; unsigned capacity;
     Entry* pool; uint2* chunks; unsigned* totals; unsigned* cursor; unsigned* nonfinite; int shift;""",
-    "accumulate_select", "accumulate_select_tensors", "accumulate_select_sum", "accumulate_select_displacement")
+    "accumulate_select", "accumulate_select_tensors", "accumulate_select_sum", "accumulate_select_displacement",
+    "accumulate_select_adamw")
 struct("CompactSelection", """
     P2P p2p; const Entry* pool; const uint2* chunks; unsigned num_chunks; int shift; unsigned* totals;
     unsigned* cursor; unsigned* nonfinite; unsigned* finished; Entry* entries; unsigned capacity; int regions;
@@ -39,6 +40,11 @@ ShardSum = struct("ShardSum", """
     const unsigned long long* windows; long long first; long long block; int ranks; int shards; int shard; int unused;""")
 # of displacement.cuh: before a tensor list
 DisplacementHead = struct("DisplacementHead", "float* reference; float share; int unused;")
+# of adamw.cuh: before a list of gradients. first, second: addresses of the moments; then ADAMW_TERMS
+AdamWTensor = struct("AdamWTensor", """
+    unsigned long long first; unsigned long long second; float weight; int from_gradient; float beta2; float square;
+    float rate; float root; float eps; int unused;""")
+AdamWHead = struct("AdamWHead", "const AdamWTensor* tensors; int count; int unused;")
 struct("Show", """
     const void* displacement; const float* residual; const float* factors; long long n; int tensors;""", "show")
 struct("SumShard", "ShardSum sum; float* out; long long n;", "sum_shard")

@@ -15,9 +15,11 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE, Settings
+from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
@@ -60,6 +62,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     - beta2 becomes beta2^(1/P), so that a second moment averages over as many batches as in a dense step;
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
       squared norm of the ranks' gradients, see `SampledRatio`.
+
+    Around `oktopk.torch.AdamW` the step of the optimizer is computed in the pass that selects, and parameters are written once.
 
     Decoupled weight decay (of torch's AdamW and Muon, and of groups with `decoupled_weight_decay`) acts on the reference, on
     parameters that have had a gradient on some rank since the last exchange. Coupled decay is part of the gradient. What else an
@@ -152,6 +156,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._in_host = HostMean(self._parameters, self.reducer, self._memory)
         try:
             self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
+            self._selecting = self._new_selecting_step()
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
@@ -170,8 +175,19 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
         self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
 
+    def _new_selecting_step(self) -> SelectingStep | None:
+        """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Collective."""
+        inner, reducer = self.inner, self.reducer
+        reducer.transport.agree({"whether the optimizer is an oktopk.torch.AdamW": takes_steps(inner)})
+        if self._interval > 1 or reducer.group is not None or self._tables is not None:
+            return None
+        return (
+            SelectingStep(inner, self._parameters, reducer, self._as_wrapped) if takes_steps(inner) else None
+        )
+
     def _begin_window(self) -> None:
         self._steps = 0  # since the last exchange
+        self._selected = False  # this step's moves are not in the parameters: the exchange computes them
         self._broken = False  # a gradient was not finite, and all ranks are to raise
         self._problem = ""  # of a step, for the exchange to raise
         self._present = bytearray(len(self._parameters))  # has had a gradient
@@ -367,7 +383,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     first, second = group["betas"]
                     group["betas"] = (first, second ** (1 / self._replicas))
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
-                self.inner.step()
+                self._selected = self._selecting is not None and self._selecting.run()
+                if not self._selected:
+                    self.inner.step()
         finally:
             for group, before in zip(self.param_groups, held, strict=True):
                 group.update(before)
@@ -397,10 +415,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
-        # where there is a problem nothing can be read: this window's moves stay in the parameters
-        moved = reference.displacement(
-            bytes(len(self._present)) if problem else self._present, flagged=self._broken
-        )
+        if self._selected and self._selecting is not None and not problem:
+            moved: Displacement = self._selecting.displacement
+        else:
+            # where there is a problem nothing can be read: this window's moves stay in the parameters
+            moved = reference.displacement(
+                bytes(len(self._present)) if problem else self._present, flagged=self._broken
+            )
         absent = () if all(self._present) else missing_spans(self._sizes, self._present)
         try:
             with self._memory.stream_scope():

@@ -93,6 +93,16 @@ def test_code_of_another_file_that_changed_is_not_taken_from_the_cache(tmp_path:
     assert printed(tree, tmp_path / "cache") == "(0, 0) 0"
 
 
+def test_kernels_of_a_folder_are_cached_by_all_of_its_files(tmp_path: Path) -> None:
+    file, other = tmp_path / "kernels.py", tmp_path / "called.py"
+    file.write_text("from folder.called import called")
+    digests = []
+    for text in ("called = 1", "called = 2", "called = 1"):
+        other.write_text(text)
+        digests.append(compiled._digest.__wrapped__(file))
+    assert digests[0] == digests[2] != digests[1]
+
+
 def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)

@@ -363,6 +363,8 @@ inline float ptx_add_rn_f32(float a, float b) { return a + b; }
 inline float ptx_mul_rn_f32(float a, float b) { return a * b; }
 inline float ptx_sub_rn_f32(float a, float b) { return a - b; }
 inline float ptx_div_rn_f32(float a, float b) { return a / b; }
+inline float ptx_fma_rn_f32(float a, float b, float c) { return std::fma(a, b, c); }
+inline float ptx_sqrt_rn_f32(float x) { return std::sqrt(x); }
 inline double ptx_cvt_f64_f32(float x) { return x; }
 inline unsigned long long ptx_ld_relaxed_gpu_global_u64(const unsigned long long* from) {
   host_cuda::spinning = true;

@@ -82,6 +82,14 @@ MUTANTS = (
         _KERNELS,
     ),
     Mutant(
+        "adamw-moments",
+        "oktopk/cuda/adamw.py",
+        'self._tensors["first"], self._tensors["second"] = addresses[1:, self._filled]',
+        'self._tensors["second"], self._tensors["first"] = addresses[1:, self._filled]',
+        "swapped moments: a GPU takes the mean square for the mean",
+        _KERNELS,
+    ),
+    Mutant(
         "counters-cleared",
         "collectives/cuda/sum_sorted_lists.cu",
         "shared.counters[i] = atomicExch(&p.state->counters[i], 0u);",
@@ -90,6 +98,14 @@ MUTANTS = (
         _KERNELS,
     ),
     # selection, regions, error feedback
+    Mutant(
+        "adamw-count",
+        "oktopk/torch/adamw.py",
+        "            count = done + 1\n",
+        "            count = max(done, 1)\n",
+        "off by one: the bias corrections are those of the step before",
+        f"{_ON_THREE} tests/oktopk/test_adamw.py",
+    ),
     Mutant(
         "exact-short",
         "oktopk/selection.py",

@@ -13,9 +13,11 @@ from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
 from oktopk.cpu.accumulate import HostDisplacement
+from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.kernels import BLOCK, ShardSum
 from oktopk.cpu.kernels import accumulate_select as select_on_host
 from oktopk.cpu.kernels import undo_accumulate as undo_on_host
+from oktopk.displacement import adamw_terms
 from oktopk.levels import Layout
 from oktopk.thresholds import CANDIDATES
 from tests.devices import asynchronous, gpus
@@ -351,6 +353,77 @@ def test_displacements_are_the_hosts(device: Any, element_type: str, pieces: str
             assert now[GUARD:end].tobytes() == bits_of(part).tobytes()
             assert now[:GUARD].tobytes() == was[:GUARD].tobytes()
             assert now[end:].tobytes() == was[end:].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("element_type", "pieces"),
+    [
+        pytest.param(
+            element_type,
+            pieces,
+            marks=[]
+            if at in (3, number + 4, 7)
+            else pytest.mark.long("`make test` has lists of many parts in each type"),
+        )
+        for number, element_type in enumerate(("float32", "bfloat16", "float16"))
+        for at, pieces in enumerate(PIECES)
+    ],
+)
+def test_adamws_moves_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
+    """On 2 steps: residual, moments and list bit for bit, wherever these begin; nothing beside them is written."""
+    import cupy
+    import torch
+
+    from oktopk.cuda.kernels import DeviceKernels
+
+    sizes = PIECES[pieces]
+    n, rng, dtype = sum(sizes), np.random.default_rng(len(PIECES[pieces])), getattr(torch, element_type)
+    residual = rng.standard_normal(n, np.float32) * np.float32(1e-2)
+    left, kernels = cupy.asarray(np.pad(residual, (0, GUARD))), DeviceKernels(device)
+    on_device, on_host = kernels.adamw_displacement(sizes, element_type), HostAdamW(sizes, element_type)
+    entries = entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY))
+    packed = np.empty(n + BLOCK, ENTRY)
+    moments = [torch.from_numpy(rng.random(n, np.float32)).to(dtype) for _ in range(2)]
+    parts = [list(moment.split(sizes)) for moment in moments]
+    offsets = [3 if element_type == "float32" and pieces == "odd" else 0, 0]
+    homes = [
+        [at_an_offset(part, GUARD + offset) for part in each]
+        for each, offset in zip(parts, offsets, strict=True)
+    ]
+    width = moments[0].element_size()
+    on_device_at = [
+        [home.data.ptr + width * (GUARD + offset) for home in each]
+        for each, offset in zip(homes, offsets, strict=True)
+    ]
+    for step, absent in enumerate((len(sizes) // 2, -1), 1):
+        gradients = torch.from_numpy((rng.standard_normal(n) ** 3).astype(np.float32)).to(dtype).split(sizes)
+        there = [number != absent for number in range(len(sizes))]
+        arrays = [at_an_offset(part, GUARD) for part in gradients]
+        rows = [
+            adamw_terms(1e-2, (0.3 if number % 3 else 0.9, 0.99), 1e-8, step) for number in range(len(sizes))
+        ]
+        terms = np.array(rows, np.float32)
+        for displacement, given, moments_at in (
+            (
+                on_host,
+                [part.data_ptr() for part in gradients],
+                [[p.data_ptr() for p in each] for each in parts],
+            ),
+            (on_device, [array.data.ptr + width * GUARD for array in arrays], on_device_at),
+        ):
+            addresses = np.array([given, *moments_at])
+            addresses[0] *= there
+            displacement.set_step(addresses, terms)
+        expected = select_on_host(on_host, residual, magnitude_bits(2e-2), packed)
+        found = kernels.accumulate_select(on_device, left[:n], magnitude_bits(2e-2), entries[:n])
+        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
+        assert entries.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
+        assert np.all(entries.get()[n:].view(np.uint64) == POISON)
+        assert left.get().tobytes() == residual.tobytes() + bytes(4 * GUARD)
+        for each, held, offset in zip(homes, parts, offsets, strict=True):
+            for home, part in zip(each, held, strict=True):
+                now, begin = home.get(), GUARD + offset
+                assert now[begin : begin + len(part)].tobytes() == bits_of(part).tobytes()
 
 
 def wild(rng: np.random.Generator, size: int) -> Any:

@@ -11,7 +11,13 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.sparse import ENTRY
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError, StepReport
+from oktopk.cpu.adamw import HostAdamW
+from oktopk.cpu.kernels import BLOCK
+from oktopk.cpu.kernels import accumulate_select as select
+from oktopk.displacement import adamw_terms
+from oktopk.thresholds import NOTHING
 from tests.devices import get, gpus, put, use
 from tests.fake_device import StagedBackend
 from tests.inputs import GRADIENTS
@@ -287,6 +293,72 @@ def test_displacements_give_the_bits_of_their_vectors(
         reducer.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("host", "oktopk"),
+        ("host", "gtopk"),
+        pytest.param("cuda", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+        pytest.param("cuda, peers", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+    ],
+)
+def test_adamws_steps_give_the_bits_of_their_vectors(
+    comm: MPI.Intracomm,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    method: str,
+) -> None:
+    """In steps that are dense, measured, replayed, not finite and without a part; the terms of a step are its own."""
+    plain = Way(comm)
+    way = plain if name == "host" else _way(name, comm, request, monkeypatch)
+    settings = {"dense_warmup_steps": 1, "threshold_interval": 3, "nonfinite": "skip", "average": True}
+    expected, found = plain.reducer(method, settings), way.reducer(method, settings)
+    sizes = [1000, 3, LENGTH - 1003]
+    moved, alone = found.adamw_displacement(sizes, "float32"), HostAdamW(sizes, "float32")
+    rng, last = np.random.default_rng(comm.rank), comm.rank == comm.size - 1
+    cut = [1000, 1003]
+    moments = [[np.zeros(size, np.float32) for size in sizes] for _ in range(2)]
+    on_device = [[put(way.device, part.copy()) for part in each] for each in moments]
+    entries = np.empty(LENGTH + BLOCK, ENTRY)
+
+    def addresses(arrays: Any) -> NDArray[np.int64]:
+        pointers = [
+            [a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr for a in each] for each in arrays
+        ]
+        return np.array(pointers)
+
+    for step, what in enumerate(
+        ["dense", "sparse", "measured", "absent", "sparse", "sparse", "sparse", "sparse", "nan"], 1
+    ):
+        parts = np.split((rng.standard_normal(LENGTH) ** 3).astype(np.float32), cut)
+        if what == "nan" and last:
+            parts[0][7] = np.nan
+        given = [put(way.device, part.copy()) for part in parts]
+        absent = ((1000, 1003),) if what == "absent" and comm.rank == 0 else ()
+        there = np.array([1, not absent, 1])
+        terms = np.array([adamw_terms(0.01 / step, (0.9, 0.99), 1e-8, step)] * 3, np.float32)
+        for displacement, arrays in ((alone, [parts, *moments]), (moved, [given, *on_device])):
+            displacement.set_step(addresses(arrays) * there, terms)
+        vector = np.zeros(LENGTH, np.float32)
+        bad = select(alone, vector, NOTHING, entries).nonfinite
+        told = {"measure": what == "measured", "absent": absent, "token": 5}
+        report = found.step(moved, **told)
+        before = vector.copy()
+        vector[: 8 * bool(bad)] = np.nan
+        assert expected.step(vector, **told).skipped == report.skipped == (what == "nan"), step
+        if what == "nan":
+            expected.add_to_residual(before)
+        assert np.array_equal(get(found.residual), expected.residual), step
+        assert np.array_equal(get(found.update), expected.update), step
+        for mine, theirs in zip(on_device, moments, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert np.array_equal(get(one), other, equal_nan=True), step
+    assert expected.residual.any()
+    for reducer in (expected, found):
+        reducer.close()
+
+
 def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.Intracomm) -> None:
     array = np.zeros(LENGTH, np.float32)
     for method, settings, message in (
@@ -296,3 +368,5 @@ def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.I
     ):
         with pytest.raises(ValueError, match=message):
             Way(comm).reducer(method, settings).displacement([LENGTH], "float32", array, 0.5)
+        with pytest.raises(ValueError, match=message):
+            Way(comm).reducer(method, settings).adamw_displacement([LENGTH], "float32")

@@ -12,15 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import nn
 
 from collectives.cpu.lanes import LANES
 from collectives.sparse import ENTRY
 from oktopk.cpu import kernels
 from oktopk.cpu.accumulate import HostDisplacement
+from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.histograms import LEVELS
 from oktopk.cpu.kernels import BLOCK
+from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
-from oktopk.displacement import Displacement
+from oktopk.displacement import ParameterDisplacement, adamw_terms
+from tests.adamw import assert_torchs
 
 Vector = NDArray[np.float32]
 
@@ -167,13 +171,82 @@ def test_a_displacement_is_rounded_where_torch_rounds_and_added_as_a_vector_is(e
     assert after.tobytes() == residual.tobytes()
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.99)], ids=str)
+@pytest.mark.parametrize("element_type", TYPES)
+def test_adamws_moves_and_moments_are_rounded_where_it_is_said(
+    element_type: str, betas: tuple[float, float]
+) -> None:
+    """On 3 steps, of which one lacks a gradient; the residual takes each move, and the moments of float32 are torch's."""
+    dtype, rng, rate, eps = getattr(torch, element_type), np.random.default_rng(3), 1e-2, 1e-8
+    sizes, absent = [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3], 5
+    length, edges = sum(sizes), np.cumsum(sizes)[:-1]
+    missing = slice(int(edges[absent - 1]), int(edges[absent]))
+    displacement = HostAdamW(sizes, element_type)
+    first, second = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+    torchs = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    fused = torch.optim.AdamW(torchs, lr=rate, betas=betas, eps=eps, weight_decay=0.0, fused=True)
+    residual, counts = rng.standard_normal(length).astype(np.float32) / 99, [0] * len(sizes)
+    f = np.float32
+    for step in range(3):
+        gradient = torch.from_numpy((rng.standard_normal(length) ** 3).astype(f)).to(dtype)
+        there = [number != absent or step != 1 for number in range(len(sizes))]
+        counts = [count + here for count, here in zip(counts, there, strict=True)]
+        for parameter, part, here in zip(torchs, gradient.split(sizes), there, strict=True):
+            parameter.grad = part.float() if here else None
+        fused.step()
+        rows = [adamw_terms(rate, betas, eps, max(count, 1)) for count in counts]
+        terms = np.array(rows, f)
+        pointers = [[part.data_ptr() for part in vector.split(sizes)] for vector in (gradient, first, second)]
+        addresses = np.array(pointers)
+        addresses[0] *= there
+        weight, from_gradient, beta2, square, by, root, small = np.repeat(terms, sizes, axis=0).T
+        g, m, v = (vector.float().numpy() for vector in (gradient, first, second))
+        base = np.where(from_gradient == 1, g, m)
+        mean = (weight.astype(np.float64) * (g - m) + base).astype(f)
+        squares = ((square * g).astype(np.float64) * g + v * beta2).astype(f)
+        with np.errstate(all="ignore"):
+            moved = (by * mean) / (np.sqrt(squares) / root + small)
+        wanted = [torch.from_numpy(x).to(dtype) for x in (mean, squares)]
+        if step == 1:
+            moved[missing] = 0
+            for new, old in zip(wanted, (first, second), strict=True):
+                new[missing] = old[missing]
+        expected, entries = residual + moved, np.empty(length + BLOCK, ENTRY)
+        displacement.set_step(addresses, terms)
+        packing = kernels.accumulate_select(displacement, residual, int(magnitude_bits(0.02)[0]), entries)
+        assert residual.tobytes() == expected.tobytes()
+        chosen = np.flatnonzero(np.abs(expected) >= f(0.02))
+        assert (packing.nnz, packing.nonfinite) == (len(chosen), 0)
+        assert entries["index"][: len(chosen)].tolist() == chosen.tolist()
+        assert entries["value"][: len(chosen)].tobytes() == expected[chosen].tobytes()
+        assert torch.equal(first, wanted[0])
+        assert torch.equal(second, wanted[1])
+        if element_type == "float32":
+            assert_torchs(first.split(sizes), [fused.state[p]["exp_avg"] for p in torchs])
+            assert_torchs(second.split(sizes), [fused.state[p]["exp_avg_sq"] for p in torchs])
+
+
+def test_adamws_move_that_is_not_finite_leaves_the_residual_and_is_counted() -> None:
+    gradient, residual = torch.tensor([0.0, 1.0, 3e38, -1.0]), np.full(4, 0.5, np.float32)
+    first, second = torch.zeros(4), torch.zeros(4)
+    displacement, entries = HostAdamW([4], "float32"), np.empty(4 + BLOCK, ENTRY)
+    pointers = np.array([[each.data_ptr()] for each in (gradient, first, second)])
+    displacement.set_step(pointers, np.array([adamw_terms(0.25, (0.9, 0.99), 0.0, 1)], np.float32))
+    packing = kernels.accumulate_select(displacement, residual, 1, entries)
+    # zero over zero; a square that overflows is a move of zero, as torch's
+    assert (packing.nnz, packing.nonfinite) == (3, 1)
+    assert residual.tolist() == pytest.approx([0.5, 0.75, 0.5, 0.25])
+    assert second.tolist() == pytest.approx([0.0, 0.01, math.inf, 0.01])
+
+
 def test_a_displacement_lacks_no_method() -> None:
-    class Half(Displacement):
+    class Half(ParameterDisplacement):
         def set_pointers(self, addresses: Sequence[int]) -> None: ...
 
     with pytest.raises(TypeError, match="abstract.* show"):
         Half()  # type: ignore[abstract]
-    assert not HostDisplacement.__abstractmethods__ | DeviceDisplacement.__abstractmethods__
+    for kind in (HostDisplacement, DeviceDisplacement, HostAdamW, DeviceAdamW):
+        assert not kind.__abstractmethods__
 
 
 @st.composite

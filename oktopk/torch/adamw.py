@@ -1,0 +1,184 @@
+"""AdamW whose step a `DistributedOptimizer` takes in the pass that selects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from oktopk.allreduce import GradientAllreduce
+from oktopk.displacement import ADAMW_TERMS, AdamWDisplacement, adamw_terms
+from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.as_wrapped import AsWrapped
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, whose step costs less memory traffic within a `DistributedOptimizer` that sends updates.
+
+    Arguments, groups, state and results are those of torch's, and states load either way. Alone it is torch's. Where a
+    `DistributedOptimizer` wraps it and sends updates, moments and residual are updated in the pass that selects:
+
+        m, v := as torch's fused AdamW computes them
+        residual := residual + lr / (1 - beta1^t) · m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        u := the largest sums of the largest entries of all residuals
+        reference := decay · (reference - u / P)
+        parameters := round(reference - local_share · residual)
+
+    So parameters are written once a step, and not read. The residual takes what AdamW moves them by before it is rounded to what
+    a parameter can hold: around torch's AdamW it takes the difference of parameters, which is rounded. Without selection both
+    give the same, to rounding. On x86 with FMA m and v of float32 are those of torch's `fused=True`, bit for bit, but for up to
+    15 elements at the end of a tensor.
+
+    A step is torch's own, with the same result, with amsgrad, maximize, capturable or differentiable, with hooks on the
+    optimizer's step, with `every` > 1, with hosts as replicas, with tables that have sparse gradients, and where gradients or
+    moments are of another type than their parameters or laid out otherwise.
+
+    Args:
+        params, lr, betas, eps, weight_decay, ...: as `torch.optim.AdamW`.
+
+    Memory traffic: a step of n float32 parameters reads and writes 40n bytes, beside 4n for the norms of gradients and 4n where
+        weights decay; around torch's AdamW 56n beside these.
+    Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
+
+    Example:
+        >>> optimizer = oktopk.torch.AdamW(model.parameters(), lr=1e-3)
+        >>> optimizer = DistributedOptimizer(optimizer, density=0.01)
+    """
+
+    _selecting: SelectingStep | None = None  # what takes the step that runs
+
+    def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+        """As torch's, which makes state where there is none; where the step is taken, torch's kernels get nothing to do."""
+        found = super()._init_group(group, *lists, **named)
+        if self._selecting is not None:
+            self._selecting.take(group)
+            for each in (*lists, *named.values()):
+                if isinstance(each, list):
+                    each.clear()
+        return found
+
+
+class SelectingStep:
+    """Steps of an `AdamW`, as what they move parameters by. Collective: every rank must construct.
+
+    Args:
+        optimizer: an `AdamW`.
+        parameters: those that updates are sent of, as the reducer has them.
+        reducer: in flat steps, of updates.
+        as_wrapped: what the parameters were.
+
+    Raises:
+        ValueError: the device has no memory for it; on every rank alike.
+
+    Attributes:
+        displacement: of the step that was taken last, for the reducer's next one.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        parameters: Sequence[Tensor],
+        reducer: GradientAllreduce,
+        as_wrapped: AsWrapped,
+    ) -> None:
+        self._optimizer, self._as_wrapped = optimizer, as_wrapped
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        kind = next(name for name, known in GRADIENT_TYPES.items() if known == parameters[0].dtype)
+        self.displacement: AdamWDisplacement = reducer.adamw_displacement(
+            [parameter.numel() for parameter in parameters], kind
+        )
+        self._fitting: dict[int, tuple[Tensor, Tensor]] = {}  # the moments that were looked at
+        # of each parameter the tensor that counts its steps, the version of that and what it holds
+        self._counts: dict[int, tuple[Tensor, int, int]] = {}
+        self._addresses = np.zeros((3, len(parameters)), np.int64)
+        self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
+
+    def run(self) -> bool:
+        """Step, if the step can be taken: moments change, and the residual, when the reducer steps. Returns whether it can."""
+        optimizer = self._optimizer
+        if not (self._is_plain() and self._fits()):
+            return False
+        self._addresses[:] = 0
+        optimizer._selecting = self
+        try:
+            optimizer.step()
+        finally:
+            optimizer._selecting = None
+        self.displacement.set_step(self._addresses, self._terms)
+        return True
+
+    def take(self, group: dict[str, Any]) -> None:
+        """Take a group's step, where `run` has found that it can be taken."""
+        state, counts, terms = self._optimizer.state, self._counts, {}
+        used = [parameter for parameter in group["params"] if parameter.grad is not None]
+        steps = [state[parameter]["step"] for parameter in used]
+        before = []
+        for parameter, step in zip(used, steps, strict=True):
+            held = counts.get(id(parameter))
+            known = held is not None and held[0] is step and held[1] == step._version
+            before.append(held[2] if held is not None and known else int(step))  # which waits for a GPU
+        if steps:
+            torch._foreach_add_(steps, 1)
+        rate, betas, eps = float(group["lr"]), group["betas"], group["eps"]
+        betas = float(betas[0]), float(betas[1])
+        for parameter, step, done in zip(used, steps, before, strict=True):
+            count = done + 1
+            counts[id(parameter)] = step, step._version, count
+            if count not in terms:
+                terms[count] = adamw_terms(rate, betas, eps, count)
+            number, held = self._numbers[id(parameter)], state[parameter]
+            self._terms[number] = terms[count]
+            moments = (held[name].data_ptr() for name in _MOMENTS)
+            self._addresses[:, number] = parameter.grad.data_ptr(), *moments
+
+    def _is_plain(self) -> bool:
+        """Whether this step is what the pass computes, and nobody looks at what it leaves in the parameters."""
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        hooks = (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
+        others = any(group.get(name) for group in groups for name in _OTHER_STEPS)
+        decays = any(group["weight_decay"] for group in groups)  # here, and not in the exchange
+        return not (any(hooks) or others or decays or self._as_wrapped.relaid)
+
+    def _fits(self) -> bool:
+        """Whether gradients and moments are of the parameters' type, and laid out as they."""
+        fits = self._as_wrapped.fits
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                number = self._numbers.get(id(parameter))
+                if number is None or not fits(number, gradient):
+                    return False
+                state = self._optimizer.state.get(parameter)
+                if not state:  # torch makes it as the parameter is
+                    continue
+                moments = tuple(state[name] for name in _MOMENTS)
+                seen = self._fitting.get(number)
+                if seen is None or seen[0] is not moments[0] or seen[1] is not moments[1]:
+                    if not all(fits(number, moment) for moment in moments):
+                        return False
+                    self._fitting[number] = moments
+        return True
+
+
+def takes_steps(optimizer: torch.optim.Optimizer) -> TypeGuard[AdamW]:
+    """Whether an optimizer's steps may be taken by a `SelectingStep`: it is an `AdamW` that steps as torch's does."""
+    plain = _function(type(optimizer).step) is _function(torch.optim.AdamW.step)
+    return isinstance(optimizer, AdamW) and plain
+
+
+def _function(step: Any) -> Any:
+    """What torch's profiler has wrapped, where it has."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

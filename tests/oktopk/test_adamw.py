@@ -1,0 +1,320 @@
+"""AdamW in the pass that selects against torch's, wrapped alike: the same moments, steps and sums, and the same rules."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import oktopk.torch
+from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.elastic import of_rank
+from tests.adamw import assert_torchs
+from tests.training import flat, loss, network, train
+
+pytestmark = pytest.mark.mpi
+
+OURS, TORCHS = oktopk.torch.AdamW, torch.optim.AdamW
+SHAPES = (
+    (130, 31),
+    (1,),
+    (7, 3),
+    (64,),
+    (0,),
+    (1029,),
+)  # on both sides of a vector, and of a piece of the pass
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(2)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def wrap(kind: type[Any], given: Any, comm: Any, settings: dict[str, Any], **group: Any) -> Any:
+    inner = kind(given, **({"lr": 2e-3, "weight_decay": 0.0, "fused": True} | group))
+    return DistributedOptimizer(inner, comm, **({"density": 0.05, "threshold_interval": 3} | settings))
+
+
+def feed(held: list[nn.Parameter], rank: int, step: int) -> None:
+    """Gradients that do not depend on the parameters."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for parameter in held:
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = gradient.bfloat16().to(parameter.dtype)
+
+
+class Run:
+    """Steps of one kind of AdamW on given gradients.
+
+    Attributes:
+        moved: float64[n], by how much the optimizers of all ranks have moved parameters: sent, and still to be sent.
+    """
+
+    def __init__(
+        self, kind: type[Any], comm: Any, settings: dict[str, Any], groups: Any, **group: Any
+    ) -> None:
+        self.comm, self.held = comm, parameters(group.pop("dtype", torch.float32))
+        given = self.held if groups is None else groups(self.held)
+        self.optimizer = wrap(kind, given, comm, settings, **group)
+        self.before = self.reference()
+
+    def reference(self) -> Any:
+        return self.optimizer._reference.vector.double().numpy().copy()
+
+    @property
+    def moved(self) -> Any:
+        residual = self.comm.allreduce(self.optimizer.reducer.residual.astype(np.float64))
+        return residual + self.comm.size * (self.before - self.reference())
+
+    def state(self, name: str) -> list[Any]:
+        state = self.optimizer.inner.state
+        return [state[p][name].clone() if p in state else None for p in self.held]
+
+    @property
+    def selects(self) -> bool:
+        return self.optimizer._selecting is not None
+
+
+def missing(run: Run, step: int) -> None:
+    run.held[3].grad = None
+    if (step + run.comm.rank) % 2:
+        run.held[0].grad = None
+
+
+def not_a_number(run: Run, step: int) -> None:
+    if step == 3 and run.comm.rank == run.comm.size - 1:
+        run.held[0].grad.view(-1)[5] = math.nan
+
+
+def two_groups(held: list[nn.Parameter]) -> Any:
+    held[2].requires_grad_(False)
+    return [
+        {"params": held[:1], "weight_decay": 0.1},
+        {"params": held[1:], "lr": 1e-3, "betas": (0.4, 0.99), "eps": 1e-6},
+    ]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Callable[[Run, int], None] | None]] = {
+    "plain": ({}, {}, None, None),
+    "groups, decay, frozen": ({}, {}, two_groups, lambda run, step: setattr(run.held[2], "grad", None)),
+    "missing gradients": ({"nonfinite": "raise"}, {}, None, missing),
+    "nan raises": ({"nonfinite": "raise"}, {}, None, not_a_number),
+    "nan is skipped": ({"nonfinite": "skip"}, {}, None, not_a_number),
+    "clipped": ({"clip_norm": 0.5}, {}, None, None),
+    "a tensor rate": ({}, {"lr": torch.tensor(2e-3)}, None, None),
+    "gtopk": ({"method": "gtopk"}, {}, None, None),
+    "union, int8": ({"method": "union", "wire": "int8"}, {}, None, None),
+    "warm-up": ({"dense_warmup_steps": 2}, {}, None, None),
+    "bfloat16": ({}, {"dtype": torch.bfloat16}, None, None),
+    "torch's own choice of kernels": ({}, {"fused": None}, None, None),
+    "foreach": ({}, {"fused": None, "foreach": True}, None, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moments_steps_and_moves_are_those_of_torchs_adamw(comm: MPI.Intracomm, name: str) -> None:
+    """On gradients that do not depend on the parameters: what is selected may differ where magnitudes are nearly equal.
+
+    Those of bfloat16 are compared with float32's, since torch's loses what is below half an ulp of a parameter.
+    """
+    settings, group, groups, change = CASES[name]
+    torchs_own = group | {"dtype": torch.float32, "fused": True, "foreach": None}
+    runs = [Run(OURS, comm, settings, groups, **group), Run(TORCHS, comm, settings, groups, **torchs_own)]
+    assert [run.selects for run in runs] == [True, False]
+    for step in range(8):
+        for run in runs:
+            feed(run.held, comm.rank, step)
+            if change is not None:
+                change(run, step)
+            raises = name == "nan raises" and step == 3
+            with pytest.raises(NonFiniteGradientError) if raises else nullcontext():
+                run.optimizer.step(measure=step == 5)
+    ours, torchs = runs
+    for moment in ("exp_avg", "exp_avg_sq", "step"):
+        mine, theirs = ours.state(moment), torchs.state(moment)
+        assert [each is None for each in mine] == [each is None for each in theirs]
+        mine, theirs = ([each for each in state if each is not None] for state in (mine, theirs))
+        if name == "bfloat16":
+            pairs = zip(mine, theirs, strict=True)
+            assert all(torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2) for one, other in pairs)
+        else:
+            assert_torchs(mine, theirs)
+    tolerance = 1e-3 if name == "bfloat16" else 2e-6 if name != "groups, decay, frozen" else 2e-5
+    assert np.abs(ours.moved).max() > 1e-3
+    assert np.allclose(ours.moved, torchs.moved, rtol=1e-4, atol=tolerance)
+    for run in runs:
+        assert len(set(comm.allgather(run.reference().tobytes()))) == 1
+        run.optimizer.close()
+
+
+def smooth() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7))
+
+
+def test_on_one_rank_training_is_that_of_torchs_adamw_alone_to_rounding() -> None:
+    """Whatever is selected: the residual counts at once."""
+    alone, model = smooth(), smooth()
+    torchs = TORCHS(alone.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    optimizer = wrap(OURS, model.parameters(), MPI.COMM_SELF, {}, lr=1e-2)
+    train(alone, torchs, 0, range(20))
+    train(model, optimizer, 0, range(20))
+    assert loss(model, 0, 20).item() < 0.5 * loss(smooth(), 0, 20).item()
+    assert np.allclose(flat(alone), flat(model), atol=1e-5)
+    optimizer.close()
+
+
+def test_training_is_near_that_of_torchs_adamw(comm: MPI.Intracomm) -> None:
+    """Of first moves, whose magnitudes are nearly equal, rounding decides which ones are selected."""
+    losses = []
+    for kind in (OURS, TORCHS):
+        model = smooth()
+        optimizer = wrap(kind, model.parameters(), comm, {"density": 0.2}, weight_decay=0.1, lr=1e-2)
+        train(model, optimizer, comm.rank, range(20))
+        losses.append(comm.allreduce(loss(model, comm.rank, 20).item()))
+        optimizer.close()
+    start = comm.allreduce(loss(smooth(), comm.rank, 20).item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] < 0.5 * start
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradscaler_keeps_the_rank_alone_that_has_an_inf(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(OURS, model.parameters(), comm, {})
+    scaler, scheduler = torch.amp.GradScaler("cpu", init_scale=1024.0), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # a scheduler that sees no step of the optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, comm.rank, step)).backward()
+            if step == 2 and comm.rank == 1:
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    assert scaler.get_scale() == (512.0 if comm.rank == 1 else 1024.0)
+    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
+    assert steps == {3.0 if comm.rank == 1 else 4.0}
+    assert len(set(comm.allgather(optimizer._reference.vector.numpy().tobytes()))) == 1
+
+
+def test_what_a_user_writes_within_agreed_stays(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(OURS, model.parameters(), comm, {})
+    train(model, optimizer, comm.rank, range(3))
+    with optimizer.agreed(), torch.no_grad():
+        model[0].weight.fill_(0.5)
+    train(model, optimizer, comm.rank, range(3, 4))
+    assert 0 < (model[0].weight - 0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("way", ["ours", "to torch's", "from torch's"])
+def test_states_load_either_way_and_ours_bit_for_bit(comm: MPI.Intracomm, way: str) -> None:
+    kinds = {"ours": (OURS, OURS), "to torch's": (OURS, TORCHS), "from torch's": (TORCHS, OURS)}[way]
+    model = network()
+    first = wrap(kinds[0], model.parameters(), comm, {}, weight_decay=0.1)
+    train(model, first, comm.rank, range(5))
+    saved = copy.deepcopy((model.state_dict(), first.state_dict()))
+    again = network(6)
+    second = wrap(kinds[1], again.parameters(), comm, {}, weight_decay=0.1)
+    train(again, second, comm.rank, range(2))
+    again.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    for each, optimizer in ((model, first), (again, second)):
+        train(each, optimizer, comm.rank, range(5, 9))
+    counts = {float(state["step"]) for state in second.inner.state.values()}
+    assert counts == {9.0}
+    if way == "ours":
+        assert flat(model).tobytes() == flat(again).tobytes()
+        states = [of_rank(each.state_dict()["reducer"])["residual"] for each in (first, second)]
+        assert torch.equal(*states)
+    else:
+        assert np.allclose(flat(model), flat(again), atol=1e-3)
+
+
+def test_an_update_that_is_not_finite_is_raised_on_all_ranks_and_moments_are_torchs(
+    comm: MPI.Intracomm,
+) -> None:
+    """A gradient of zero over a root of zero, on one rank: as in torch the moments have seen it, and no parameter moves there."""
+    moments = []
+    for kind in (OURS, TORCHS):
+        held = [nn.Parameter(torch.ones(80))]
+        optimizer = wrap(kind, held, comm, {"density": 0.2, "nonfinite": "raise"}, eps=0.0)
+        held[0].grad = torch.full((80,), 2.0)
+        if comm.rank == 0:
+            held[0].grad[3] = 0.0
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.step()
+        assert comm.rank or float(held[0][3]) == 1.0
+        moments.append(
+            [optimizer.inner.state[held[0]][name].clone() for name in ("exp_avg", "exp_avg_sq", "step")]
+        )
+        held[0].grad = torch.full((80,), 2.0)
+        optimizer.step()
+        assert bool(torch.isfinite(held[0]).all())
+        optimizer.close()
+    assert all(map(torch.equal, *moments))
+
+
+OTHERS: dict[str, Any] = {
+    "amsgrad": lambda run: run.optimizer.param_groups[0].update(amsgrad=True),
+    "maximize": lambda run: run.optimizer.param_groups[0].update(maximize=True),
+    "a hook": lambda run: run.optimizer.inner.register_step_post_hook(
+        lambda *_: [p.data.clamp_(-1, 1) for p in run.held]
+    ),
+    "moments laid out otherwise": lambda run: run.optimizer.inner.state[run.held[0]].update(
+        exp_avg=torch.zeros(SHAPES[0][::-1]).t()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERS, "every"])
+def test_what_the_pass_does_not_compute_is_torchs_own_step(comm: MPI.Intracomm, what: str) -> None:
+    settings = {"every": 2} if what == "every" else {}
+    runs = [Run(kind, comm, settings, None, fused=None, foreach=False) for kind in (OURS, TORCHS)]
+    for run in runs:
+        if what == "moments laid out otherwise":
+            feed(run.held, comm.rank, 0)
+            for parameter in run.held:
+                parameter.grad.zero_()
+            run.optimizer.step()
+        if what in OTHERS:
+            OTHERS[what](run)
+        for step in range(4):
+            feed(run.held, comm.rank, step)
+            run.optimizer.step()
+    values = [torch.cat([p.detach().reshape(-1) for p in run.held]) for run in runs]
+    assert torch.equal(*values)
+    assert not torch.equal(values[0], torch.cat([p.detach().reshape(-1) for p in parameters()]))
+
+
+def test_alone_it_is_torchs() -> None:
+    values = []
+    for kind in (OURS, TORCHS):
+        held = parameters()
+        optimizer = kind(held, lr=2e-3)
+        for step in range(3):
+            feed(held, 0, step)
+            optimizer.step()
+        values.append(torch.cat([p.detach().reshape(-1) for p in held]))
+    assert torch.equal(*values)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_must_have_it_alike(comm: MPI.Intracomm) -> None:
+    model = network()
+    with pytest.raises(
+        ValueError, match=r"ranks disagree on whether the optimizer is an oktopk\.torch\.AdamW"
+    ):
+        wrap(OURS if comm.rank else TORCHS, model.parameters(), comm, {})
