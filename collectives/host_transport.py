@@ -18,6 +18,7 @@ from collectives.limit import (
     GivenUp,
     Limit,
     Notes,
+    TwofoldNotes,
     call_of,
     missing_ranks,
     other_calls,
@@ -140,6 +141,11 @@ class HostTransport(Transport):
 
     def expect_none(self) -> None:
         self._expected = None
+
+    def share_limit(self, other: HostTransport) -> None:
+        """Let ranks that give up here tell so to those of another transport, where others may wait for them, and the reverse."""
+        here, there = self._given_up, other._given_up
+        here.notes, there.notes = TwofoldNotes(here.notes, there.notes), TwofoldNotes(there.notes, here.notes)
 
     @property
     def gave_up(self) -> bool:

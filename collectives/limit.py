@@ -47,13 +47,16 @@ class Note(NamedTuple):
     """What a rank that gives up tells the others.
 
     Attributes:
-        waited: milliseconds that it has waited; -1: it came when the others had given up.
+        waited: milliseconds that it has waited; -1: it came when the others had given up; ELSEWHERE: it will not come.
         what: it waited for, at most MOST_BYTES in UTF-8.
     """
 
     waited: int
     what: str
 
+
+ELSEWHERE = -2
+"""`Note.waited` of a rank that waited for other ranks than these, which did not come."""
 
 MOST_BYTES = 56
 """Of `Note.what`."""
@@ -77,6 +80,29 @@ class Notes(Protocol):
 
     def collect(self) -> dict[int, Note]:
         """The notes that have come since the last call, by rank."""
+
+
+class TwofoldNotes:
+    """The notes of some ranks; who leaves one here tells so to those of another transport, too, which may wait for it there.
+
+    Args:
+        notes: of these ranks.
+        others: of those.
+    """
+
+    def __init__(self, notes: Notes, others: Notes) -> None:
+        self.rank, self.size = notes.rank, notes.size
+        self._notes, self._others = notes, others
+
+    def leave(self, note: Note) -> None:
+        self._notes.leave(note)
+        self._others.leave(Note(ELSEWHERE, "a step with other ranks, one of which is missing,"))
+
+    def any_left(self) -> bool:
+        return self._notes.any_left()
+
+    def collect(self) -> dict[int, Note]:
+        return self._notes.collect()
 
 
 class GivenUp:
@@ -135,9 +161,11 @@ def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> Mi
     while len(came) < notes.size and time.monotonic() < give_up:
         came |= notes.collect()
         time.sleep(PAUSE)
-    late = [rank for rank in range(notes.size) if rank not in came or came[rank].waited < 0]
+    late = [rank for rank in range(notes.size) if rank not in came or came[rank].waited == -1]
     if late:
         return MissingRanksError(limit.what, late, limit.seconds, limit.advice)
+    if elsewhere := [rank for rank in range(notes.size) if came[rank].waited == ELSEWHERE]:
+        return MissingRanksError(limit.what, elsewhere, limit.seconds, limit.advice, came[elsewhere[0]].what)
     if (error := other_calls(limit, [came[rank].what for rank in range(notes.size)])) is not None:
         return error
     # the last to come began to wait while the others were giving up

@@ -73,11 +73,23 @@ class MissingRanksError(RuntimeError):
     """
 
     def __init__(self, what: str, ranks: list[int], seconds: float, advice: str, instead: str = "") -> None:
+        self._what, self._how = what, (seconds, advice, instead)
         came = f"called {instead} instead, and did not come" if instead else "did not come"
         super().__init__(
             f"{what}: rank(s) {', '.join(map(str, ranks))} {came} within {seconds:g} s (the setting timeout). {advice}"
         )
         self.ranks = ranks
+
+    def among(self, whom: str, numbers: list[int]) -> MissingRanksError:
+        """The same of ranks that have other numbers for users.
+
+        Args:
+            whom: the ranks, for the message.
+            numbers: of each rank, for users.
+        """
+        return MissingRanksError(
+            f"{self._what}, of {whom}", [numbers[rank] for rank in self.ranks], *self._how
+        )
 
 
 class Transport(ABC):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
+from oktopk.torch.shards import Shards, is_sharded
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,10 +28,16 @@ GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _REDUCERS = WeakTensorKeyDictionary()
 """Parameters whose gradients are reduced -> a weak reference to the DistributedOptimizer or OkTopkState that does so."""
 
+_OF_SHARDS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+"""DistributedOptimizer -> the ids of its parameters, if they are sharded: `Module.to` refuses DTensors with weak references."""
+
 
 def reducer_of(parameters: Iterable[Tensor], kind: type = object) -> Any:
     """What reduces the gradient of one of these parameters and is of this kind; None where there is nothing."""
+    parameters = list(parameters)
+    known = set(map(id, parameters))
     references = [_REDUCERS[parameter] for parameter in parameters if parameter in _REDUCERS]
+    references += [weakref.ref(reducer) for reducer, ids in _OF_SHARDS.items() if ids & known]
     if any(isinstance(reference(), kind) for reference in references):
         gc.collect()  # a scheduler leaves a cycle
     return next((found for each in references if isinstance(found := each(), kind)), None)
@@ -40,11 +47,15 @@ def register_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
     """Let `reducer_of` find a reducer, until it is gone or `unregister_reducer` was called."""
     reference = weakref.ref(reducer)
     for parameter in parameters:
-        _REDUCERS[parameter] = reference
+        if is_sharded(parameter):
+            _OF_SHARDS[reducer] = _OF_SHARDS.get(reducer, frozenset()) | {id(parameter)}
+        else:
+            _REDUCERS[parameter] = reference
 
 
 def unregister_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
     """The reverse of `register_reducer`."""
+    _OF_SHARDS.pop(reducer, None)
     for parameter in parameters:
         if parameter in _REDUCERS and _REDUCERS[parameter]() is reducer:
             del _REDUCERS[parameter]
@@ -56,6 +67,7 @@ class _Mine(NamedTuple):
     problem: str
     length: int
     layout: bytes
+    shard: tuple[int, list[int]] | None
     clip_norm: float
     broadcast: bool
     sends: str
@@ -81,8 +93,6 @@ def wrapping_problem(
         )
     if not parameters:
         return "no parameter of the optimizer needs a gradient"
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        return "a parameter is sharded, as by fully_shard: take oktopk.torch.OkTopkReplicas between the replicas of the model"
     first = parameters[0]
     if problem := type_problem(parameters):
         return problem
@@ -197,6 +207,7 @@ def disagreement(
     broadcast: bool,
     sends: str,
     problem: str,
+    shards: Shards | None = None,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
 
@@ -205,6 +216,7 @@ def disagreement(
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
         problem: what is wrong on this rank; the reducer tells it.
+        shards: of the parameters, where they are sharded.
 
     Returns:
         (what keeps the ranks from going on, in a sentence, or ""; the ranks whose parameters have other values than rank 0's).
@@ -213,20 +225,28 @@ def disagreement(
     """
     every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     places = {id(p): place for place, p in enumerate(p for p in every if p.requires_grad)}
-    layout = repr([(places[id(p)], tuple(p.shape), p.stride()) for p in parameters]).encode()
+    held = parameters if shards is None else shards.tensors
+    layout = repr(
+        [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in held]]
+    ).encode()
     mine = _Mine(
         problem,
-        sum(p.numel() for p in parameters),
+        sum(p.numel() for p in held),
         hashlib.blake2b(layout, digest_size=8).digest(),
+        None if shards is None else (shards.rank, shards.ranks),
         clip_norm,
         broadcast,
         sends,
         b"" if problem else _digest(_plain_state(optimizer, moments=sends == "gradients")),
-        b"" if problem else _digest(parameters),
+        b"" if problem else _digest(held),
     )
     everyone = transport.allgather_objects(mine)
-    if any(theirs.problem for theirs in everyone) or len({theirs.length for theirs in everyone}) > 1:
+    if any(theirs.problem for theirs in everyone):
         return "", []  # of these the reducer tells more
+    if shards is not None and (problem := _replicas_problem([theirs.shard for theirs in everyone])):
+        return problem, []
+    if len({theirs.length for theirs in everyone}) > 1:
+        return "", []
     if len({theirs.layout for theirs in everyone}) > 1:
         return "the parameters' shapes, order or memory layouts differ between ranks", []
     for name in ("clip_norm", "broadcast", "sends"):
@@ -247,6 +267,21 @@ def disagreement(
             [],
         )
     return "", others
+
+
+def _replicas_problem(shards: Sequence[tuple[int, list[int]] | None]) -> str:
+    """Why ranks do not hold one shard, each of another replica, in a sentence; "" if they do.
+
+    Args:
+        shards: of each rank the number of its shard, and the ranks of its replica; None: its parameters are not sharded.
+    """
+    known = [shard for shard in shards if shard is not None]
+    group = 'pass the group of those that hold this rank\'s shard, mesh["replicate"].get_group()'
+    if len({tuple(ranks) for _, ranks in known}) < len(shards):
+        return f"comm has several ranks of one replica, which shard its model together: {group}"
+    if len({number for number, _ in known}) > 1:
+        return f"comm has ranks that hold different shards: {group}"
+    return ""
 
 
 def states_difference(transport: Transport, state: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_version_of = operator.attrgetter("_version")
 _What = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
@@ -46,6 +48,14 @@ class AsWrapped:
             self._problem = self._problem or problem
             if not problem and parameter.stride() != was[1]:
                 self.relaid.append(number)
+
+    def versions(self) -> list[int]:
+        """Of each parameter how often torch has written to it."""
+        return list(map(_version_of, self._parameters))
+
+    def count_write(self) -> None:
+        """Let `versions`, and autograd, see a write to all of them that torch did not make."""
+        torch.autograd.graph.increment_version(self._parameters)
 
     @property
     def problem(self) -> str:

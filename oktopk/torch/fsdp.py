@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from oktopk.settings import settings_problem, timeout_of
 from oktopk.torch.agreement import GRADIENT_TYPES, groups_of, optimizers_of, rescaled_warning
 from oktopk.torch.interop import memory_of
 from oktopk.torch.modules import broadcast_tensors
+from oktopk.torch.shards import TWO_DIMENSIONS, local_tensor
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.step_agreement import StepAgreement
 
@@ -86,17 +86,14 @@ class OkTopkReplicas:
         if not modules:
             problem = problem or "the model has no module that fully_shard was called on"
         if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
-            problem = problem or (
-                "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
-                'fully_shard(..., mesh=mesh["shard"])'
-            )
+            problem = problem or TWO_DIMENSIONS
         with ExitStack() as opened:  # closed where this raises
             # reducers that are made of one transport share what carries their messages: the backward pass takes them in turn
             self._transport = connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))
             opened.callback(self._transport.close)
-            shapes = [(name, tuple(_local(p).shape)) for name, p in model.named_parameters()]
+            shapes = [(name, tuple(local_tensor(p).shape)) for name, p in model.named_parameters()]
             self._transport.agree({"shards": shapes}, problem)
-            broadcast_tensors((_local(p) for p in parameters), self._transport)
+            broadcast_tensors(parameters, self._transport)
             opened.pop_all()
         if self._transport.rank == 0 and (warning := rescaled_warning(parameters)):
             warnings.warn(warning, stacklevel=2)
@@ -190,9 +187,3 @@ class OkTopkReplicas:
             reducer.close()
         self._reducers = {}
         self._transport.close()
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter."""
-    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
-    return parameter.detach() if to_local is None else to_local().detach()

@@ -14,6 +14,7 @@ from collectives.dense_allreduce import DenseAllreduce
 from collectives.limit import Limit
 from collectives.transport import Transport
 from oktopk.settings import Settings
+from oktopk.torch.shards import local_tensor
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -29,7 +30,7 @@ def broadcast_parameters(
 
     Args:
         module: with the same parameters and buffers on all ranks.
-        comm: as `GradientAllreduce` takes it.
+        comm: as `GradientAllreduce` takes it. Of sharded parameters the ranks that hold this rank's shards.
         root: whose values are taken.
         timeout: seconds that a rank may come late.
 
@@ -43,11 +44,11 @@ def broadcast_parameters(
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], transport: Transport, root: int = 0) -> None:
-    """As `broadcast_parameters`, for tensors."""
-    for tensor in tensors:
-        host = tensor.detach().cpu().contiguous()
+    """As `broadcast_parameters`, for tensors; of a DTensor this rank's shard."""
+    for tensor in map(local_tensor, tensors):
+        host = tensor.cpu().contiguous()
         transport.broadcast(host.reshape(-1).view(torch.uint8).numpy(), root)
-        tensor.detach().copy_(host)
+        tensor.copy_(host)
 
 
 def average_buffers(

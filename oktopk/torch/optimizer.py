@@ -52,8 +52,9 @@ from oktopk.torch.overlap import (
     in_models_order,
     order_problem,
 )
+from oktopk.torch.shards import Shards, shards_problem
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
-from oktopk.torch.step_agreement import StepAgreement
+from oktopk.torch.step_agreement import StepAgreement, numbers_of
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -93,7 +94,8 @@ class DistributedOptimizer(WrappedOptimizer):
     Args:
         optimizer: the torch optimizer that owns the parameters: all on one device (the CPU, or the current GPU), all float32,
             bfloat16 or float16, each dense in memory.
-        comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings.
+        comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings. Of
+            parameters that `fully_shard` made the ranks that hold this rank's shards, `mesh["replicate"].get_group()`.
         method: a name in `oktopk.METHODS`.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
@@ -217,6 +219,9 @@ class DistributedOptimizer(WrappedOptimizer):
         tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
         self._parameters = [p for p in trained if id(p) not in numbers]
         self._trained = trained
+        self._shards = Shards.of(trained, timeout_of(settings))
+        if self._shards is not None:
+            self._parameters, tables = self._shards.tensors, []
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
@@ -228,13 +233,15 @@ class DistributedOptimizer(WrappedOptimizer):
             problem = "the optimizer is a DistributedOptimizer already: wrap it once"
         unsaid, sends = sends is None, self._sends if sends is None else sends
         problem = problem or self._sends_problem(sends, every, local_share)
+        problem = problem or shards_problem(trained, sends, replica, named, settings.get("levels", "auto"))
         asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
         refused = self._refused(settings | asked | {"every": every, "tables": tables, "replica": replica})
         if refused and unsaid:
             refused += f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass sends='gradients'"
         problem = problem or refused
         problem = problem or _second_reducer_problem(optimizer, trained)
-        problem = problem or wrapping_problem(optimizer, trained, clip_norm, settings)
+        held = trained if self._shards is None else self._parameters
+        problem = problem or wrapping_problem(optimizer, held, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
         if not problem:
@@ -253,9 +260,16 @@ class DistributedOptimizer(WrappedOptimizer):
             "local_share": local_share,
             "replica": replica,
         }
-        with closing(connect(comm, Limit("DistributedOptimizer(...)", timeout_of(settings)))) as transport:
+        limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
+        if self._shards is not None:
+            alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+            problem = self._shards.sentence(problem, limit.what, alike)
+        with (
+            self._together(limit.what, self._undo_construction),
+            closing(connect(comm, limit)) as transport,
+        ):
             differs, strangers = disagreement(
-                transport, optimizer, trained, clip_norm, broadcast, sends, problem
+                transport, optimizer, trained, clip_norm, broadcast, sends, problem, self._shards
             )
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
             options |= {"problem": problem or differs}
@@ -281,7 +295,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._memory = memory
-        self._prepare(gradient_type, overlap)
+        with self._together(limit.what, self.reducer.close):
+            self._prepare(gradient_type, overlap)
         register_reducer(self, trained)
         if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
             warnings.warn(warning, stacklevel=2)
@@ -312,6 +327,13 @@ class DistributedOptimizer(WrappedOptimizer):
                 f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
             )
         return ""
+
+    def _together(self, what: str, undo: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within, as `Shards.together`, where parameters are sharded."""
+        return nullcontext() if self._shards is None else self._shards.together(what, undo)
+
+    def _undo_construction(self) -> None:
+        self.reducer.close()
 
     def _options(self) -> dict[str, Any]:
         """What the reducer is told, whatever the user says."""
@@ -513,6 +535,8 @@ class DistributedOptimizer(WrappedOptimizer):
             moving = moving or self._buckets.started > 0
         if self._tables is not None:
             moving = moving or self._tables.has_gradients
+        if self._shards is not None:
+            moving = self._shards.any(moving, f"step {self.reducer.steps}")
         self.reducer.complete()
         transport = self.reducer.transport
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from oktopk.torch.interop import TensorMemory
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
 
-_version_of = operator.attrgetter("_version")
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -33,7 +31,8 @@ class Reference:
     displacement is multiplied by the ranks of the host, so that residual and update are sums over ranks as in flat steps.
 
     Args:
-        parameters: on one device, of one type, each dense in memory (`is_dense`).
+        parameters: on one device, of one type, each dense in memory (`is_dense`). Of this very list, which is kept, those are
+            used that are in it when `as_wrapped` has looked.
         reducer: whose residual it is.
         memory: of both.
         share: of the residual that a rank's own parameters hold, in [0, 1]; in two levels over the ranks of the host.
@@ -59,7 +58,7 @@ class Reference:
         share: float,
         as_wrapped: AsWrapped,
     ) -> None:
-        self._parameters, self._share, self._as_wrapped = list(parameters), share, as_wrapped
+        self._parameters, self._share, self._as_wrapped = parameters, share, as_wrapped
         self._reducer, self._memory = reducer, memory
         self.vector = torch.zeros(reducer.length, device=parameters[0].device)
         self._array = memory.array(self.vector)
@@ -168,8 +167,7 @@ class Reference:
             self._moved.show(residual, factors)
         if self._unfit:
             torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
-        # as autograd and `written` see a write of torch's
-        torch.autograd.graph.increment_version(self._parameters)
+        self._as_wrapped.count_write()
         self._note()
 
     def _set_pointers(self, present: Sequence[int | bool] | None) -> None:
@@ -278,7 +276,7 @@ class Reference:
 
     def _written_to(self) -> list[tuple[int, int]]:
         """Of each parameter how often torch has written to it, and where it lies, as `_follow` found it."""
-        return list(zip(map(_version_of, self._parameters), self._addresses, strict=True))
+        return list(zip(self._as_wrapped.versions(), self._addresses, strict=True))
 
     def _sampled(self) -> Tensor:
         """The samples as they are now, one after the other."""

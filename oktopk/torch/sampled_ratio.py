@@ -14,6 +14,7 @@ from torch import Tensor
 from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.torch.interop import TensorMemory
+from oktopk.torch.shards import Shards
 
 _SHARE, _LEAST, _MOST = 1000, 4096, 65536  # one element in so many; elements at least and at most
 _FOLLOWED = 0.2  # weight of a new measurement
@@ -31,15 +32,20 @@ class SampledRatio:
         parameters: whose gradients are sampled: every m-th element, other ones in each measurement.
         reducer: of the ranks. Collective.
         memory: of both.
+        shards: of the parameters, where they are sharded: of each replica, then, the norms are those of its whole gradient.
 
     Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely, in two
-        levels between the first ranks of the hosts, which tell the others of their host.
+        levels between the first ranks of the hosts, which tell the others of their host, and as `Shards.sums` over shards.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], reducer: GradientAllreduce, memory: TensorMemory
+        self,
+        parameters: Sequence[Tensor],
+        reducer: GradientAllreduce,
+        memory: TensorMemory,
+        shards: Shards | None = None,
     ) -> None:
-        self._parameters, self._memory = parameters, memory
+        self._parameters, self._memory, self._shards = parameters, memory, shards
         # of noise alone, also where hosts have unlike numbers of ranks
         self._least = 1 / len(set(reducer.hosts or range(reducer.transport.size)))
         self._host: Transport | None = None
@@ -100,9 +106,16 @@ class SampledRatio:
         with self._memory.stream_scope():
             self._sum.run()
         total, ranks = sample[-2:].tolist()
+        of_sum = float(sample[:-2].square().sum())
+        if self._shards is not None and self._shards.several:
+            # each sample stands for as many elements of its shard
+            parts = [of_sum * self._stride, total * self._stride, ranks]
+            (of_sum, total), alike = self._shards.sums(parts, f"measurement {self.measured}")
+            if not alike:  # a shard of some replica is not finite
+                return
         if not ranks or not math.isfinite(total):
             return
-        new = float(sample[:-2].square().sum()) / ranks**2, total / ranks
+        new = of_sum / ranks**2, total / ranks
         weight = _FOLLOWED if self.squares[1] else 1.0
         of_mean, mean = (old + weight * (now - old) for old, now in zip(self.squares, new, strict=True))
         self.squares = of_mean, mean

@@ -28,6 +28,7 @@ from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
+from oktopk.torch.shards import Ready
 from oktopk.torch.states import by_rank, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
@@ -80,6 +81,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
       the same shard: a host sends what one rank would. The update comes back to all ranks of the host, whose parameters are then
       equal, bit for bit. A host counts by its ranks: reference := decay · (reference - sum over hosts of ranks / P · u).
     - `replica="summed"`: the same, of gradients that are equal on the ranks of a host already, as DDP over them makes them.
+    - Parameters that `fully_shard` made: the ranks that shard one model, after FSDP2 has reduced its gradient. `replica` stays
+      "auto", and `optimizer.replica` is "shards". Each rank exchanges its shards with the ranks that hold the same ones.
     - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
 
     With hosts, H of them, read 1/H for 1/P where beta2, the ratio and the default of `local_share` are meant. Where hosts have
@@ -87,6 +90,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
     whole host. With "summed" the ranks of a host compare the norms of their gradients, in the first 20 exchanges and in every
     tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
+
+    Ranks that shard one model agree in each step on whether all gradients are finite, else none of them steps; on the norm for
+    `clip_norm`, which is that of the whole gradient; on the ratio; and on how an exchange ended: an error of one rank is raised
+    on all ranks, and a step that one skips is skipped. See docs/ddp.md.
 
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped. All ranks must
     write the same, within `agreed`, as their parameters differ. Where `every` > 1, writing outside of it also drops the
@@ -98,7 +105,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
         shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer memory, in
-        every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words.
+        every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words. Among
+        the ranks that shard one model a control allgather of five int64 a step, of one in each exchange, of three in each
+        measurement of the ratio.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
@@ -131,6 +140,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _options(self) -> dict[str, Any]:
         replica = self._arguments["replica"]
+        if self._shards is not None:
+            return {"levels": "flat"}
         if replica == "auto":
             return {}
         return {"levels": "hosts" if replica in _HOSTS else "flat"}
@@ -143,12 +154,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._interval: int = self._arguments["every"]
         self._sizes = [parameter.numel() for parameter in self._parameters]
         share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
-        self._as_wrapped = AsWrapped(self._parameters)
+        self._as_wrapped = AsWrapped(self._parameters) if self._shards is None else self._shards.watched()
         # the residual is in sums over ranks
         share = 1 / size if share is None else share / (1 if group is None else group.host.size)
         self.replica, self._replicas = self._arguments["replica"], float(size)
         if self.replica == "auto":
             self.replica = "rank" if group is None else "host"
+        if self._shards is not None:
+            self.replica = "shards"
+            self._shards.share_limits(self.reducer.transport, self.reducer.advice)
         if group is not None:
             self._replicas = size**2 / sum(ranks**2 for ranks in Counter(group.layout.hosts).values())
         self._in_host: HostMean | None = None
@@ -164,7 +178,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
         if _adaptive(self.inner):
-            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory)
+            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory, self._shards)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
@@ -242,12 +256,18 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise RuntimeError(
                 "step() within `with optimizer.agreed():`, where parameters are not this rank's own: leave it first"
             )
+        with nullcontext("") if self._shards is None else self._shards.gradients() as unreadable:
+            self._step(measure, grad_scaler, unreadable)
+        return loss
+
+    def _step(self, measure: bool, grad_scaler: GradScaler | None, unreadable: str) -> None:
+        """As `step`, once the gradients are there. unreadable: why one cannot be read, in a sentence."""
         if self._only_sets_up_state():
             self.inner.step()
             self._reference.watch()
-            return loss
+            return
         self._as_wrapped.look()
-        here = self._as_wrapped.problem or self._unwrapped_parameters() or self._unreadable()
+        here = self._as_wrapped.problem or unreadable or self._unwrapped_parameters() or self._unreadable()
         self._problem = problem = self._problem or here
         if self._tables is not None and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
@@ -256,24 +276,38 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     self._take_written()
                 self.report = skipped
                 self._reference.watch()
-                return loss
+                return
         elif problem and grad_scaler is not None:
             self._answer(grad_scaler)
         if problem and self._in_host is not None:
             self._in_host.take(problem=True)
-        finite = not problem and self._finite(grad_scaler)
+        if self._shards is not None:
+            # before a DTensor is unscaled, for which torch communicates
+            told = grad_scaler is not None and self._shards.any(bool(problem), f"step {self.reducer.steps}")
+            if problem or told:
+                self._ready()
+        finite = not self._problem and self._finite(grad_scaler)
+        problem = self._problem  # perhaps of another shard
         if self._tables is None:
             if finite:
                 self._step_alone()
         elif not self._step_with_tables(finite, problem):
-            return loss
+            return
         self._steps += 1
         self._count_decay()
         if self._steps >= self._interval:
             self._exchange(measure, problem or self._own_weights())
         else:
             self._reference.watch()
-        return loss
+
+    def _ready(self, overflowed: bool = False, finite: bool = False, square: float = 0.0) -> Ready:
+        """What the ranks that shard the model agree on before they step; problems of others become this rank's. Collective."""
+        assert self._shards is not None
+        what = f"step {self.reducer.steps}"
+        ready = self._shards.ready(what, bool(self._problem), overflowed, finite, square, self._steps)
+        if ready.problem:
+            self._problem = self._shards.sentence(self._problem, what)
+        return ready
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
@@ -300,7 +334,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Whether this rank's gradients are finite, after unscaling; then they are clipped. What was written to is taken before.
 
         Where the ranks of a host step together, of the mean of their gradients, which becomes each `p.grad`; False where one of
-        them has a problem. A GPU is waited for once, for both.
+        them has a problem. Where ranks shard the model, of all shards, and collective. A GPU is waited for once, for both.
         """
         flags, together = [self._reference.changed()], True
         if scaler is not None:
@@ -319,13 +353,24 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
         changed, *overflowed, finite = torch.stack([*flags, torch.isfinite(norms).all()]).tolist()
         self._take_written(changed)
-        self._loaded = None
-        if any(overflowed) or not together:
-            return False
-        if not finite and all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        loaded, self._loaded = self._loaded, None
+        overflow = any(overflowed) or not together
+        if not overflow and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
             finite = bool(torch.isfinite(norms).all())
-        if not finite and scaler is not None and self._in_host is not None:  # another rank's Inf
+        norm = norms.norm()
+        if self._shards is not None and self._shards.several:
+            ready = self._ready(overflow, finite, float(norms.double().square().sum()))
+            if loaded is not None and self._steps < ready.steps and self._fits(loaded):
+                self._go_on(loaded)  # of this shard nothing was written
+            if ready.problem:
+                return False
+            overflow, finite = ready.overflowed, ready.finite
+            norm = norm.new_tensor(ready.norm, dtype=torch.float64)
+        if overflow and self._shards is None:
+            return False
+        alone = self._in_host is None and self._shards is None
+        if (overflow or not finite) and scaler is not None and not alone:  # another rank's Inf
             for flag in self._answer(scaler).values():
                 flag.fill_(1.0)
             return False
@@ -333,7 +378,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
         if self.clip_norm and gradients:
-            scale = (self.clip_norm / (norms.norm() + 1e-6)).clamp(max=1.0)
+            scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
 
@@ -423,12 +468,25 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 bytes(len(self._present)) if problem else self._present, flagged=self._broken
             )
         absent = () if all(self._present) else missing_spans(self._sizes, self._present)
+        what, applied, anywhere = f"step {self.reducer.steps}", False, b""
+        failed: Exception | None = None
+        report = self.report
         try:
             with self._memory.stream_scope():
-                self.report = self.reducer.step(
+                self.report = report = self.reducer.step(
                     moved, measure=measure, problem=problem, absent=absent, token=token
                 )
-        except (NonFiniteGradientError, ValueError):
+            applied = not report.skipped
+            if applied:
+                anywhere = self._agreement.hear(self.reducer.tokens, transport)
+        except (NonFiniteGradientError, ValueError) as error:
+            failed = error
+        skipped = not applied
+        if self._shards is not None:  # what the ranks that have another shard met
+            failed, skipped = self._shards.outcome(failed, what, skipped)
+        if applied and (skipped or failed is not None):
+            self.reducer.take_back()
+        if failed is not None:
             self._failed = True
             if problem:  # the other ranks have stepped, this one has not
                 reference.gather_residual()
@@ -438,36 +496,25 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._present = present
             else:
                 self._end_window()
-            raise
-        self.report.every = self._interval
-        self.report.replicas = transport.size if group is None else len(set(group.layout.hosts))
-        factors = None
-        if not self.report.skipped:
-            try:
-                anywhere = self._agreement.hear(self.reducer.tokens, transport)
-            except ValueError:
-                self._failed = True
-                self.reducer.take_back()
-                self._end_window()
-                raise
+            raise failed
+        assert report is not None
+        report.every = self._interval
+        report.replicas = transport.size if group is None else len(set(group.layout.hosts))
+        factors, report.skipped = None, skipped
+        if not skipped:
             reference.subtract_update()
             factors = self._decay_of(anywhere)
         self._failed = False
         if self._tables is not None:
-            self.report.row_bytes = sum(each.bytes for each in self._tables.reports)
+            report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
-            sent = self.reducer.take_traffic()
-            for name in (
-                "words",
-                "messages",
-                "bytes",
-                "bytes_between",
-                "control_words",
-                "control_messages",
-            ):
-                setattr(self.report, name, getattr(self.report, name) + getattr(sent, name))
+        sent = self.reducer.take_traffic()
+        if self._shards is not None:
+            sent += self._shards.take_traffic()
+        for name in ("words", "messages", "bytes", "bytes_between", "control_words", "control_messages"):
+            setattr(report, name, getattr(report, name) + getattr(sent, name))
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
@@ -485,9 +532,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             for group, factor in zip(self.param_groups, self._factors, strict=True)
             for p in group["params"]
         }
+        owned = self._parameters if self._shards is None else self._shards.parameters
         return [
             factors.get(id(parameter), 1.0) if here else 1.0
-            for parameter, here in zip(self._parameters, anywhere[: len(self._parameters)], strict=True)
+            for parameter, here in zip(owned, anywhere[: len(owned)], strict=True)
         ]
 
     # what users write
@@ -522,20 +570,25 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         with torch.no_grad():
             self._take_written()
             self._kept = self._reference.show_agreed()
+        if self._shards is not None:
+            self._shards.reshard()
         try:
             yield
         finally:
             kept, self._kept = self._kept, None
             with torch.no_grad():
                 self._reference.leave_agreed(kept)
+            if self._shards is not None:
+                self._shards.reshard()
 
     # state
 
     @property
     def gradient(self) -> Any:
         """float32[n]: this rank's gradient as it is now, on the host; zero where there is none."""
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
+        with nullcontext() if self._shards is None else self._shards.gradients():
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+            return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
@@ -572,24 +625,31 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _load(self, state: dict[str, Any], empty: str = "") -> None:
         own = of_rank(state.pop("updates", None))
         transport = self.reducer.transport
-        transport.expect_all("load_state_dict", self.reducer.settings.timeout)
         problem = ""
         if own is not None:
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
-        transport.agree({"whether the state is of updates": own is not None}, problem)
-        if own is not None:  # torch's distributed checkpoint has those of one rank beside it
-            state["state"] = own["optimizer"]["state"]
-            state.setdefault("param_groups", own["optimizer"]["param_groups"])
-        if own is None and state.get("reducer") is not None:
-            # residuals of gradients are of another size, and those of updates belong to a reference
-            state.pop("reducer")
-            empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
-        unwritten = not self._reference.written(by_version=not self._steps)
-        super()._load(state, empty)
+        if self._shards is not None:
+            moment = None if own is None or problem else (own["exchanges"], own["steps"])
+            alike = {"the exchanges of the state, and steps since": moment}
+            problem = self._shards.sentence(problem, "load_state_dict", alike)
+        with self._together("load_state_dict", lambda: None):
+            transport.expect_all("load_state_dict", self.reducer.settings.timeout)
+            transport.agree({"whether the state is of updates": own is not None}, problem)
+            if own is not None:  # torch's distributed checkpoint has those of one rank beside it
+                state["state"] = own["optimizer"]["state"]
+                state.setdefault("param_groups", own["optimizer"]["param_groups"])
+            if own is None and state.get("reducer") is not None:
+                # residuals of gradients are of another size, and those of updates belong to a reference
+                state.pop("reducer")
+                empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
+            unwritten = not self._reference.written(by_version=not self._steps)
+            super()._load(state, empty)
         with torch.no_grad():
             self._reference.gather_residual()
             self._begin_window()
             fits = own is not None and all(transport.allgather_objects(self._fits(own)))
+            if self._shards is not None:
+                fits = not self._shards.any(not fits, "load_state_dict")
             if own is not None and self._not_saved:
                 own = between_exchanges(own)
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
@@ -660,6 +720,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
         """As `DistributedOptimizer.__deepcopy__`. Collective."""
+        if self._shards is not None:
+            raise RuntimeError(
+                "a DistributedOptimizer of sharded parameters cannot be copied, as FSDP2's modules cannot: save its state_dict()"
+            )
         copy.deepcopy(self.inner, memo)
         with torch.no_grad():
             for parameter, view in zip(self._parameters, self._reference.views, strict=True):
@@ -687,6 +751,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._reference.show_agreed()
         if self._ratio is not None:
             self._ratio.close()
+        if self._shards is not None:
+            self._shards.reshard()
+            self._shards.close()
         super().close()
 
     def __repr__(self) -> str:

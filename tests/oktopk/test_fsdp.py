@@ -269,7 +269,7 @@ def test_replicas_that_were_closed_refuse_every_call_and_the_backward_pass(
 
 
 @pytest.mark.mpi
-def test_a_wrapped_optimizer_is_not_for_shards(comm: MPI.Intracomm, replicas: Any) -> None:
+def test_gradients_of_shards_are_not_sent_by_a_wrapped_optimizer(comm: MPI.Intracomm, replicas: Any) -> None:
     _, _, optimizer = replicas(density=0.2)
     with pytest.raises(
         ValueError, match=r"a parameter is sharded, as by fully_shard: take oktopk\.torch\.OkTopkReplicas"

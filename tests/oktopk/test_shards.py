@@ -1,0 +1,622 @@
+"""Updates between the replicas of a model that FSDP2 shards, on ranks that are up: as many shards as divide them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import nn
+
+from collectives.transport import MissingRanksError
+from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.torch.shards import local_tensor
+from oktopk.torch.updates import UpdatesOptimizer
+from tests.training import flat, loss, train
+
+pytestmark = pytest.mark.mpi
+
+SIZE = MPI.COMM_WORLD.size
+SHARDS = [shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)] or [SIZE]
+LONG = pytest.mark.long("`make test` has each thing once, not each with each")
+SGD = {"lr": 0.05, "momentum": 0.9}
+ADAMW = {"lr": 2e-3, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module", params=SHARDS)
+def mesh(request: pytest.FixtureRequest, group: Any) -> Any:
+    """Of two dimensions, replicas and shards."""
+    return mesh_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def one_shard(group: Any) -> Any:
+    """Each rank is a replica."""
+    return mesh_of(1)
+
+
+@pytest.fixture(scope="module")
+def one_replica(group: Any) -> Any:
+    """All ranks shard one model."""
+    return mesh_of(SIZE)
+
+
+def mesh_of(shards: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (SIZE // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def layers(seed: int = 5) -> nn.Sequential:
+    """Without statistics of batches; 7 rows over several shards are uneven, and 2 leave a shard without any."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2), nn.Tanh(), nn.Linear(2, 7))
+
+
+def sharded(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    made: Any = layers() if model is None else model
+    if isinstance(made, nn.Sequential):
+        fully_shard(made[0], mesh=mesh["shard"], **options)
+    return fully_shard(made, mesh=mesh["shard"], **options)
+
+
+def wrap(model: nn.Module, mesh: Any, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
+    inner = kind(model.parameters(), **(SGD if kind is torch.optim.SGD else ADAMW))
+    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates"} | settings
+    return DistributedOptimizer(inner, mesh["replicate"].get_group(), **given)
+
+
+def whole(model: Any) -> NDArray[np.float32]:
+    """All parameters, of all shards."""
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def held(tensors: Any) -> bytes:
+    """What this rank's shards hold."""
+    return b"".join(t.to_local().detach().numpy().tobytes() for t in tensors)
+
+
+def check_agreed(model: nn.Module, optimizer: Any, mesh: Any, comm: MPI.Intracomm) -> None:
+    """References are equal on the ranks that hold one shard; the agreed model is on all."""
+    shard = mesh["shard"].get_local_rank()
+    everyone = comm.allgather((shard, optimizer._reference.vector.numpy().tobytes()))
+    assert len(set(everyone)) == mesh["shard"].size()
+    with optimizer.agreed():
+        assert len(set(comm.allgather(whole(model).tobytes()))) == 1
+    rates = comm.allgather(None if optimizer._ratio is None else optimizer._ratio.squares)
+    assert len(set(rates)) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every": 2, "clip_norm": 0.1},
+        pytest.param({}, marks=LONG),
+        pytest.param({"kind": torch.optim.SGD}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_one_shard_trains_as_without_sharding_bit_for_bit(
+    comm: MPI.Intracomm, one_shard: Any, settings: dict[str, Any]
+) -> None:
+    states = []
+    for shards in (False, True):
+        model = sharded(one_shard) if shards else layers()
+        optimizer = wrap(model, one_shard, **settings)
+        train(model, optimizer, comm.rank, range(6))
+        states.append((optimizer._reference.vector.numpy().tobytes(), optimizer.report.control_words))
+        if shards:
+            assert states[1][0] != held(sharded(one_shard).parameters())
+            assert optimizer.replica == "shards" and "replica='shards'" in repr(optimizer)
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"every": 3, "wire": "int4"}, marks=LONG),
+        pytest.param({"kind": torch.optim.SGD, "clip_norm": 0.1, "local_share": 0.0}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_references_are_equal_on_the_ranks_that_hold_a_shard(
+    comm: MPI.Intracomm, mesh: Any, settings: dict[str, Any]
+) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, **settings)
+    assert isinstance(optimizer, UpdatesOptimizer)
+    for step in range(7):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        check_agreed(model, optimizer, mesh, comm)
+    assert not np.array_equal(whole(model), flat(layers()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"clip_norm": 0.05}),
+        (torch.optim.Adam, {}),
+        pytest.param(torch.optim.SGD, {}, marks=LONG),
+        pytest.param(torch.optim.Adam, {"clip_norm": 0.05}, marks=LONG),
+    ],
+    ids=str,
+)
+def test_one_replica_trains_as_the_optimizer_alone_on_the_whole_model(
+    comm: MPI.Intracomm, one_replica: Any, kind: Any, settings: dict[str, Any]
+) -> None:
+    """Backward passes whose gradients FSDP keeps are added up; the norm is that of the whole gradient."""
+    model, alone = sharded(one_replica), layers()
+    arguments = SGD if kind is torch.optim.SGD else {"lr": 2e-3}
+    group = one_replica["replicate"].get_group()
+    optimizer = DistributedOptimizer(
+        kind(model.parameters(), **arguments), group, sends="updates", density=0.1, **settings
+    )
+    plain = kind(alone.parameters(), **arguments)
+    for step in range(6):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            loss(model, comm.rank, 2 * step + part).backward()
+            loss(alone, comm.rank, 2 * step + part).backward()
+        optimizer.step()
+        for p in alone.parameters():
+            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
+        if settings:
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), settings["clip_norm"])
+            assert norm > settings["clip_norm"]
+        plain.step()
+    assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-5)
+    assert np.abs(flat(alone) - flat(layers())).max() > 1e-3
+
+
+def counted(model: Any, optimizer: Any) -> NDArray[np.float64]:
+    """float64[n], to which each step of the wrapped optimizer adds what it takes off this rank's shards."""
+    moved = np.zeros(optimizer.length)
+    inner = optimizer.inner.step
+
+    def values() -> NDArray[np.float64]:
+        parts = [p.to_local().detach().reshape(-1) for p in model.parameters()]
+        return torch.cat(parts).double().numpy()
+
+    def step() -> None:
+        before = values()
+        inner()
+        moved[: len(before)] += before - values()
+
+    optimizer.inner.step = step
+    return moved
+
+
+@pytest.mark.parametrize("what", ["", "nan", "rates"])
+def test_nothing_is_lost_between_the_optimizers_and_the_references(
+    comm: MPI.Intracomm, mesh: Any, what: str
+) -> None:
+    """Neither where one rank's gradient is not finite, nor where its learning rate is another, which all ranks are told."""
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, torch.optim.SGD, density=0.1, every=2)
+    before = optimizer._reference.vector.double().numpy().copy()
+    moved = counted(model, optimizer)
+    told = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        if step == 2 and what == "nan" and comm.rank == 0:
+            next(model.parameters()).grad.to_local()[0, 0] = math.nan
+        if step == 3 and what == "rates" and comm.rank == comm.size - 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+        try:
+            optimizer.step()
+        except (NonFiniteGradientError, ValueError) as error:
+            told += 1
+            assert len(set(comm.allgather(str(error)))) == 1
+        optimizer.param_groups[0]["lr"] = 0.05
+    replicas = mesh["replicate"].size()
+    assert comm.allgather(told) == [int(what == "nan" or (what == "rates" and replicas > 1))] * comm.size
+    check_agreed(model, optimizer, mesh, comm)
+    ours = comm.Split(mesh["shard"].get_local_rank())
+    all_moved = ours.allreduce(moved)
+    residuals = ours.allreduce(optimizer.reducer.residual.astype(np.float64))
+    ours.Free()
+    applied = (before - optimizer._reference.vector.double().numpy()) * replicas
+    assert comm.allreduce(np.abs(all_moved).max(), MPI.MAX) > 0.01
+    assert np.allclose(all_moved, residuals + applied, atol=1e-5)
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", pytest.param("skip", marks=LONG)])
+def test_where_one_shard_is_not_finite_no_shard_of_its_replica_steps(
+    comm: MPI.Intracomm, mesh: Any, nonfinite: str
+) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, nonfinite=nonfinite, every=2)
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 2).backward()
+    parameters = list(model.parameters())
+    states = [optimizer.inner.state[p] for p in parameters]
+    tensors = [each[name] for each in states for name in ("exp_avg", "exp_avg_sq")] + parameters
+    before = held(tensors)
+    if comm.rank == 0:
+        parameters[0].grad.to_local()[0, 0] = math.inf
+    optimizer.step()  # without an exchange
+    stayed = mesh["replicate"].get_local_rank() == 0
+    assert (held(tensors) == before) == stayed
+    fails = (
+        pytest.raises(NonFiniteGradientError, match=r"on rank\(s\) 0$")
+        if nonfinite == "raise"
+        else nullcontext()
+    )
+    with fails:
+        train(model, optimizer, comm.rank, range(3, 4))
+    train(model, optimizer, comm.rank, range(4, 6))
+    check_agreed(model, optimizer, mesh, comm)
+    assert np.isfinite(whole(model)).all()
+
+
+def test_an_inf_that_a_scaler_finds_on_one_shard_makes_all_of_the_replica_back_off(
+    comm: MPI.Intracomm, mesh: Any
+) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if step == 1 and comm.rank == 0:
+            next(model.parameters()).grad.to_local()[0, 0] = math.inf
+        before = held(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (8.0 if mesh["replicate"].get_local_rank() == 0 else 16.0)
+    assert held(model.parameters()) != before or comm.rank
+    check_agreed(model, optimizer, mesh, comm)
+
+
+@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=LONG)])
+def test_a_problem_of_one_shard_is_told_on_all_ranks_and_gone_on_from(
+    comm: MPI.Intracomm, mesh: Any, scaled: bool
+) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
+    scaler.scale(loss(model, comm.rank, 2)).backward()
+    if comm.rank == comm.size - 1:
+        first = next(model.parameters())
+        first.grad = None
+        first.grad = torch.zeros(first.shape)
+    with pytest.raises(ValueError, match="of a sharded parameter of shape .* is not laid out as") as told:
+        scaler.step(optimizer)
+    assert len(set(comm.allgather(str(told.value)))) == 1
+    train(model, optimizer, comm.rank, range(3, 5))
+    check_agreed(model, optimizer, mesh, comm)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("of one group alone"), pytest.param(NonFiniteGradientError([], 2), marks=LONG)],
+    ids=str,
+)
+def test_an_exchange_that_fails_for_one_shard_fails_for_all(
+    comm: MPI.Intracomm, one_replica: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank is left in FSDP's next collective operation."""
+    model = sharded(one_replica)
+    optimizer = wrap(model, one_replica)
+    train(model, optimizer, comm.rank, range(2))
+    step = optimizer.reducer.step
+
+    def fails(*arguments: Any, **keywords: Any) -> Any:
+        step(*arguments, **keywords)
+        raise error
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(optimizer.reducer, "step", fails)
+    with pytest.raises(type(error), match=str(error)):
+        train(model, optimizer, comm.rank, range(2, 3))
+    monkeypatch.undo()
+    train(model, optimizer, comm.rank, range(3, 5))
+    check_agreed(model, optimizer, one_replica, comm)
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=LONG)])
+@pytest.mark.parametrize("which", ["own", pytest.param("agreed", marks=LONG)])
+def test_training_goes_on_from_a_state_bit_for_bit(
+    comm: MPI.Intracomm, mesh: Any, tmp_path: Path, which: str, every: int
+) -> None:
+    """In the middle of a window, too; of a model whose last shards have no element, too."""
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, every=every, clip_norm=0.5)
+    train(model, optimizer, comm.rank, range(5))
+    with optimizer.agreed() if which == "agreed" else nullcontext():
+        parameters = {name: value.clone() for name, value in model.state_dict().items()}
+    path = tmp_path / f"{comm.rank}.pt"
+    torch.save(optimizer.state_dict(), path)
+    train(model, optimizer, comm.rank, range(5, 9))
+    again = sharded(mesh, layers(6))
+    other = wrap(again, mesh, every=every, clip_norm=0.5)
+    again.load_state_dict(parameters)
+    other.load_state_dict(torch.load(path, weights_only=True))
+    train(again, other, comm.rank, range(5, 9))
+    assert held(again.parameters()) == held(model.parameters())
+    assert torch.equal(other._reference.vector, optimizer._reference.vector)
+    assert other._ratio.squares == optimizer._ratio.squares
+
+
+def test_a_rank_without_any_element_takes_part(comm: MPI.Intracomm, mesh: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = sharded(mesh, nn.Linear(20, 1, bias=False))
+    optimizer = wrap(model, mesh, every=2, density=0.2)
+    for step in range(9):
+        optimizer.zero_grad()
+        model(
+            torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank))
+        ).square().mean().backward()
+        optimizer.step()
+    check_agreed(model, optimizer, mesh, comm)
+    state, parameters = copy.deepcopy(optimizer.state_dict()), model.state_dict()
+    optimizer.load_state_dict(state)  # then the model, which on that rank writes nothing
+    model.load_state_dict(parameters)
+    train_once = torch.ones(1, 20)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(train_once).sum().backward()
+        optimizer.step()
+    assert len(set(comm.allgather(optimizer._steps))) == 1
+    check_agreed(model, optimizer, mesh, comm)
+
+
+def test_what_a_forward_pass_has_gathered_is_gathered_anew_within_agreed(
+    comm: MPI.Intracomm, mesh: Any
+) -> None:
+    """The outermost module keeps its parameters unsharded after a forward pass."""
+    model, alone = sharded(mesh), layers()
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(3))
+    batch = torch.ones(2, 20)
+    with torch.no_grad():
+        own = model(batch)
+        with optimizer.agreed():
+            agreed = model(batch)
+            state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+        again = model(batch)
+    alone.load_state_dict(state)
+    assert torch.equal(agreed, alone(batch))
+    assert torch.equal(own, again)
+    assert len(set(comm.allgather(agreed.detach().numpy().tobytes()))) == 1
+    assert mesh["replicate"].size() == 1 or not torch.equal(own, agreed)
+
+
+def test_shards_that_are_moved_or_loaded_are_followed(comm: MPI.Intracomm, mesh: Any) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(3))
+    first = next(model.parameters())
+    before = first.to_local().data_ptr()
+    with torch.no_grad():
+        model._apply(lambda tensor: tensor + 0)
+    assert first.to_local().data_ptr() != before
+    train(model, optimizer, comm.rank, range(3, 5))
+    check_agreed(model, optimizer, mesh, comm)
+    written = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    with optimizer.agreed():
+        model.load_state_dict(written)
+    assert (
+        optimizer._reference.vector[: sum(p.to_local().numel() for p in model.parameters())] == 0.25
+    ).all()
+    model.double()
+    optimizer.zero_grad()
+    with pytest.raises(
+        ValueError, match=r"the type of a parameter .* was torch\.float32 when it was wrapped"
+    ):
+        optimizer.step()
+
+
+def test_closed_optimizers_leave_the_agreed_model_and_may_be_wrapped_again(
+    comm: MPI.Intracomm, mesh: Any
+) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(3))
+    with pytest.raises(ValueError, match=r"a DistributedOptimizer is around this optimizer already"):
+        DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
+    with pytest.raises(RuntimeError, match="of sharded parameters cannot be copied"):
+        copy.deepcopy(optimizer)
+    optimizer.close()
+    assert len(set(comm.allgather(whole(model).tobytes()))) == 1
+    DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
+
+
+Wrong = Callable[[Any], tuple[Any, dict[str, Any]]]
+
+
+def laid_out(placement: Any) -> Wrong:
+    from torch.distributed.tensor import distribute_tensor
+
+    def make(mesh: Any) -> Any:
+        return [nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh["shard"], [placement]))], {}
+
+    return make
+
+
+def two_meshes(mesh: Any) -> Any:
+    model = layers()
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model[2], mesh=mesh["replicate"])
+    return [*model[0].parameters(), *model[2].parameters()], {}
+
+
+def mistakes() -> dict[str, Wrong]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+
+    def over_both(mesh: Any) -> Any:
+        model: Any = fully_shard(layers(), mesh=mesh)
+        return list(model.parameters()), {}
+
+    def some(mesh: Any) -> Any:
+        return [*sharded(mesh).parameters(), nn.Parameter(torch.ones(3))], {}
+
+    def one(**settings: Any) -> Wrong:
+        return lambda mesh: (list(sharded(mesh).parameters()), settings)
+
+    def of_one_rank(mesh: Any) -> Any:
+        rank = torch.distributed.get_rank()
+        return list(sharded(mesh).parameters()), {"every": 2 if rank == SIZE - 1 else 1}
+
+    return {
+        "a parameter is on a mesh of two dimensions, over which FSDP reduces densely": over_both,
+        "a parameter is sharded, as by fully_shard: take .*OkTopkReplicas .* or sends='updates'": one(sends="gradients"),
+        "parameter.s. of the optimizer are sharded and 1 are not": some,
+        "parameters are sharded over several meshes": two_meshes,
+        "a parameter is laid out as R.*, not as Shard": laid_out(Replicate()),
+        "replica='host' is not for sharded parameters": one(replica="host"),
+        "levels='hosts' is not for sharded parameters": one(levels="hosts"),
+        "ranks disagree on every" if SIZE > 1 else "^$": of_one_rank,
+        "comm has several ranks of one replica.* mesh..replicate...get_group": one(comm=None),
+    }  # fmt: skip
+
+
+def test_what_cannot_be_sharded_is_refused_by_one_sentence(
+    comm: MPI.Intracomm, one_replica: Any, mesh: Any
+) -> None:
+    for sentence, make in mistakes().items():
+        if sentence == "^$" or ("several" in sentence and mesh["shard"].size() == 1):
+            continue
+        parameters, settings = make(mesh)
+        before = [p.detach().clone() for p in parameters]
+        group = settings.pop("comm", mesh["replicate"].get_group())
+        given = {"sends": "updates", "density": 0.1} | settings
+        with pytest.raises(ValueError, match=sentence) as refused:
+            DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), group, **given)
+        assert len(set(comm.allgather(str(refused.value)))) == 1, sentence
+        for parameter, value in zip(parameters, before, strict=True):
+            assert torch.equal(local_tensor(parameter), local_tensor(value))
+
+
+@pytest.mark.long("ranks wait 8 s for a missing one; `make test` has the transports' errors")
+def test_a_rank_that_does_not_come_is_named(comm: MPI.Intracomm, mesh: Any) -> None:
+    """On the ranks of its replica, on those that hold its shard, and on those that wait for either."""
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, timeout=3.0)
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 2).backward()
+    missing, shards = comm.size - 1, mesh["shard"].size()
+    if comm.rank == missing:
+        comm.barrier()
+    with pytest.raises(MissingRanksError) if comm.size > 1 else nullcontext() as told:
+        optimizer.step()
+    if comm.rank != missing:
+        comm.barrier()
+    sentences = comm.allgather("" if told is None else str(told.value))
+    mates = range(missing + 1 - shards, missing + 1)
+    for rank, sentence in enumerate(sentences[:-1]):
+        if rank in mates:
+            assert f"that shard one model: rank(s) {missing} did not come within 3 s" in sentence
+        elif rank % shards == shards - 1:
+            assert f"rank(s) {mesh['replicate'].size() - 1} did not come within 3 s" in sentence
+        else:
+            assert "called a step with other ranks, one of which is missing, instead" in sentence
+
+
+@pytest.mark.long("compiles; `make test` has the optimizer that they meet")
+@pytest.mark.parametrize("how", ["bfloat16", "compiled", "columns"])
+def test_other_ways_of_fsdp_train(comm: MPI.Intracomm, mesh: Any, how: str) -> None:
+    """A policy of mixed precision, a compiled model, and shards of columns."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import Shard
+
+    options: dict[str, Any] = {}
+    if how == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if how == "columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.ndim - 1)
+    torch.manual_seed(5)
+    width = 4 * SIZE
+    model = sharded(
+        mesh, nn.Sequential(nn.Linear(20 * SIZE, width), nn.Tanh(), nn.Linear(width, width)), **options
+    )
+    optimizer = wrap(model, mesh)
+    trained = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    start = whole(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 20 * SIZE, generator=torch.Generator().manual_seed(31 * step + comm.rank))
+        trained(batch).float().square().mean().backward()
+        optimizer.step()
+        check_agreed(model, optimizer, mesh, comm)
+    assert np.abs(whole(model) - start).max() > 1e-3
+
+
+@pytest.mark.long("`make test` has elementwise optimizers")
+def test_what_an_optimizer_computes_of_whole_parameters_it_computes_of_all_shards(
+    comm: MPI.Intracomm, one_replica: Any
+) -> None:
+    """Muon orthogonalises in bfloat16, whose sums the shards order otherwise."""
+
+    def bare() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(20, 30, bias=False), nn.Tanh(), nn.Linear(30, 7, bias=False))
+
+    model, alone = sharded(one_replica, bare()), bare()
+    muon = {"lr": 0.02, "weight_decay": 0.1}
+    group = one_replica["replicate"].get_group()
+    optimizer = DistributedOptimizer(
+        torch.optim.Muon(model.parameters(), **muon), group, sends="updates", density=0.1
+    )
+    plain = torch.optim.Muon(alone.parameters(), **muon)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss(model, comm.rank, step).backward()
+        loss(alone, comm.rank, step).backward()
+        for p in alone.parameters():
+            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
+        optimizer.step()
+        plain.step()
+    assert np.abs(flat(alone) - flat(bare())).max() > 0.03
+    assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-3)
+
+
+@pytest.mark.long("writes files of all ranks; `make test` has each rank's own state")
+def test_a_distributed_checkpoint_within_agreed_has_the_agreed_model(
+    comm: MPI.Intracomm, mesh: Any, tmp_path: Path
+) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    folder = str(comm.bcast(tmp_path))
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(3))
+    with optimizer.agreed():
+        agreed = whole(model)
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    own = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, comm.rank, range(3, 5))
+    again = sharded(mesh, layers(7))
+    other = wrap(again, mesh)
+    get_optimizer_state_dict(again, other)  # which sets up the state by a step at a rate of zero
+    assert np.array_equal(whole(again), flat(layers(7)))
+    state = {"model": get_model_state_dict(again)}
+    dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state["model"])
+    assert np.array_equal(whole(again), agreed)
+    other.load_state_dict(own)
+    train(again, other, comm.rank, range(3, 5))
+    assert held(again.parameters()) == held(model.parameters())
