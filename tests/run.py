@@ -44,10 +44,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
 MANY_RANKS = 8
 OTHER_RANKS = (2,)  # left to --long
-HOSTS_RANKS = 6  # left to --long: 3 hosts of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
+HOSTS_RANKS = 6  # left to --long: 3 hosts, or replicas, of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
 ON_HOSTS_RANKS = (
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_replicas.py",
+    "tests/oktopk/test_shards.py",
     "tests/oktopk/test_wires.py",
 )
 NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank

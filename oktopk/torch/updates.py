@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
+from collectives.traffic import Traffic
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
@@ -510,11 +511,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
-        sent = self.reducer.take_traffic()
+            _count(report, self.reducer.take_traffic())
         if self._shards is not None:
-            sent += self._shards.take_traffic()
-        for name in ("words", "messages", "bytes", "bytes_between", "control_words", "control_messages"):
-            setattr(report, name, getattr(report, name) + getattr(sent, name))
+            _count(report, self._shards.take_traffic())
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
@@ -789,6 +788,12 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def _own_weights_sentence(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
     return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
+
+
+def _count(report: StepReport, sent: Traffic) -> None:
+    """Add what was sent beside a step to its report."""
+    for name in ("words", "messages", "bytes", "bytes_between", "control_words", "control_messages"):
+        setattr(report, name, getattr(report, name) + getattr(sent, name))
 
 
 @contextmanager

@@ -25,7 +25,9 @@ from tests.training import flat, loss, train
 pytestmark = pytest.mark.mpi
 
 SIZE = MPI.COMM_WORLD.size
-SHARDS = [shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)] or [SIZE]
+SHARDS = [
+    shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)
+] or [SIZE]
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 SGD = {"lr": 0.05, "momentum": 0.9}
 ADAMW = {"lr": 2e-3, "weight_decay": 0.1}
@@ -149,6 +151,7 @@ def test_references_are_equal_on_the_ranks_that_hold_a_shard(
         (torch.optim.Adam, {}),
         pytest.param(torch.optim.SGD, {}, marks=LONG),
         pytest.param(torch.optim.Adam, {"clip_norm": 0.05}, marks=LONG),
+        pytest.param(torch.optim.SGD, {"by torch": 0.05}, marks=LONG),
     ],
     ids=str,
 )
@@ -159,9 +162,9 @@ def test_one_replica_trains_as_the_optimizer_alone_on_the_whole_model(
     model, alone = sharded(one_replica), layers()
     arguments = SGD if kind is torch.optim.SGD else {"lr": 2e-3}
     group = one_replica["replicate"].get_group()
-    optimizer = DistributedOptimizer(
-        kind(model.parameters(), **arguments), group, sends="updates", density=0.1, **settings
-    )
+    clip_norm, by_torch = settings.get("clip_norm", 0.0), settings.get("by torch", 0.0)
+    inner = kind(model.parameters(), **arguments)
+    optimizer = DistributedOptimizer(inner, group, sends="updates", density=0.1, clip_norm=clip_norm)
     plain = kind(alone.parameters(), **arguments)
     for step in range(6):
         optimizer.zero_grad()
@@ -170,12 +173,13 @@ def test_one_replica_trains_as_the_optimizer_alone_on_the_whole_model(
             model.set_requires_gradient_sync(part == 1)
             loss(model, comm.rank, 2 * step + part).backward()
             loss(alone, comm.rank, 2 * step + part).backward()
+        if by_torch:
+            nn.utils.clip_grad_norm_(model.parameters(), by_torch)
         optimizer.step()
         for p in alone.parameters():
             p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
         if settings:
-            norm = nn.utils.clip_grad_norm_(alone.parameters(), settings["clip_norm"])
-            assert norm > settings["clip_norm"]
+            assert nn.utils.clip_grad_norm_(alone.parameters(), clip_norm + by_torch) > clip_norm + by_torch
         plain.step()
     assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-5)
     assert np.abs(flat(alone) - flat(layers())).max() > 1e-3
