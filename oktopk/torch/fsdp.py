@@ -17,7 +17,15 @@ from oktopk.allreduce import GradientAllreduce
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.settings import settings_problem, timeout_of
-from oktopk.torch.agreement import GRADIENT_TYPES, groups_of, optimizers_of, rescaled_warning
+from oktopk.torch.agreement import (
+    GRADIENT_TYPES,
+    groups_of,
+    optimizers_of,
+    reducer_of,
+    register_reducer,
+    rescaled_warning,
+    unregister_reducer,
+)
 from oktopk.torch.interop import memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.shards import TWO_DIMENSIONS, local_tensor
@@ -51,7 +59,8 @@ class OkTopkReplicas:
         settings: keywords of `oktopk.Settings`, but `nonfinite`, `deferred`.
 
     Raises:
-        ValueError: no module is sharded, or one over a mesh of two dimensions; a setting is not known or not for this class.
+        ValueError: no module is sharded, or one over a mesh of two dimensions; a setting is not known or not for this class; a
+            DistributedOptimizer has the parameters already.
         RuntimeError: ranks did not come within `Settings.timeout`.
 
     Attributes:
@@ -87,6 +96,10 @@ class OkTopkReplicas:
             problem = problem or "the model has no module that fully_shard was called on"
         if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
             problem = problem or TWO_DIMENSIONS
+        if (other := reducer_of(parameters)) is not None:
+            problem = problem or (
+                f"a {type(other).__name__} reduces gradients of these parameters already: use that one, or close() it first"
+            )
         with ExitStack() as opened:  # closed where this raises
             # reducers that are made of one transport share what carries their messages: the backward pass takes them in turn
             self._transport = connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))
@@ -97,6 +110,7 @@ class OkTopkReplicas:
             opened.pop_all()
         if self._transport.rank == 0 and (warning := rescaled_warning(parameters)):
             warnings.warn(warning, stacklevel=2)
+        register_reducer(self, parameters)
         for name, module in modules.items():
             module.set_all_reduce_hook(partial(self._reduce, name))
 
@@ -181,6 +195,7 @@ class OkTopkReplicas:
     @closes
     def close(self) -> None:
         """Free what the reducers hold. Collective. A further backward pass of the model raises RuntimeError."""
+        unregister_reducer(self, self._parameters)
         for module in self._modules.values():
             module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
         for reducer in self._reducers.values():

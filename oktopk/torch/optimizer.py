@@ -1005,7 +1005,9 @@ def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tens
     """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
     if (other := reducer_of(trained)) is None:
         return ""
-    name = "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else "an OkTopkState"
+    name = (
+        "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
+    )
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
     return f"{name} {what} already: use that one, or close() it first"

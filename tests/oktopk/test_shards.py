@@ -443,6 +443,23 @@ def test_closed_optimizers_leave_the_agreed_model_and_may_be_wrapped_again(
     DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
 
 
+def test_gradients_are_summed_in_one_place(comm: MPI.Intracomm, one_shard: Any) -> None:
+    """Neither around replicas that reduce them in the backward pass, nor the reverse."""
+    from oktopk.torch import OkTopkReplicas
+
+    model, group = sharded(one_shard), one_shard["replicate"].get_group()
+    replicas = OkTopkReplicas(model, group, density=0.2)
+    with pytest.raises(ValueError, match="an OkTopkReplicas reduces gradients of these parameters already"):
+        wrap(model, one_shard)
+    replicas.close()
+    model = sharded(one_shard)
+    optimizer = wrap(model, one_shard)
+    with pytest.raises(ValueError, match="Optimizer reduces gradients of these parameters already: use that"):
+        OkTopkReplicas(model, group, density=0.2)
+    optimizer.close()
+    OkTopkReplicas(model, group, density=0.2).close()
+
+
 Wrong = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
