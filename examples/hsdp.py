@@ -17,9 +17,8 @@ model = nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReL
 fully_shard(model[2], mesh=mesh["shard"])
 fully_shard(model, mesh=mesh["shard"])  # over the shards alone: FSDP2 would reduce densely over both
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-optimizer = DistributedOptimizer(
-    optimizer, mesh["replicate"].get_group(), density=0.05
-)  # the line that is new
+# the line that is new
+optimizer = DistributedOptimizer(optimizer, mesh["replicate"].get_group(), density=0.05)
 
 drawn = torch.Generator().manual_seed(1 + dist.get_rank())  # every rank has batches of its own
 for step in range(60):
