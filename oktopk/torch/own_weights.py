@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oktopk.torch.shards import local_tensor
+
 _NAMES = re.compile("^slow|master|lookahead|cached_param|old_p|^z$")
 """Of state that is weights, whatever it holds by now: Lookahead's, fp32 masters, SAM's, schedule-free averages, FTRL's."""
 
@@ -43,11 +45,11 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     beside.append(
         {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     )
-    own = {parameter.data_ptr() for parameter in parameters}
+    own = {local_tensor(parameter).data_ptr() for parameter in parameters}
     return any(
         _copies(value, parameter)
         for value in _tensors(beside, _DEPTH)
-        if value.data_ptr() not in own
+        if local_tensor(value).data_ptr() not in own
         for parameter in shapes.get(value.shape, ())
     )
 
@@ -63,7 +65,13 @@ def names_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copies(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor holds a parameter's values, and is no view of it. Constants are not compared: much is all ones."""
+    """Whether a tensor holds a parameter's values, and is no view of it. Constants are not compared: much is all ones.
+
+    Of DTensors this rank's shards are compared.
+    """
+    value, parameter = local_tensor(value), local_tensor(parameter)
+    if value.shape != parameter.shape:
+        return False
     if not value.is_floating_point() or value.is_sparse or value.data_ptr() == parameter.data_ptr():
         return False
     values = parameter.detach()

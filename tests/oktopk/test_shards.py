@@ -460,6 +460,16 @@ def test_gradients_are_summed_in_one_place(comm: MPI.Intracomm, one_shard: Any) 
     OkTopkReplicas(model, group, density=0.2).close()
 
 
+def test_weights_beside_the_shards_are_refused(comm: MPI.Intracomm, mesh: Any) -> None:
+    """Where one rank has no element to compare, too."""
+    model = sharded(mesh, nn.Linear(20, 2))
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner.averages = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="SGD keeps weights beside the parameters") as told:
+        DistributedOptimizer(inner, mesh["replicate"].get_group(), sends="updates", density=0.1)
+    assert len(set(comm.allgather(str(told.value)))) == 1
+
+
 Wrong = Callable[[Any], tuple[Any, dict[str, Any]]]
 
 
