@@ -196,6 +196,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         reducer.transport.agree({"whether the optimizer is an oktopk.torch.AdamW": takes_steps(inner)})
         if self._interval > 1 or reducer.group is not None or self._tables is not None:
             return None
+        if self._shards is not None:  # gradients and moments are DTensors
+            return None
         return (
             SelectingStep(inner, self._parameters, reducer, self._as_wrapped) if takes_steps(inner) else None
         )

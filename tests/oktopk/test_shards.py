@@ -18,6 +18,7 @@ from torch import nn
 
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.torch.adamw import AdamW as OurAdamW
 from oktopk.torch.shards import local_tensor
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.training import flat, loss, train
@@ -136,6 +137,7 @@ def test_one_shard_trains_as_without_sharding_bit_for_bit(
     [
         {},
         pytest.param({"every": 3, "wire": "int4"}, marks=LONG),
+        pytest.param({"kind": OurAdamW}, marks=LONG),
         pytest.param({"kind": torch.optim.SGD, "clip_norm": 0.1, "local_share": 0.0}, marks=LONG),
     ],
     ids=str,
