@@ -833,8 +833,6 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _load(self, state: dict[str, Any], empty: str = "") -> None:
         """As `load_state_dict`. empty: why residuals start empty, in a sentence, where the state has none."""
-        if "optimizer" in state:  # the layout of earlier versions
-            state = {**state["optimizer"], "reducer": state.get("reducer")}
         if state.pop("updates", None) is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
         saved = saved_rank(state)
@@ -889,19 +887,15 @@ class DistributedOptimizer(WrappedOptimizer):
         return states_difference(self.reducer.transport, state)
 
     def _order_problem(self, reducer: Any) -> str:
-        groups = sorted(self._order)  # what earlier versions took, and did not say
         try:
             if "buckets" not in reducer:
                 return ""  # the reducer says so
-            saved = list(reducer.get("order", groups))
-        except (AttributeError, TypeError) as error:
-            return f"the state is damaged: {error}"
+            saved = list(reducer["order"])
+        except (KeyError, TypeError) as error:
+            return f"the state is damaged: {type(error).__name__} {error}"
         if saved == self._order:
             return ""
-        return (
-            "the state has buckets of parameters in another order. Pass the order that it was taken with; of earlier versions "
-            "[p for group in optimizer.param_groups for p in group['params']]"
-        )
+        return "the state has buckets of parameters in another order: pass the order that it was taken with"
 
     def _tables_state_problem(self, state: Any) -> str:
         if self._tables is None:
