@@ -103,9 +103,11 @@ def saved_rank(state: Any) -> tuple[int, int] | None:
     """The rank that a `DistributedOptimizer`'s state is of, and how many there were; None where it does not tell."""
     if not isinstance(state, dict) or not isinstance(reducer := of_rank(state.get("reducer")), dict):
         return None
-    for part in (reducer, *(reducer.get("buckets") or {}).values()):
-        if "rank" in part and "ranks" in part:
-            return part["rank"], part["ranks"]
+    buckets = reducer.get("buckets")
+    for part in (reducer, *(buckets.values() if isinstance(buckets, dict) else ())):
+        rank, ranks = (part.get("rank"), part.get("ranks")) if isinstance(part, dict) else (None, None)
+        if type(rank) is int and type(ranks) is int:
+            return rank, ranks
     return None
 
 
@@ -157,7 +159,9 @@ class _Reader:
                 **{name: of_rank(state[name]) for name in ("reducer", "tables", "updates") if name in state},
             }
             if state.get("updates"):
-                state = {**state["updates"]["optimizer"], **state}
+                state |= state["updates"][
+                    "optimizer"
+                ]  # a distributed checkpoint has those of one rank beside it
         except Exception as error:  # whatever it is, it must not keep the others waiting
             raise _BadStateError(
                 f"{self._named(rank)} cannot be read: {type(error).__name__} {error}"

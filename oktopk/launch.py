@@ -150,9 +150,8 @@ def refuses_root(mpiexec: str) -> bool:
     Raises:
         LaunchError: as `mpiexec_flavour`.
     """
-    return (
-        "OMPI_ALLOW_RUN_AS_ROOT" in launch_environment(1, mpiexec_flavour(mpiexec)).keys() - os.environ.keys()
-    )
+    added = launch_environment(1, mpiexec_flavour(mpiexec)).keys() - os.environ.keys()
+    return any(name.startswith("OMPI_ALLOW_RUN_AS_ROOT") for name in added)
 
 
 def available_cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -16,6 +17,7 @@ from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.as_wrapped import AsWrapped
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_LAYOUT = (Tensor.data_ptr, Tensor.size, Tensor.stride, operator.attrgetter("dtype", "device"))
 _OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -36,7 +38,7 @@ class AdamW(torch.optim.AdamW):
     give the same, to rounding. On x86 with FMA m and v of float32 are those of torch's `fused=True`, bit for bit, but for up to
     15 elements at the end of a tensor.
 
-    A step is torch's own, with the same result, with amsgrad, maximize, capturable or differentiable, with hooks on the
+    A step is torch's own, with torch's rounding, with amsgrad, maximize, capturable or differentiable, with hooks on the
     optimizer's step, with `every` > 1, with hosts as replicas, with parameters that FSDP2 shards, with tables that have sparse
     gradients, and where gradients or moments are of another type than their parameters or laid out otherwise.
 
@@ -94,7 +96,7 @@ class SelectingStep:
         self.displacement: AdamWDisplacement = reducer.adamw_displacement(
             [parameter.numel() for parameter in parameters], kind
         )
-        self._fitting: dict[int, tuple[Tensor, Tensor]] = {}  # the moments that were looked at
+        self._fitting: list[list[Any]] = []  # where and how the moments lay that were looked at
         # of each parameter the tensor that counts its steps, the version of that and what it holds
         self._counts: dict[int, tuple[Tensor, int, int]] = {}
         self._addresses = np.zeros((3, len(parameters)), np.int64)
@@ -139,7 +141,7 @@ class SelectingStep:
             self._addresses[:, number] = parameter.grad.data_ptr(), *moments
 
     def _is_plain(self) -> bool:
-        """Whether this step is what the pass computes, and nobody looks at what it leaves in the parameters."""
+        """Whether the pass computes this step, and no hook reads the parameters behind it."""
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         hooks = (
             torch_optimizer._global_optimizer_pre_hooks,
@@ -152,8 +154,9 @@ class SelectingStep:
         return not (any(hooks) or others or decays or self._as_wrapped.relaid)
 
     def _fits(self) -> bool:
-        """Whether gradients and moments are of the parameters' type, and laid out as they."""
-        fits = self._as_wrapped.fits
+        """Whether gradients and moments are of the parameters' type, and laid out as they, as they are now."""
+        fits, state = self._as_wrapped.fits, self._optimizer.state
+        moments, numbers = [], []
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
@@ -161,15 +164,14 @@ class SelectingStep:
                 number = self._numbers.get(id(parameter))
                 if number is None or not fits(number, gradient):
                     return False
-                state = self._optimizer.state.get(parameter)
-                if not state:  # torch makes it as the parameter is
-                    continue
-                moments = tuple(state[name] for name in _MOMENTS)
-                seen = self._fitting.get(number)
-                if seen is None or seen[0] is not moments[0] or seen[1] is not moments[1]:
-                    if not all(fits(number, moment) for moment in moments):
-                        return False
-                    self._fitting[number] = moments
+                if held := state.get(parameter):  # else torch makes it as the parameter is
+                    moments += [held[name] for name in _MOMENTS]
+                    numbers += [number] * len(_MOMENTS)
+        now = [list(map(what, moments)) for what in _LAYOUT]
+        if now != self._fitting:
+            if not all(map(fits, numbers, moments)):
+                return False
+            self._fitting = now
         return True
 
 

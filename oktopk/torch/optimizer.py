@@ -843,7 +843,7 @@ class DistributedOptimizer(WrappedOptimizer):
             transport = self.reducer.transport
             reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
             tables = None
-        problem = problem_of(state) or groups_problem(self.inner, state)
+        problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
         if reducer is not None and self._layout is not None and not problem:
@@ -861,7 +861,12 @@ class DistributedOptimizer(WrappedOptimizer):
             self.reducer.load_state_dict(as_arrays(reducer))
         if self._tables is not None:
             self._tables.load(tables)
-        load_state(self.inner, state)
+        problem = ""
+        try:
+            load_state(self.inner, state)
+        except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
+            problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
+        self.reducer.transport.agree({}, problem)
         self._not_saved = not_saved
 
     def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
@@ -968,6 +973,24 @@ def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> s
     except (KeyError, TypeError) as error:
         return f"the state is not that of an optimizer: {type(error).__name__} {error}"
     return "" if given == own else f"the state has groups of {given} parameters, the optimizer of {own}"
+
+
+def kept_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+    """What of a state with the optimizer's groups has another shape than its parameter, in a sentence; "" if nothing has."""
+    try:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state["state"].get(number, {}).items():
+                if name in _SHAPED and value is not None and value.shape != parameter.shape:
+                    return f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {tuple(parameter.shape)}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
+    return ""
+
+
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""What torch's optimizers keep in the shape of a parameter."""
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -653,6 +653,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 fits = not self._shards.any(not fits, "load_state_dict")
             if own is not None and self._not_saved:
                 own = between_exchanges(own)
+            if (
+                own is not None
+            ):  # the moments are loaded; kept on, they would take 8n bytes until the next step
+                own = {name: held for name, held in own.items() if name != "optimizer"}
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
                 self._ratio.load(own["ratio"])
@@ -758,7 +762,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         super().close()
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, replica={self.replica!r})"
+        one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
+        return f"{super().__repr__()[:-1]}, replica={self.replica!r}{one_pass})"
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -181,14 +181,6 @@ def test_a_state_may_be_loaded_over_a_step_whose_end_is_not_known(late: Make) ->
     assert LateExecutor.supports[TRUSTED + 1] is None  # of the update nothing is known
 
 
-def test_a_state_of_older_steps_is_waited_for(late: Make) -> None:
-    reducer = late("done done")
-    state = reducer.state_dict()
-    del state["unaided"]
-    reducer.load_state_dict(state)
-    assert known(reducer.step(GRADIENT)) == [True]
-
-
 @pytest.mark.parametrize("outcome", ["done", "stopped"])
 def test_an_update_that_was_written_to_is_cleared_as_a_whole(late: Make, outcome: str) -> None:
     reducer = late(f"{outcome} done")

@@ -63,9 +63,12 @@ def test_a_launcher_that_refuses_root_is_known(
     mpiexec.write_text(f"#!/bin/sh\necho '{version}'\n")
     mpiexec.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
-    assert refuses_root(str(mpiexec)) == refuses
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    names = "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name in names:  # it wants both
+        assert refuses_root(str(mpiexec)) == refuses
+        monkeypatch.setenv(name, "1")
     assert not refuses_root(str(mpiexec))
 
 

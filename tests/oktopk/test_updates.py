@@ -866,3 +866,32 @@ def test_a_state_of_the_wrapped_optimizer_alone_leaves_the_reference_as_it_is(
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
     train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
     optimizer.close()
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "nothing is kept": (lambda own: own["optimizer"].update(state=None), "not that of an optimizer: Attrib"),
+    "a moment of another shape": (
+        lambda own: own["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
+        r"has exp_avg of shape \(3,\) of a parameter of shape",
+    ),
+    "no number of steps": (
+        lambda own: own["optimizer"]["state"].update({0: None}),
+        "not that of an optimizer: Attrib",
+    ),
+    "a rank that is none": (lambda own: own["reducer"].update(rank=[1]), "is of rank"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intracomm, what: str) -> None:
+    model = network()
+    optimizer = wrap(model, comm, timeout=60.0)
+    train(model, optimizer, comm.rank, range(3))
+    state, before = copy.deepcopy(optimizer.state_dict()), flat(model)
+    change, sentence = BROKEN[what]
+    if comm.rank == comm.size - 1:
+        change(of_rank(state["updates"]) | {"reducer": of_rank(state["reducer"])})
+    with pytest.raises(ValueError, match=sentence):
+        optimizer.load_state_dict(state)
+    assert np.array_equal(flat(model), before)
+    comm.Barrier()
