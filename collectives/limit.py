@@ -48,7 +48,7 @@ class Note(NamedTuple):
 
     Attributes:
         waited: milliseconds that it has waited; -1: it came when the others had given up; ELSEWHERE: it will not come.
-        what: it waited for, at most MOST_BYTES in UTF-8.
+        what: it waited for, or with ELSEWHERE what it did; at most MOST_BYTES in UTF-8.
     """
 
     waited: int
@@ -96,7 +96,7 @@ class TwofoldNotes:
 
     def leave(self, note: Note) -> None:
         self._notes.leave(note)
-        self._others.leave(Note(ELSEWHERE, "a step with other ranks, one of which is missing,"))
+        self._others.leave(Note(ELSEWHERE, "waited for another rank that is missing, did not come"))
 
     def any_left(self) -> bool:
         return self._notes.any_left()
@@ -184,7 +184,8 @@ def other_calls(limit: Limit, calls: list[str]) -> MissingRanksError | None:
     others = {rank: call for rank, call in enumerate(calls) if call != common}
     if not others:
         return None
-    return MissingRanksError(common, list(others), limit.seconds, limit.advice, ", ".join(others.values()))
+    did = f"called {', '.join(others.values())} instead, and did not come"
+    return MissingRanksError(common, list(others), limit.seconds, limit.advice, did)
 
 
 def _debugged() -> bool:

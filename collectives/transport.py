@@ -66,17 +66,18 @@ class MissingRanksError(RuntimeError):
     Args:
         what: they did not come to.
         ranks, seconds, advice: as in the message.
-        instead: what they came to, by rank; "": nothing, or it is not known.
+        did: what they did, for the message.
 
     Attributes:
         ranks: those that did not come in time.
     """
 
-    def __init__(self, what: str, ranks: list[int], seconds: float, advice: str, instead: str = "") -> None:
-        self._what, self._how = what, (seconds, advice, instead)
-        came = f"called {instead} instead, and did not come" if instead else "did not come"
+    def __init__(
+        self, what: str, ranks: list[int], seconds: float, advice: str, did: str = "did not come"
+    ) -> None:
+        self._what, self._how = what, (seconds, advice, did)
         super().__init__(
-            f"{what}: rank(s) {', '.join(map(str, ranks))} {came} within {seconds:g} s (the setting timeout). {advice}"
+            f"{what}: rank(s) {', '.join(map(str, ranks))} {did} within {seconds:g} s (the setting timeout). {advice}"
         )
         self.ranks = ranks
 

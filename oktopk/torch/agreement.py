@@ -243,8 +243,10 @@ def disagreement(
     everyone = transport.allgather_objects(mine)
     if any(theirs.problem for theirs in everyone):
         return "", []  # of these the reducer tells more
-    if shards is not None and (problem := _replicas_problem([theirs.shard for theirs in everyone])):
-        return problem, []
+    if shards is not None:
+        if problem := _replicas_problem([theirs.shard for theirs in everyone]):
+            return problem, []
+        shards.replicas = [theirs.shard[1] for theirs in everyone if theirs.shard is not None]
     if len({theirs.length for theirs in everyone}) > 1:
         return "", []
     if len({theirs.layout for theirs in everyone}) > 1:

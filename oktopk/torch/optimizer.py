@@ -822,6 +822,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 ranks' have "reducer"; on every rank alike.
         """
         super().load_state_dict(state_dict)
+        if self._shards is not None:
+            self._shards.reshard()
 
     def _state(self) -> dict[str, Any]:
         own = {"reducer": as_tensors(self.reducer.state_dict())}

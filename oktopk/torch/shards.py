@@ -101,6 +101,7 @@ class Ready(NamedTuple):
         finite: whether the gradients of all are.
         norm: of the whole gradient.
         steps: since the last exchange, the most of any.
+        alike: whether the checksums of all are equal.
     """
 
     problem: bool
@@ -108,6 +109,7 @@ class Ready(NamedTuple):
     finite: bool
     norm: float
     steps: int
+    alike: bool
 
 
 class Shards:
@@ -126,6 +128,7 @@ class Shards:
         rank: this rank's number among those of the replica.
         ranks: of the replica, as the default process group numbers them.
         several: whether there are several ranks.
+        replicas: of each replica its ranks, as the default process group numbers them; [] before they are known.
         parameters: as given; a tensor of one element more where this rank has none of any parameter.
         tensors: of each its shard, which shares its memory; the list is kept, and has the tensors that were there at the last
             `look`.
@@ -150,6 +153,7 @@ class Shards:
         self.rank: int = group.rank()
         self.ranks: list[int] = torch.distributed.get_process_group_ranks(group)
         self.several = len(self.ranks) > 1
+        self.replicas: list[list[int]] = []
         self._modules = _fsdp_modules(self.parameters)
         self._timeout, self._advice = timeout, EVERY_RANK_CALLS
         self._transport: HostTransport | None = None
@@ -241,7 +245,14 @@ class Shards:
         )
 
     def ready(
-        self, what: str, problem: bool, overflowed: bool, finite: bool, square: float, steps: int
+        self,
+        what: str,
+        problem: bool,
+        overflowed: bool,
+        finite: bool,
+        square: float,
+        steps: int,
+        checksum: int,
     ) -> Ready:
         """Agree before the optimizer steps. Collective.
 
@@ -249,16 +260,22 @@ class Shards:
             what: begins, for the message.
             problem, overflowed, finite, steps: as `Ready`, of this rank.
             square: of the norm of this rank's part of the gradient.
+            checksum: int64, of what is to be equal on all ranks.
 
-        Traffic: a control allgather of five int64.
+        Traffic: a control allgather of six int64.
         """
-        mine = [problem, overflowed, finite, steps, int(np.float64(square).view(np.int64))]
+        mine = [problem, overflowed, finite, steps, int(np.float64(square).view(np.int64)), checksum]
         everyone = self._allgather(np.array(mine, np.int64), what)
-        problems, overflows, finites, all_steps, squares = everyone.T
+        problems, overflows, finites, all_steps, squares, checksums = everyone.T
         # summed in the order of the ranks, so that all have the same bits
         total = sum(squares.copy().view(np.float64).tolist())
         return Ready(
-            bool(problems.any()), bool(overflows.any()), bool(finites.all()), total**0.5, int(all_steps.max())
+            problem=bool(problems.any()),
+            overflowed=bool(overflows.any()),
+            finite=bool(finites.all()),
+            norm=total**0.5,
+            steps=int(all_steps.max()),
+            alike=len(set(checksums.tolist())) == 1,
         )
 
     def any(self, flag: bool, what: str) -> bool:
@@ -319,6 +336,19 @@ class Shards:
             if error is None:
                 undo()
             raise first
+
+    def of_world(self, error: Exception) -> Exception:
+        """An error of the ranks that have this shard, with ranks as the default process group numbers them.
+
+        Of a gradient that is not finite all ranks of the replica are named, which step together.
+        """
+        if isinstance(error, NonFiniteGradientError):
+            named = sorted(rank for replica in error.ranks for rank in self.replicas[replica])
+            return NonFiniteGradientError(named, error.step)
+        if isinstance(error, MissingRanksError):
+            holders = [ranks[self.rank] for ranks in self.replicas]
+            return error.among(f"the ranks {', '.join(map(str, holders))} that hold one shard", holders)
+        return error
 
     def take_traffic(self) -> Traffic:
         """What this rank has sent to others of its replica since the last call: control messages alone."""
@@ -394,6 +424,8 @@ def _fsdp_modules(parameters: Sequence[Tensor]) -> list[weakref.ref[Any]]:
 
     known = set(map(id, parameters))
     modules = [held for held in gc.get_objects() if issubclass(type(held), FSDPModule)]
+    for module in modules:  # after a forward pass the outermost one has parameters that are not sharded
+        module.reshard()
     return [weakref.ref(module) for module in modules if any(id(p) in known for p in module.parameters())]
 
 

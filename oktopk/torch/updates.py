@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
 from collectives.traffic import Traffic
+from collectives.transport import MissingRanksError
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
@@ -107,8 +108,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
         shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer memory, in
         every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words. Among
-        the ranks that shard one model a control allgather of five int64 a step, of one in each exchange, of three in each
-        measurement of the ratio.
+        the ranks that shard one model a control allgather of six int64 a step, of one more with a GradScaler, of one in each
+        exchange, of three in each measurement of the ratio.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
@@ -189,6 +190,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
         self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
+        self._numbers = StepAgreement(groups)  # told to the ranks that shard the model
 
     def _new_selecting_step(self) -> SelectingStep | None:
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Collective."""
@@ -307,10 +309,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """What the ranks that shard the model agree on before they step; problems of others become this rank's. Collective."""
         assert self._shards is not None
         what = f"step {self.reducer.steps}"
-        ready = self._shards.ready(what, bool(self._problem), overflowed, finite, square, self._steps)
-        if ready.problem:
-            self._problem = self._shards.sentence(self._problem, what)
-        return ready
+        numbers = self._numbers.tell()
+        ready = self._shards.ready(
+            what, bool(self._problem), overflowed, finite, square, self._steps, numbers
+        )
+        if ready.problem or not ready.alike:
+            groups = {"the numbers of the optimizer's groups": numbers_of(self.param_groups)}
+            self._problem = self._shards.sentence(self._problem, what, groups)
+        return ready._replace(problem=bool(self._problem))
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
@@ -354,16 +360,23 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         norms = flags[0].new_zeros(1, dtype=torch.float32)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-        changed, *overflowed, finite = torch.stack([*flags, torch.isfinite(norms).all()]).tolist()
+        flags.append(torch.isfinite(norms).all())
+        several, square = self._shards is not None and self._shards.several, 0.0
+        if several:  # told beside the flags, so that a GPU is waited for once
+            flags = [*(flag.double() for flag in flags), norms.double().square().sum()]
+        changed, *overflowed, finite = torch.stack(flags).tolist()
+        if several:
+            finite, square = overflowed.pop(), finite
+        changed, finite = bool(changed), bool(finite)
         self._take_written(changed)
         loaded, self._loaded = self._loaded, None
         overflow = any(overflowed) or not together
         if not overflow and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
-            finite = bool(torch.isfinite(norms).all())
+            finite, square = bool(torch.isfinite(norms).all()), float(norms.square().sum())
         norm = norms.norm()
-        if self._shards is not None and self._shards.several:
-            ready = self._ready(overflow, finite, float(norms.double().square().sum()))
+        if several:
+            ready = self._ready(overflow, finite, square)
             if loaded is not None and self._steps < ready.steps and self._fits(loaded):
                 self._go_on(loaded)  # of this shard nothing was written
             if ready.problem:
@@ -483,7 +496,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if applied:
                 anywhere = self._agreement.hear(self.reducer.tokens, transport)
         except (NonFiniteGradientError, ValueError) as error:
-            failed = error
+            failed = error if self._shards is None else self._shards.of_world(error)
+        except MissingRanksError as error:
+            raise (error if self._shards is None else self._shards.of_world(error)) from None
         skipped = not applied
         if self._shards is not None:  # what the ranks that have another shard met
             failed, skipped = self._shards.outcome(failed, what, skipped)
