@@ -212,6 +212,7 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
         names["names of buckets"] = [state["buckets"], state["moves_to"]]
     parts = list(_parts(state))
     if state.get("updates"):
+        names["shard"] = state["updates"].get("shard")
         names["reference"] = zlib.crc32(np.asarray(state["updates"]["reference"]).tobytes())
     names["buckets and tables"] = sorted(before for before, _ in parts)
     found = {name: repr(value) for name, value in names.items()}

@@ -89,7 +89,7 @@ def own(comm: MPI.Intracomm, code: str) -> dict[str, Any]:
         "shards": 1,
     }
     names |= {"gradient": np.ones(50, np.float32), "parameters": np.zeros(50, np.float32)}
-    names |= {"folder": "checkpoint", "ranks_that_saved": comm.size}
+    names |= {"folder": "checkpoint", "ranks_that_saved": comm.size, "replicas_that_saved": comm.size}
     names |= {"local_rank": comm.rank, "mine": batches[0][0].new_ones(1 << 18)}
     if ("optimizer." in code and "optimizer =" not in code) or "scaler" in code:
         names["model"] = Network()

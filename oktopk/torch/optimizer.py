@@ -819,9 +819,12 @@ class DistributedOptimizer(WrappedOptimizer):
 
         Raises:
             ValueError: the state is of another length or method, of other buckets or of parameters in another order, or only some
-                ranks' have "reducer"; on every rank alike.
+                ranks' have "reducer", or is no dict; on every rank alike.
         """
-        super().load_state_dict(state_dict)
+        given: Any = state_dict
+        if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
+            given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
+        super().load_state_dict(given)
         if self._shards is not None:
             self._shards.reshard()
 
@@ -845,11 +848,7 @@ class DistributedOptimizer(WrappedOptimizer):
             transport = self.reducer.transport
             reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
             tables = None
-        problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
-        if tables is not None and not problem:
-            problem = self._tables_state_problem(tables)
-        if reducer is not None and self._layout is not None and not problem:
-            problem = self._order_problem(reducer)
+        problem = self._parts_problem(state, reducer, tables)
         given = {"whether the state has residuals": reducer is not None}
         self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
         if problem := self._states_difference(state):
@@ -870,6 +869,15 @@ class DistributedOptimizer(WrappedOptimizer):
             problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
         self.reducer.transport.agree({}, problem)
         self._not_saved = not_saved
+
+    def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
+        """Why this rank cannot load a state, in a sentence; "" if it can, but for what the reducer looks for itself."""
+        problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
+        if tables is not None and not problem:
+            problem = self._tables_state_problem(tables)
+        if reducer is not None and self._layout is not None and not problem:
+            problem = self._order_problem(reducer)
+        return problem
 
     def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
         """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective."""

@@ -45,6 +45,26 @@ def _held(parameter: Any) -> Tensor:
     return held
 
 
+def kept_locally(value: Any, parameter: Any) -> Any:
+    """What an optimizer keeps of a parameter, as it is saved: of what is laid out as the parameter this rank's shard."""
+    alike = is_sharded(value) and is_sharded(parameter) and value.shape == parameter.shape
+    if alike and (value.device_mesh, value.placements) == (parameter.device_mesh, parameter.placements):
+        return local_tensor(value)
+    return value
+
+
+def laid_out_as_parameter(value: Any, parameter: Any) -> Any:
+    """The reverse of `kept_locally`, on the parameter's mesh, which may be another one than that of before."""
+    plain = isinstance(value, Tensor) and not is_sharded(value)
+    if not (plain and is_sharded(parameter) and value.shape == _held(parameter).shape):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def shards_problem(
     parameters: Sequence[Any], sends: str, replica: str, tables: Sequence[Tensor], levels: str
 ) -> str:

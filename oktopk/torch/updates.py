@@ -18,9 +18,10 @@ from collectives.traffic import Traffic
 from collectives.transport import MissingRanksError
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.displacement import Displacement
-from oktopk.elastic import between_exchanges, of_rank
+from oktopk.elastic import between_exchanges, of_rank, problem_of, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE, Settings
+from oktopk.state import state_problem
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
@@ -30,8 +31,8 @@ from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.shards import Ready
-from oktopk.torch.states import by_rank, on_host
+from oktopk.torch.shards import Ready, kept_locally, laid_out_as_parameter
+from oktopk.torch.states import as_arrays, by_rank, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
 __all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
@@ -613,7 +614,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
 
         What the wrapped optimizer keeps is this rank's own as well, and is in "updates" once more, by the same tensors, for
-        `torch.distributed.checkpoint`. All tensors are on the host.
+        `torch.distributed.checkpoint`; there of sharded parameters this rank's shards, as plain tensors. All tensors are on the
+        host.
         """
         return super().state_dict()
 
@@ -621,8 +623,30 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         state = super()._state()
         state["state"] = on_host(state["state"])
         optimizer = {name: state[name] for name in ("state", "param_groups")}
+        if self._shards is not None:  # the mesh of a DTensor is of these ranks alone
+            optimizer["state"] = self._kept_by_number(optimizer, kept_locally)
         own = self._own_state() | {"optimizer": optimizer}
         return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
+
+    def _kept_by_number(
+        self, optimizer: dict[str, Any], convert: Callable[[Any, Any], Any]
+    ) -> dict[Any, Any]:
+        """A state of the wrapped optimizer by the numbers of its parameters, converted.
+
+        Args:
+            optimizer: "state" and "param_groups".
+            convert: (value, parameter) -> what becomes of a value that the optimizer keeps of a parameter, but for its steps.
+        """
+        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        of = dict(zip(numbers, parameters, strict=True))
+        return {
+            number: {
+                name: value if name == "step" else convert(value, of.get(number))
+                for name, value in kept.items()
+            }
+            for number, kept in optimizer["state"].items()
+        }
 
     @torch.no_grad()
     def _own_state(self) -> dict[str, Any]:
@@ -636,24 +660,38 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "present": list(self._present),
             "factors": list(self._factors),
             "ratio": None if self._ratio is None else self._ratio.state(),
+            "shard": self._shard(),
         }
+
+    def _shard(self) -> list[int]:
+        """[number of this rank's shard, number of shards]."""
+        return [0, 1] if self._shards is None else [self._shards.rank, len(self._shards.ranks)]
 
     def _load(self, state: dict[str, Any], empty: str = "") -> None:
         own = of_rank(state.pop("updates", None))
         transport = self.reducer.transport
-        problem = ""
-        if own is not None:
+        problem = problem_of(state)
+        if own is not None and not problem:
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
-        if self._shards is not None:
-            moment = None if own is None or problem else (own["exchanges"], own["steps"])
-            alike = {"the exchanges of the state, and steps since": moment}
-            problem = self._shards.sentence(problem, "load_state_dict", alike)
+        if own is not None and not problem:  # torch's distributed checkpoint has those of one rank beside it
+            state["state"] = own["optimizer"]["state"]
+            state.setdefault("param_groups", own["optimizer"]["param_groups"])
+            try:
+                if self._shards is not None:
+                    state["state"] = self._kept_by_number(own["optimizer"], laid_out_as_parameter)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                problem = f"the state is not that of an optimizer: {type(error).__name__} {error}"
         with self._together("load_state_dict", lambda: None):
             transport.expect_all("load_state_dict", self.reducer.settings.timeout)
+            if self._shards is not None:  # ranks that have another shard must not load theirs
+                lost = bool(self._not_saved_of(saved_rank(state)))
+                problem = problem or self._shard_state_problem(state, own, lost)
+                moment = None if own is None or problem else (own["exchanges"], own["steps"])
+                alike: dict[str, Any] = {"the exchanges of the state, and steps since": moment}
+                if not problem:
+                    alike["the groups of the state"] = numbers_of(state["param_groups"])
+                problem = self._shards.sentence(problem, "load_state_dict", alike)
             transport.agree({"whether the state is of updates": own is not None}, problem)
-            if own is not None:  # torch's distributed checkpoint has those of one rank beside it
-                state["state"] = own["optimizer"]["state"]
-                state.setdefault("param_groups", own["optimizer"]["param_groups"])
             if own is None and state.get("reducer") is not None:
                 # residuals of gradients are of another size, and those of updates belong to a reference
                 state.pop("reducer")
@@ -683,6 +721,24 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._reference.take_all()
             self._reference.show()
 
+    def _shard_state_problem(self, state: dict[str, Any], own: Any, lost: bool) -> str:
+        """Why any part of a state cannot be loaded on this rank, in a sentence; "" if all can.
+
+        Args:
+            own: what it has of updates.
+            lost: whether all ranks that have this shard load the state of one of them.
+        """
+        reducer = None if own is None else of_rank(state.get("reducer"))
+        if reducer is not None and lost:
+            reducer = without_residual(
+                reducer, self.reducer.transport.rank, self.reducer.transport.size, self.hosts
+            )
+        tables = None if lost else of_rank(state.get("tables"))
+        problem = self._parts_problem(state, reducer, tables)
+        if reducer is not None and not problem:
+            problem = state_problem(as_arrays(reducer), self.reducer)
+        return problem
+
     def _fits(self, own: dict[str, Any]) -> bool:
         """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
         held, vector = self._reference.flat(), own["reference"].to(self._reference.vector.device)
@@ -705,6 +761,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
         length = self.length
         try:
+            if list(own["shard"]) != self._shard():
+                (saved, shards), (rank, ranks) = own["shard"], self._shard()
+                return (
+                    f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
+                    "loads its own"
+                )
             for name in ("reference", "local"):
                 vector = own[name]
                 if (vector is not None or name == "reference") and vector.shape != (length,):
@@ -712,7 +774,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
             own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
             own["optimizer"]["state"], own["optimizer"]["param_groups"]
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             return f"the state of updates is damaged: {type(error).__name__} {error}"
         wanted = len(self._parameters), len(self.param_groups)
         if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:

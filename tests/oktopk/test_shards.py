@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,8 +19,9 @@ from torch import nn
 
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.adamw import AdamW as OurAdamW
-from oktopk.torch.shards import local_tensor
+from oktopk.torch.shards import is_sharded, local_tensor
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.training import flat, loss, train
 
@@ -438,6 +440,192 @@ def test_training_goes_on_from_a_state_bit_for_bit(
     assert held(again.parameters()) == held(model.parameters())
     assert torch.equal(other._reference.vector, optimizer._reference.vector)
     assert other._ratio.squares == optimizer._ratio.squares
+
+
+def loaded_of(comm: MPI.Intracomm, rank: int, state: Any) -> Any:
+    """A copy of a rank's state, as another rank loads it."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    everyone = comm.allgather(stream.getvalue())
+    return torch.load(io.BytesIO(everyone[rank]), weights_only=True)
+
+
+def everything(model: Any, optimizer: Any) -> bytes:
+    """What a load may change on this rank."""
+    moments = [kept[name] for kept in optimizer.inner.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    tensors = [optimizer._reference.vector, torch.from_numpy(optimizer.reducer.residual)]
+    return held([*model.parameters(), *moments]) + b"".join(t.numpy().tobytes() for t in tensors)
+
+
+def check_refused(comm: MPI.Intracomm, model: Any, optimizer: Any, state: Any, sentence: str) -> None:
+    """By one sentence on all ranks, on none of which anything is loaded."""
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=sentence) as refused:
+        optimizer.load_state_dict(state)
+    same = len(set(comm.allgather(str(refused.value)))) == 1
+    kept = all(comm.allgather(everything(model, optimizer) == before))
+    assert same, comm.allgather(str(refused.value))
+    assert kept
+    train(model, optimizer, comm.rank, range(3, 5))
+
+
+def even(seed: int = 5) -> nn.Sequential:
+    """Whose shards have equal shapes."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 4 * SIZE), nn.Tanh(), nn.AdaptiveAvgPool1d(7))
+
+
+@pytest.mark.parametrize("whose", ["the next shard's", "rank 0's"])
+def test_a_state_of_another_shard_is_refused(comm: MPI.Intracomm, mesh: Any, whose: str) -> None:
+    shards = mesh["shard"].size()
+    if shards == 1:
+        pytest.skip("one shard")
+    model = sharded(mesh, even())
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(3))
+    shard = mesh["shard"].get_local_rank()
+    rank = 0 if whose == "rank 0's" else comm.rank - shard + (shard + 1) % shards
+    state = loaded_of(comm, rank, optimizer.state_dict())
+    sentence = f"the state is of shard 0 of {shards}, and this rank has shard {shards - 1} of {shards}: each rank saves"
+    check_refused(comm, model, optimizer, state, sentence)
+
+
+def shortened(state: dict[str, Any]) -> None:
+    reducer = of_rank(state["reducer"])
+    reducer["residual"] = reducer["residual"][:-1]
+
+
+def other_group(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:-1]
+
+
+def other_moment(state: dict[str, Any]) -> None:
+    of_rank(state["updates"])["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+DAMAGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "residual": (shortened, "residual of the state is float32"),
+    "groups": (other_group, "the state has groups of"),
+    "moment": (other_moment, r"has exp_avg of shape \(3,\) of a parameter of shape"),
+    "optimizer": (
+        lambda state: of_rank(state["updates"])["optimizer"].update(state=None),
+        "not that of an optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what", ["residual", *(pytest.param(what, marks=LONG) for what in list(DAMAGED)[1:])]
+)
+def test_what_is_refused_on_one_rank_is_loaded_on_none(comm: MPI.Intracomm, mesh: Any, what: str) -> None:
+    """Not on those either that have another shard."""
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(2))
+    state = loaded_of(comm, comm.rank, optimizer.state_dict())
+    train(model, optimizer, comm.rank, range(2, 3))
+    change, sentence = DAMAGED[what]
+    if comm.rank == comm.size - 1:
+        change(state)
+    check_refused(comm, model, optimizer, state, sentence)
+
+
+@pytest.mark.parametrize("state", [None, pytest.param([], marks=LONG)])
+def test_what_is_no_state_on_one_rank_is_told_on_all(comm: MPI.Intracomm, mesh: Any, state: Any) -> None:
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh, timeout=20.0)
+    train(model, optimizer, comm.rank, range(3))
+    given = state if comm.rank == comm.size - 1 else optimizer.state_dict()
+    sentence = f"the state is a {type(state).__name__}, not a dict"
+    check_refused(comm, model, optimizer, given, sentence)
+
+
+def test_moments_are_saved_as_plain_tensors(comm: MPI.Intracomm, mesh: Any) -> None:
+    """Beside them what torch's functions look at stays as torch makes it; both have the same memory."""
+    model = sharded(mesh)
+    optimizer = wrap(model, mesh)
+    train(model, optimizer, comm.rank, range(2))
+    state = optimizer.state_dict()
+    saved = of_rank(state["updates"])["optimizer"]["state"]
+    for number, parameter in enumerate(model.parameters()):
+        moment = saved[number]["exp_avg"]
+        assert type(moment) is torch.Tensor
+        assert moment.shape == parameter.to_local().shape
+        whole = state["state"][number]["exp_avg"]
+        assert is_sharded(whole)
+        assert whole.to_local().data_ptr() == moment.data_ptr()
+    optimizer.load_state_dict(state)
+    assert all(is_sharded(kept["exp_avg"]) for kept in optimizer.inner.state.values())
+
+
+def sums(ranks: MPI.Intracomm, mesh: Any, optimizer: Any) -> tuple[Any, Any]:
+    """(the mean of the residuals, that of the first moments) over the ranks that have this rank's shard."""
+    mates = ranks.Split(mesh["shard"].get_local_rank())
+    states = [optimizer.inner.state[p] for p in optimizer.inner.param_groups[0]["params"]]
+    moments = np.concatenate([kept["exp_avg"].to_local().numpy().reshape(-1) for kept in states])
+    both = mates.allreduce(optimizer.reducer.residual) / mates.size, mates.allreduce(moments) / mates.size
+    mates.Free()
+    return both
+
+
+@pytest.mark.long("on 4 ranks alone; `make test` has states of as many replicas")
+@pytest.mark.skipif(SIZE != 4, reason="4 ranks")
+@pytest.mark.parametrize("by", ["file", "dcp"])
+def test_training_goes_on_with_another_number_of_replicas(
+    comm: MPI.Intracomm, group: Any, tmp_path: Path, by: str
+) -> None:
+    """Of two replicas of two shards one, on two of the four ranks, and back."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import DeviceMesh
+
+    two, one = mesh_of(2), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicate", "shard"))
+    folder, few = Path(str(comm.bcast(tmp_path))), comm.Split(comm.rank < 2)
+    expected: Any = None
+    for number, (mesh, ranks) in enumerate(((two, comm), (one, few), (two, comm))):
+        if comm.rank < ranks.size:
+            model = sharded(mesh, layers(5 + number))
+            optimizer = wrap(model, mesh)
+            process_group = (
+                None if ranks is comm else torch.distributed.new_group([0, 1], use_local_synchronization=True)
+            )
+            replica, shard = mesh["replicate"].get_local_rank(), mesh["shard"].get_local_rank()
+            before = folder / str(number - 1)
+            if number:
+                saved_replicas = 2 if mesh is one else 1
+
+                def read(r: int, shard: int = shard, before: Path = before) -> Any:
+                    if by == "file":
+                        return torch.load(before / f"{r}-{shard}.pt", weights_only=True)
+                    saved: Any = {
+                        "optimizer": {
+                            name: {f"rank-{2 * r + shard}": None} for name in ("reducer", "updates")
+                        }
+                    }
+                    dcp.load(saved, checkpoint_id=before, no_dist=True)
+                    return saved["optimizer"]
+
+                whole_model = {"model": model.state_dict()}
+                dcp.load(whole_model, checkpoint_id=before, process_group=process_group)
+                model.load_state_dict(whole_model["model"])
+                optimizer.load_state_dict(
+                    redistribute(read, saved_replicas, replica, mesh["replicate"].size())
+                )
+                found = sums(ranks, mesh, optimizer)
+                for mine, theirs in zip(found, expected or found, strict=True):
+                    assert np.allclose(mine, theirs, atol=1e-7)
+                    assert np.abs(mine).max() > 1e-5
+            train(model, optimizer, comm.rank, range(4 * number, 4 * number + 4))
+            check_agreed(model, optimizer, mesh, ranks)
+            expected = sums(ranks, mesh, optimizer)
+            (folder / str(number)).mkdir(exist_ok=True)
+            torch.save(optimizer.state_dict(), folder / str(number) / f"{replica}-{shard}.pt")
+            with optimizer.agreed():
+                whole_state = {"model": model.state_dict(), "optimizer": optimizer}
+                dcp.save(whole_state, checkpoint_id=folder / str(number), process_group=process_group)
+        else:
+            expected = None
+        comm.barrier()
+    few.Free()
 
 
 def test_a_rank_without_any_element_takes_part(comm: MPI.Intracomm, mesh: Any, tmp_path: Path) -> None:

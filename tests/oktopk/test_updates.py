@@ -895,3 +895,15 @@ def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intra
         optimizer.load_state_dict(state)
     assert np.array_equal(flat(model), before)
     comm.Barrier()
+
+
+@pytest.mark.parametrize("sends", ["updates", "gradients"])
+def test_what_is_no_state_on_one_rank_is_told_on_all(comm: MPI.Intracomm, sends: str) -> None:
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends=sends, timeout=60.0)
+    train(model, optimizer, comm.rank, range(2))
+    given: Any = None if comm.rank == comm.size - 1 else optimizer.state_dict()
+    with pytest.raises(ValueError, match="the state is a NoneType, not a dict"):
+        optimizer.load_state_dict(given)
+    train(model, optimizer, comm.rank, range(2, 3))
