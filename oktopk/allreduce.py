@@ -742,6 +742,12 @@ class GradientAllreduce:
                 another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
                 before anything is changed.
         """
+        self.agree_on_state(state)
+        with self.backend.stream_scope():
+            self._load(state)
+
+    def agree_on_state(self, state: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` would; nothing is changed. Collective."""
         problem = state_problem(state, self)
         common: dict[str, Any] = {}
         agreed: dict[str, Any] = {}
@@ -764,8 +770,6 @@ class GradientAllreduce:
             problem = problem or disagreement
             self._expect_none()
         self.transport.agree(common | agreed, problem)
-        with self.backend.stream_scope():
-            self._load(state)
 
     def whole_vectors(self) -> dict[str, NDArray[np.float32] | None]:
         """float32[n] on the host: residual and velocity, in two levels of the host, equal on all its ranks.

@@ -27,7 +27,7 @@ from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_mean import HostMean, unequal_in_host
-from oktopk.torch.optimizer import DistributedOptimizer
+from oktopk.torch.optimizer import DistributedOptimizer, groups_problem
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.sampled_ratio import SampledRatio
@@ -676,22 +676,34 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if own is not None and not problem:  # torch's distributed checkpoint has those of one rank beside it
             state["state"] = own["optimizer"]["state"]
             state.setdefault("param_groups", own["optimizer"]["param_groups"])
+            problem = groups_problem(self.inner, own["optimizer"])
             try:
-                if self._shards is not None:
+                if self._shards is not None and not problem:
                     state["state"] = self._kept_by_number(own["optimizer"], laid_out_as_parameter)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 problem = f"the state is not that of an optimizer: {type(error).__name__} {error}"
         with self._together("load_state_dict", lambda: None):
             transport.expect_all("load_state_dict", self.reducer.settings.timeout)
-            if self._shards is not None:  # ranks that have another shard must not load theirs
-                lost = bool(self._not_saved_of(saved_rank(state)))
-                problem = problem or self._shard_state_problem(state, own, lost)
+            reducer: Any = None  # of a shard: the ranks that have another one must not load theirs either
+            if self._shards is not None:
+                reducer = None if own is None else of_rank(state.get("reducer"))
+                lost, tables = self._not_saved_of(saved_rank(state)), of_rank(state.get("tables"))
+                if reducer is not None:
+                    reducer = as_arrays(reducer)
+                    if lost:
+                        reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
+                    problem = problem or state_problem(reducer, self.reducer)
+                problem = problem or self._parts_problem(state, reducer, None if lost else tables)
                 moment = None if own is None or problem else (own["exchanges"], own["steps"])
                 alike: dict[str, Any] = {"the exchanges of the state, and steps since": moment}
                 if not problem:
                     alike["the groups of the state"] = numbers_of(state["param_groups"])
                 problem = self._shards.sentence(problem, "load_state_dict", alike)
-            transport.agree({"whether the state is of updates": own is not None}, problem)
+            given = {"whether the state is of updates": own is not None}
+            transport.agree(given | {"whether the state has residuals": reducer is not None}, problem)
+            if reducer is not None:
+                self.reducer.agree_on_state(reducer)
+        with self._together("load_state_dict", lambda: None):  # what raised above has changed no shard
             if own is None and state.get("reducer") is not None:
                 # residuals of gradients are of another size, and those of updates belong to a reference
                 state.pop("reducer")
@@ -720,24 +732,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None or not all(transport.allgather_objects(unwritten)):
                 self._reference.take_all()
             self._reference.show()
-
-    def _shard_state_problem(self, state: dict[str, Any], own: Any, lost: bool) -> str:
-        """Why any part of a state cannot be loaded on this rank, in a sentence; "" if all can.
-
-        Args:
-            own: what it has of updates.
-            lost: whether all ranks that have this shard load the state of one of them.
-        """
-        reducer = None if own is None else of_rank(state.get("reducer"))
-        if reducer is not None and lost:
-            reducer = without_residual(
-                reducer, self.reducer.transport.rank, self.reducer.transport.size, self.hosts
-            )
-        tables = None if lost else of_rank(state.get("tables"))
-        problem = self._parts_problem(state, reducer, tables)
-        if reducer is not None and not problem:
-            problem = state_problem(as_arrays(reducer), self.reducer)
-        return problem
 
     def _fits(self, own: dict[str, Any]) -> bool:
         """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
