@@ -25,7 +25,7 @@ from oktopk.torch.shards import is_sharded, local_tensor
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.training import flat, loss, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(min_size=2)
 
 SIZE = MPI.COMM_WORLD.size
 SHARDS = [
@@ -321,7 +321,7 @@ def test_a_step_that_one_shard_skips_is_skipped_by_all(
 
 
 def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
-    comm: MPI.Intracomm, any_mesh: Any
+    comm: MPI.Intracomm, mesh: Any
 ) -> None:
     """At construction, within `agreed`, by `load_state_dict` and by `close`."""
 
@@ -329,14 +329,14 @@ def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
         with torch.no_grad():
             return model(torch.ones(3, 20)).clone()
 
-    model = sharded(any_mesh)
+    model = sharded(mesh)
     parameters = list(model.parameters())  # the outermost module has others after a forward pass
     with torch.no_grad():
         for parameter in parameters:
-            parameter.add_(0.1 * any_mesh["replicate"].get_local_rank())  # other ones in each replica
+            parameter.add_(0.1 * mesh["replicate"].get_local_rank())  # other ones in each replica
     inner = torch.optim.AdamW(parameters, **ADAMW)
     outputs()
-    optimizer = DistributedOptimizer(inner, any_mesh["replicate"].get_group(), density=0.05)
+    optimizer = DistributedOptimizer(inner, mesh["replicate"].get_group(), density=0.05)
     assert len(set(comm.allgather(outputs().numpy().tobytes()))) == 1
     train(model, optimizer, comm.rank, range(3))
     own = outputs()
@@ -357,12 +357,11 @@ def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
     assert torch.equal(outputs(), agreed)
 
 
-@pytest.mark.mpi(min_size=4)
 def test_ranks_that_hold_different_shards_of_two_replicas_are_refused(comm: MPI.Intracomm) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     if comm.size != 4:
-        pytest.skip("of two replicas of two shards")
+        pytest.skip("two replicas of two shards are four ranks, of `make test-long`")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     crossed = [torch.distributed.new_group(ranks) for ranks in ([0, 3], [1, 2])]
     group = crossed[comm.rank in (1, 2)]

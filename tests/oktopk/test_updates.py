@@ -882,7 +882,15 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.long("`make test` has a moment and a rank"))
+        if what in ("nothing is kept", "no number of steps")
+        else what
+        for what in BROKEN
+    ],
+)
 def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intracomm, what: str) -> None:
     model = network()
     optimizer = wrap(model, comm, timeout=60.0)
