@@ -159,11 +159,12 @@ class LocalSelection:
 
     @staticmethod
     def state_problem(state: dict[str, Any]) -> str:
-        slope, needs_exact = state["slope"], state["needs_exact"]
-        if not (0 < slope < math.inf):
-            return f"slope {slope!r} of the state is not a positive number"
-        if not isinstance(needs_exact, bool):
-            return f"needs_exact {needs_exact!r} of the state is not True or False"
+        held = {name: state[name] for name in _STATE}
+        if not (0 < held["slope"] < math.inf):
+            return f"slope {held['slope']!r} of the state is not a positive number"
+        for name in ("needs_exact", "needs_host"):
+            if not isinstance(held[name], bool):
+                return f"{name} {held[name]!r} of the state is not True or False"
         return threshold_problem("local", state)
 
     def state_dict(self) -> dict[str, Any]:
