@@ -116,10 +116,8 @@ class HostGroup:
         """
         if self.publish(self.gradient, flag, token):
             return True
-        mine = self.new_shard()
-        if self._sum is not None:
-            mine = self.sum(at_once=True)
-            mine /= np.float32(self.host.size)
+        mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
+        mine /= np.float32(self.host.size)
         self.share_in_place(mine, self.gradient)
         return False
 

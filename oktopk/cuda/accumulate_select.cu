@@ -2,8 +2,8 @@
 //
 // Two kernels. The first streams: each block adds one chunk and appends its hits to a pool, in any order, without waiting for other
 // blocks; accumulate_select_tensors reads a tensor list, accumulate_select_sum a shard of a host's gradients, which it sums,
-// accumulate_select_displacement what parameters have moved, accumulate_select_adamw what AdamW moves them by. The second brings the hits into order, in O(k): each block adds up the
-// counts before its group of chunks.
+// accumulate_select_displacement what parameters have moved, accumulate_select_adamw what AdamW moves them by. The second brings the
+// hits into order, in O(k): each block adds up the counts before its group of chunks.
 //
 // Shapes   gradient[n] (GRADIENT: float, __nv_bfloat16 or __half), a tensor list (multi_tensor.cuh, SOURCE likewise), a ShardSum
 //          of n elements (shard_sum.cuh) or a displacement of n elements (displacement.cuh, adamw.cuh); residual[n] float; pool[capacity],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_version_of = operator.attrgetter("_version")
+version_of = operator.attrgetter("_version")
 _What = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
@@ -51,7 +51,7 @@ class AsWrapped:
 
     def versions(self) -> list[int]:
         """Of each parameter how often torch has written to it."""
-        return list(map(_version_of, self._parameters))
+        return list(map(version_of, self._parameters))
 
     def count_write(self) -> None:
         """Let `versions`, and autograd, see a write to all of them that torch did not make."""

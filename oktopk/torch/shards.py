@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,7 @@ from collectives.limit import Limit
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
-from oktopk.torch.as_wrapped import AsWrapped
-
-_version_of = operator.attrgetter("_version")
+from oktopk.torch.as_wrapped import AsWrapped, version_of
 
 TWO_DIMENSIONS = (
     "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
@@ -99,8 +96,8 @@ def shards_problem(
             return "parameters are sharded over several meshes: give those of each an optimizer of their own"
         if type(placement) is not Shard:
             return f"a parameter is laid out as {placement}, not as Shard: only what fully_shard makes can be exchanged"
-        if type(parameter._local_tensor) is not Tensor:
-            kind = type(parameter._local_tensor).__name__
+        if type(_held(parameter)) is not Tensor:
+            kind = type(_held(parameter)).__name__
             return (
                 f"a shard is a {kind}, not a plain tensor: leave low precision to FSDP's MixedPrecisionPolicy"
             )
@@ -417,7 +414,7 @@ class _ShardsAsWrapped(AsWrapped):
 
     def versions(self) -> list[int]:
         """A DTensor counts what is written to it, and its shard what is written to that."""
-        whole = map(_version_of, self._shards.parameters)
+        whole = map(version_of, self._shards.parameters)
         return [one + other for one, other in zip(whole, super().versions(), strict=True)]
 
     def count_write(self) -> None:

@@ -375,7 +375,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not overflow and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
             finite, square = bool(torch.isfinite(norms).all()), float(norms.square().sum())
-        norm = norms.norm()
+        whole: float | None = None  # norm of the replica's gradient, where it has several shards
         if several:
             ready = self._ready(overflow, finite, square)
             if loaded is not None and self._steps < ready.steps and self._fits(loaded):
@@ -383,7 +383,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if ready.problem:
                 return False
             overflow, finite = ready.overflowed, ready.finite
-            norm = norm.new_tensor(ready.norm, dtype=torch.float64)
+            whole = ready.norm
         if overflow and self._shards is None:
             return False
         alone = self._in_host is None and self._shards is None
@@ -395,6 +395,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
         if self.clip_norm and gradients:
+            norm = norms.norm() if whole is None else norms.new_tensor(whole, dtype=torch.float64)
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
