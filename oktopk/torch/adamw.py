@@ -39,8 +39,8 @@ class AdamW(torch.optim.AdamW):
     15 elements at the end of a tensor.
 
     A step is torch's own, with torch's rounding, with amsgrad, maximize, capturable or differentiable, with hooks on the
-    optimizer's step, with `every` > 1, with hosts as replicas, with parameters that FSDP2 shards, with tables that have sparse
-    gradients, and where gradients or moments are of another type than their parameters or laid out otherwise.
+    optimizer's step, with `every` > 1, with hosts as replicas, with sharded parameters, with tables that have sparse gradients,
+    and where gradients or moments are of another type than their parameters or laid out otherwise.
 
     Args:
         params, lr, betas, eps, weight_decay, ...: as `torch.optim.AdamW`.
