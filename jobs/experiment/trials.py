@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.config.modes import DENSE_OVLP
-from jobs.experiment.model import Experiment
+from jobs.experiment.experiments import Experiment
 from oktopk import METHODS
 
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone

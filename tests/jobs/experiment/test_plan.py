@@ -11,11 +11,11 @@ import pytest
 
 from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.claims import region_claim
+from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.options import parse
 from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
-from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
+from jobs.experiment.targets import verdicts
 from jobs.experiment.trials import KINDS, RUN_SECONDS, START_SECONDS, Pace, Trial, trials
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
@@ -223,7 +223,7 @@ def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Pat
     assert found == [1.08, 2.5]
 
     def verdict(*paths: Path) -> str:
-        return region_claim(group_runs(read_runs(paths))).verdict
+        return verdicts(experiment, [], [], group_runs(read_runs(paths)))[-1].verdict
 
     assert verdict(files[0], regions("even", False, 1.05)) == "failed"
     assert verdict(files[0]) == verdict(files[0], regions("cut", False, 2.5, "interrupted")) == "open"
