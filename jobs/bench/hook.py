@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,6 +47,31 @@ def perceptron(length: int) -> nn.Sequential:
         layers += [nn.Linear(width, width), nn.ReLU()]
         nn.init.kaiming_uniform_(layers[-2].weight, nonlinearity="relu")  # type: ignore[arg-type]
     return nn.Sequential(*layers[:-1])
+
+
+@contextmanager
+def process_group(name: str, comm: MPI.Intracomm) -> Iterator[torch.device]:
+    """This rank's device, in a process group of all ranks over gloo or NCCL. Collective.
+
+    Args:
+        name: "cpu" or "cuda", whose ranks of a host get its GPUs in turn.
+
+    Raises:
+        BenchError: a ValueError or WireError of what is done in it; on every rank alike, as that is.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cuda = name == "cuda"
+    device = torch.device("cuda", node.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    unit = f"{node.allgather(comm.rank)[0]}:{device.index}"
+    node.Free()
+    if cuda:
+        torch.cuda.set_device(device)
+    try:
+        start_process_group(comm, device, "nccl" if cuda else "gloo", unit)
+        yield device
+        stop_process_group()
+    except (ValueError, WireError) as error:
+        raise BenchError(str(error)) from error
 
 
 @dataclass
@@ -174,15 +199,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     Raises:
         BenchError: it cannot be done, or ranks ended with different parameters; on every rank alike.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cuda = options.device == "cuda"
-    device = torch.device("cuda", node.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    unit = f"{node.allgather(comm.rank)[0]}:{device.index}"
-    node.Free()
-    if cuda:
-        torch.cuda.set_device(device)
-    try:
-        start_process_group(comm, device, "nccl" if cuda else "gloo", unit)
+    with process_group(options.device, comm) as device:
         found, left_out = contestants(options, device)
         _run(found, options, comm, device)
         differing = [
@@ -191,9 +208,6 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         methods = [_summary(one, found[0], comm) for one in found]
         for one in found:
             one.close()
-        stop_process_group()
-    except (ValueError, WireError) as error:  # raised on every rank alike
-        raise BenchError(str(error)) from error
     if differing:
         raise BenchError(f"the ranks ended with different parameters: {', '.join(differing)}")
     length = sum(parameter.numel() for parameter in found[0].ddp.parameters())
@@ -203,7 +217,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         "density": options.density,
         "k": entries_kept(options.density, length),
         "device": options.device,
-        "backend": "nccl" if cuda else "gloo",
+        "backend": "nccl" if options.device == "cuda" else "gloo",
         "threads": torch.get_num_threads(),
         "left_out": left_out,
         "network": options.network,

@@ -74,10 +74,6 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
         from jobs.bench.hook import measure_hooks  # torch
 
         return "hook table", [partial(measure_hooks, options, comm)]
-    if options.table == "rows":
-        from jobs.bench.rows import measure_rows  # torch
-
-        return "rows table", [partial(measure_rows, options, comm)]
     if options.table == "dense":
         from jobs.bench.dense import measure_dense  # torch and CuPy
 
