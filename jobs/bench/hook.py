@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from jobs.bench.document import BenchError
 from jobs.bench.options import Options
-from jobs.bench.plain_topk import PlainTopK, plain_topk_hook
+from jobs.cluster.agreement import Refused
+from jobs.train.placement import find_placement
 from jobs.train.reduce.background import WireError, ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.powersgd import EPSILON, low_rank, reduce_low_rank
 from oktopk.settings import entries_kept
@@ -57,20 +58,14 @@ def process_group(name: str, comm: MPI.Intracomm) -> Iterator[torch.device]:
         name: "cpu" or "cuda", whose ranks of a host get its GPUs in turn.
 
     Raises:
-        BenchError: a ValueError or WireError of what is done in it; on every rank alike, as that is.
+        BenchError: there is no such device, or what is done in it raises ValueError or WireError; on every rank alike.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cuda = name == "cuda"
-    device = torch.device("cuda", node.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    unit = f"{node.allgather(comm.rank)[0]}:{device.index}"
-    node.Free()
-    if cuda:
-        torch.cuda.set_device(device)
     try:
-        start_process_group(comm, device, "nccl" if cuda else "gloo", unit)
-        yield device
+        place = find_placement(name, comm)
+        start_process_group(comm, place.device, place.process_group, place.unit)
+        yield place.device
         stop_process_group()
-    except (ValueError, WireError) as error:
+    except (ValueError, WireError, Refused) as error:
         raise BenchError(str(error)) from error
 
 
@@ -124,8 +119,17 @@ class Contestant:
         return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
 
 
-def contestants(options: Options, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
+Rival = tuple[Any, object, Callable[[], int]]
+"""A communication hook, its state, and what gives the bytes that this rank sent in the last step."""
+
+
+def contestants(
+    options: Options, device: torch.device, rivals: Mapping[str, Rival]
+) -> tuple[list[Contestant], dict[str, str]]:
     """All that take part, and why others do not. Collective, in a process group.
+
+    Args:
+        rivals: further ones, by name.
 
     Raises:
         ValueError: settings that Ok-Topk does not take; on every rank alike.
@@ -156,8 +160,7 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
         found.append(Contestant("bf16", ddp(bf16_compress_hook), ring(length // 2)))
     except TypeError as error:  # torch's answer to gloo
         left_out["bf16"] = str(error)
-    plain = PlainTopK(options.density)
-    found.append(Contestant("plain-topk", ddp(plain_topk_hook, plain), _taken(plain)))
+    found += [Contestant(name, ddp(hook, state), sent) for name, (hook, state, sent) in rivals.items()]
     state = PowerSGDState(
         None, 1, start_powerSGD_iter=WHOLE_STEPS, min_compression_rate=2, orthogonalization_epsilon=EPSILON
     )
@@ -178,21 +181,15 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
     return found, left_out
 
 
-def _taken(state: PlainTopK) -> Callable[[], int]:
-    def take() -> int:
-        sent, state.bytes = state.bytes, 0
-        return sent
-
-    return take
-
-
 def _reported(state: OkTopkState) -> int:
     assert state.report is not None
     return state.report.bytes
 
 
-def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """The run as it stands in the document, on rank 0. Collective.
+def measure_hooks(
+    options: Options, comm: MPI.Intracomm, rivals: Mapping[str, Rival] | None = None
+) -> dict[str, Any]:
+    """The run as it stands in the document, on rank 0; rivals: as `contestants`. Collective.
 
     Contestants take turns of BLOCK steps. A step's time is that of the slowest rank.
 
@@ -200,7 +197,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         BenchError: it cannot be done, or ranks ended with different parameters; on every rank alike.
     """
     with process_group(options.device, comm) as device:
-        found, left_out = contestants(options, device)
+        found, left_out = contestants(options, device, rivals or {})
         _run(found, options, comm, device)
         differing = [
             one.name for one in found if one.synchronizes and len(set(comm.allgather(one.digest()))) > 1

@@ -39,6 +39,7 @@ class Options:
         link: rate of each host's link, as `jobs.bench.document.bits_per_second` takes it; "" where it is not given.
         table: a name in TABLES; "" for none.
         rows: numbers of the GPU table's rows from 1, empty for all.
+        module: that the command of the document names.
     """
 
     methods: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class Options:
     rows: tuple[int, ...] = ()
     budget: float = math.inf
     commit: str = ""
+    module: str = "jobs.bench"
 
     @property
     def length(self) -> int:

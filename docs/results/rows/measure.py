@@ -7,7 +7,6 @@ compared with Ok-Topk's, to rounding. Prints the table, which `python -m jobs.re
 """
 
 import argparse
-import sys
 import time
 import zlib
 from functools import partial
@@ -20,12 +19,12 @@ from mpi4py import MPI
 
 from docs.results.rows.ways import dense, ways
 from jobs.bench.device import Device
-from jobs.bench.document import BenchError, Output, command_line
+from jobs.bench.document import BenchError
 from jobs.bench.gradients import SKEWS, RowSource
 from jobs.bench.hook import process_group
-from jobs.bench.job import measure_all
+from jobs.bench.job import run_all
 from jobs.bench.options import Options
-from jobs.cluster.agreement import decide_on_root, say
+from jobs.restart.signals import leave
 from oktopk.rows import RowSparseAllreduce
 from oktopk.torch.interop import memory_of
 
@@ -201,17 +200,11 @@ def main(comm=MPI.COMM_WORLD):
     parser.add_argument("--network", default="", help="what joins the ranks, in words")
     parser.add_argument("--commit", default="", help="commit that is measured, where git names none")
     told = parser.parse_args()
-    options = Options(device=told.device, commit=told.commit, network=told.network)
-    try:
-        output = decide_on_root(comm, lambda: told.json and Output(told.json), (BenchError,), BenchError)
-        content = measure_all("rows table", [partial(measure, told, comm)], options, comm, None)
-    except BenchError as error:
-        say(comm, f"rows: {error}")
-        return 2
-    if output and comm.rank == 0:
-        output.write(content | {"command": command_line(comm.size, "docs.results.rows.measure")})
-    return 0
+    options = Options(
+        device=told.device, json=told.json, commit=told.commit, module="docs.results.rows.measure"
+    )
+    return run_all(lambda: ("rows table", [partial(measure, told, comm)]), options, comm)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
