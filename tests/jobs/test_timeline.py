@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -228,21 +227,6 @@ def test_buckets_of_a_run_are_explained_as_hidden_or_exposed(
         events = json.loads(gzip.decompress(packed))["traceEvents"]
         threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
         assert {"bucket 0", "bucket 1", "bucket 2"} <= threads
-
-
-def test_a_run_file_of_before_there_were_buckets_is_read(tmp_path: Path) -> None:
-    from tests.jobs.report.test_report import write_run
-
-    path = write_run(tmp_path / "run.h5")
-    columns = two_ranks(0.2)
-    columns["name"] = np.char.encode(columns["name"])
-    with h5py.File(path, "r+") as file:
-        del file["timeline"]
-        for name in columns.keys() - {"bucket"}:
-            file[f"timeline/{name}"] = columns[name]
-    found, _ = read_timeline(path)
-    assert set(found["bucket"].tolist()) == {-1}
-    assert main([str(path)]) == 0
 
 
 def test_a_stage_is_a_range_in_a_profiler_that_ends_where_an_error_ends_it() -> None:
