@@ -171,7 +171,7 @@ def measure(options, comm):
         "backend": "nccl" if cuda else "gloo",
         "threads": torch.get_num_threads(),
         "left_out": dict.fromkeys(options.without, "--without"),
-        "network": options.network,
+        "network": "",
         "course": {"warmup": options.warmup, "steps": options.steps},
         "methods": [summary(one, comm) for one in found],
     }
@@ -189,15 +189,11 @@ def main(comm=MPI.COMM_WORLD):
         ("seed", 1, "of rows and values"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what}; default: %(default)s")
-    parser.add_argument(
-        "--skew", choices=SKEWS, default=SKEWS[0], help="all rows alike, or row i by 1/(i + 1)"
-    )
+    parser.add_argument("--skew", choices=SKEWS, default=SKEWS[0], help="alike, or row i by 1/(i + 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--without", nargs="+", default=[], help="contestants to leave out, such as dense and union-v1"
-    )
+    known = ["dense", *ways((0, 0), comm, cuda=False)]
+    parser.add_argument("--without", nargs="+", default=[], choices=known, help="contestants to leave out")
     parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--network", default="", help="what joins the ranks, in words")
     parser.add_argument("--commit", default="", help="commit that is measured, where git names none")
     told = parser.parse_args()
     options = Options(
