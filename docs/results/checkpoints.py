@@ -15,17 +15,18 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from jobs.cluster.agreement import decide_on_root
+from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, load
 from jobs.config.sections import CheckpointConfig
 from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import Identity, list_sets
+from jobs.restart.signals import leave
 from jobs.restart.state import BatchStream, Position, capture, model_digest
 from jobs.train.setup import set_up
 
 
 def main(comm=MPI.COMM_WORLD):
-    """Measure as the command line says; collective."""
+    """Measure as the command line says; returns the exit status. Collective."""
     parser = argparse.ArgumentParser(prog="python -m jobs.launch -n RANKS -m docs.results.checkpoints")
     parser.add_argument("config", help="configuration of the training run")
     add_overrides(parser, "values of keys that replace those of the configuration")
@@ -35,9 +36,15 @@ def main(comm=MPI.COMM_WORLD):
         "--folder", help="on the file system to be measured; default: that of temporary files"
     )
     options = parser.parse_args()
-    config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
-    torch.set_num_threads(config.training.threads)
-    setup = set_up(config, comm)
+    if not 2 <= options.every <= options.steps:
+        parser.error(f"--every {options.every} is not in [2, {options.steps}], the steps")
+    try:
+        config = decide_on_root(comm, lambda: load(options.config, options.overrides), (ConfigError,))
+        torch.set_num_threads(config.training.threads)
+        setup = set_up(config, comm)
+    except Refused as refusal:
+        say(comm, f"checkpoints: {refusal}")
+        return 2
     workload, optimizer = setup.workload, setup.optimizer
     workload.model.train()
     batches = BatchStream(
@@ -84,7 +91,8 @@ def main(comm=MPI.COMM_WORLD):
         cost = np.mean(times[True]) / np.mean(times[False]) - 1
         print(f"cost {cost:+.2%}; training stands still for {np.mean(copies):,.2f} ms per checkpoint")
         folder.cleanup()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    leave(main())
