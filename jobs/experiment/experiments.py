@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from jobs.config.file import read_toml
 
@@ -50,6 +50,12 @@ class Target(Value):
     each: bool = False
     in_equal_time: tuple[str, str] | None = None
     also: Value | None = None
+
+    @model_validator(mode="after")
+    def _has_one_bound(self) -> Self:
+        if sum(bound is not None for bound in (self.below, self.at_most, self.at_least)) != 1:
+            raise ValueError("a target has one of below, at_most and at_least")
+        return self
 
     def holds(self, value: float) -> bool:
         """Whether a value is within the bounds."""

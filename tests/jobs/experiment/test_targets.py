@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from jobs.experiment.experiments import EXPERIMENTS, Experiment
+from jobs.experiment.experiments import EXPERIMENTS, Experiment, Target
 from jobs.experiment.targets import verdicts
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
@@ -96,3 +97,9 @@ def test_every_target_has_a_verdict_where_all_was_measured(tmp_path: Path) -> No
         ]
         # the words are not there
         assert all("word frequencies" in text for text in open_targets), (name, open_targets)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"below": 1.0, "at_most": 2.0}, {"blow": 1.0}])
+def test_a_target_without_one_bound_is_refused(bounds: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="one of below, at_most and at_least|Extra inputs"):
+        Target(text="it is small", value="dense.loss", measured="{value}", **bounds)
