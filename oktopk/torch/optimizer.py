@@ -28,6 +28,7 @@ from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
+from oktopk.state import state_problem
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
     disagreement,
@@ -52,7 +53,9 @@ from oktopk.torch.overlap import (
     in_models_order,
     order_problem,
 )
-from oktopk.torch.shards import Shards, shards_problem
+from oktopk.torch.replica import Replica
+from oktopk.torch.sharded_replica import ShardedReplica
+from oktopk.torch.shards import shards_problem
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.step_agreement import StepAgreement, numbers_of
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
@@ -219,11 +222,12 @@ class DistributedOptimizer(WrappedOptimizer):
         tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
         self._parameters = [p for p in trained if id(p) not in numbers]
         self._trained = trained
-        self._shards = Shards.of(trained, timeout_of(settings))
-        if self._shards is not None:
-            self._parameters, tables = self._shards.tensors, []
+        shards = ShardedReplica.of(trained, timeout_of(settings))
+        if shards is not None:
+            self._parameters, tables = shards.tensors, []
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
+        self._replica = Replica(self._parameters) if shards is None else shards
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
@@ -240,7 +244,7 @@ class DistributedOptimizer(WrappedOptimizer):
             refused += f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass sends='gradients'"
         problem = problem or refused
         problem = problem or _second_reducer_problem(optimizer, trained)
-        held = trained if self._shards is None else self._parameters
+        held = trained if shards is None else self._parameters
         problem = problem or wrapping_problem(optimizer, held, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
@@ -261,15 +265,14 @@ class DistributedOptimizer(WrappedOptimizer):
             "replica": replica,
         }
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
-        if self._shards is not None:
-            alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
-            problem = self._shards.sentence(problem, limit.what, alike)
+        alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+        problem = self._replica.sentence(problem, limit.what, alike)
         with (
-            self._together(limit.what, self._undo_construction),
+            self._replica.together(limit.what, self._undo_construction),
             closing(connect(comm, limit)) as transport,
         ):
             differs, strangers = disagreement(
-                transport, optimizer, trained, clip_norm, broadcast, sends, problem, self._shards
+                transport, optimizer, trained, clip_norm, broadcast, sends, problem, shards
             )
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
             options |= {"problem": problem or differs}
@@ -295,7 +298,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._memory = memory
-        with self._together(limit.what, self.reducer.close):
+        with self._replica.together(limit.what, self.reducer.close):
             self._prepare(gradient_type, overlap)
         register_reducer(self, trained)
         if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
@@ -327,10 +330,6 @@ class DistributedOptimizer(WrappedOptimizer):
                 f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
             )
         return ""
-
-    def _together(self, what: str, undo: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within, as `Shards.together`, where parameters are sharded."""
-        return nullcontext() if self._shards is None else self._shards.together(what, undo)
 
     def _undo_construction(self) -> None:
         self.reducer.close()
@@ -535,8 +534,7 @@ class DistributedOptimizer(WrappedOptimizer):
             moving = moving or self._buckets.started > 0
         if self._tables is not None:
             moving = moving or self._tables.has_gradients
-        if self._shards is not None:
-            moving = self._shards.any(moving, f"step {self.reducer.steps}")
+        moving = self._replica.any(moving, f"step {self.reducer.steps}")
         self.reducer.complete()
         transport = self.reducer.transport
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
@@ -825,8 +823,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
         super().load_state_dict(given)
-        if self._shards is not None:
-            self._shards.reshard()
+        self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:
         own = {"reducer": as_tensors(self.reducer.state_dict())}
@@ -836,38 +833,71 @@ class DistributedOptimizer(WrappedOptimizer):
         rank = self.reducer.transport.rank
         return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
-    def _load(self, state: dict[str, Any], empty: str = "") -> None:
-        """As `load_state_dict`. empty: why residuals start empty, in a sentence, where the state has none."""
+    def _load(self, state: dict[str, Any]) -> None:
         if state.pop("updates", None) is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
-        saved = saved_rank(state)
+        self._load_parts(state)
+
+    def _load_parts(
+        self,
+        state: dict[str, Any],
+        problem: str = "",
+        told: dict[str, Any] | None = None,
+        alike: dict[str, Any] | None = None,
+        empty: str = "",
+    ) -> None:
+        """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
+
+        Args:
+            state: as `_state` returns it.
+            problem: why this rank cannot load it, in a sentence.
+            told, alike: name -> what of it is to be equal on all ranks; on those of a replica.
+            empty: why residuals start empty, in a sentence, where the state has none.
+
+        Raises:
+            ValueError: on every rank alike. What the ranks have not found before the first part is loaded leaves parts loaded.
+        """
+        what, saved = "load_state_dict", saved_rank(state)
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
-        self.reducer.meet("load_state_dict")
-        not_saved = self._not_saved_of(saved)
-        if not_saved:
-            transport = self.reducer.transport
-            reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
-            tables = None
-        problem = self._parts_problem(state, reducer, tables)
-        given = {"whether the state has residuals": reducer is not None}
-        self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
-        if problem := self._states_difference(state):
-            raise ValueError(problem)
-        if reducer is None:
-            self.reducer.reset()
-            if self.reducer.transport.rank == 0:
-                empty = empty or "the state is that of an optimizer that was not wrapped"
-                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=4)
-        else:
-            self.reducer.load_state_dict(as_arrays(reducer))
-        if self._tables is not None:
-            self._tables.load(tables)
-        problem = ""
-        try:
-            load_state(self.inner, state)
-        except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
-            problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
-        self.reducer.transport.agree({}, problem)
+        transport = self.reducer.transport
+        with self._replica.together(what, lambda: None):
+            self.reducer.meet(what)
+            not_saved = self._not_saved_of(saved)
+            if not_saved:
+                reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
+                tables = None
+            reducer = None if reducer is None else as_arrays(reducer)
+            problem = problem or self._parts_problem(state, reducer, tables)
+            if self._replica.sharded:  # the ranks that have another shard must not load theirs either
+                assert isinstance(self.reducer, GradientAllreduce)
+                if not problem and reducer is not None:
+                    problem = state_problem(reducer, self.reducer)
+                if not problem:
+                    alike = {**(alike or {}), "the groups of the state": numbers_of(state["param_groups"])}
+                problem = self._replica.sentence(problem, what, alike)
+            given = {**(told or {}), "whether the state has residuals": reducer is not None}
+            transport.agree(given | {"whether the state has tables": tables is not None}, problem)
+            if problem := self._states_difference(state):
+                raise ValueError(problem)
+            if reducer is not None and self._replica.sharded:
+                assert isinstance(self.reducer, GradientAllreduce)
+                self.reducer.agree_on_state(reducer)
+        with self._replica.together(what, lambda: None):  # what raised above has changed no shard
+            if reducer is None:
+                self.reducer.reset()
+                if transport.rank == 0:
+                    empty = empty or "the state is that of an optimizer that was not wrapped"
+                    warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
+            else:
+                self.reducer.load_state_dict(reducer)
+            if self._tables is not None:
+                self._tables.load(tables)
+            problem = ""
+            try:
+                load_state(self.inner, state)
+            except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
+                problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
+            transport.agree({}, problem)
         self._not_saved = not_saved
 
     def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
