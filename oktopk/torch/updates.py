@@ -25,15 +25,13 @@ from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
-from oktopk.torch.optimizer import DistributedOptimizer, groups_problem
+from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.states import by_rank, on_host
+from oktopk.torch.states import by_rank, groups_problem, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
-
-__all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
 
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
 _FIRST, _EVERY = 20, 10
@@ -42,7 +40,7 @@ _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
 
-class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
+class UpdatesOptimizer(DistributedOptimizer):
     """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
@@ -112,6 +110,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
+    _sends = "updates"
     reducer: GradientAllreduce
 
     def _refused(self, settings: dict[str, Any]) -> str:
@@ -151,7 +150,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return "float32"
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
-        self._buckets = None
         self._interval: int = self._arguments["every"]
         self._sizes = [parameter.numel() for parameter in self._parameters]
         share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
