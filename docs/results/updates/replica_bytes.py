@@ -32,11 +32,17 @@ def main():
         weight.grad = torch.randn(LENGTH, generator=drawn)
         optimizer.step()
         report = optimizer.report
-        mine = report.bytes_between if several else report.bytes  # a host of one rank sends all of it to others
+        # a host of one rank sends all of it to others
+        mine = report.bytes_between if several else report.bytes
         if number >= WARMUP:
             (sent if number % 10 else ratio).append(comm.allreduce(mine) / hosts)
     if comm.rank == 0:
-        shown = {"wire": wire, "hosts": hosts, "ranks of a host": comm.size // hosts, "replicas": optimizer.report.replicas}
+        shown = {
+            "wire": wire,
+            "hosts": hosts,
+            "ranks of a host": comm.size // hosts,
+            "replicas": report.replicas,
+        }
         shown |= {"bytes": round(np.mean(sent)), "least": min(sent), "most": max(sent)}
         print(json.dumps(shown | {"with the ratio": round(np.mean(ratio))}))
 
