@@ -21,8 +21,8 @@ from data.command import command_parser, show
 from data.durable import replaced
 from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
 from jobs.bench.figures import TITLES
+from jobs.render.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
 from jobs.report.panels import DrawnPanel
-from jobs.report.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
 
 Lines = dict[str, list[tuple[float, float]]]
 """Method -> points."""

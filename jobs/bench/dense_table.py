@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from jobs.bench.format import Cell, Column, Record, at, columns_table, shown
+from jobs.bench.document import Run
+from jobs.render.table import Block, Column, at, shown, table
 
 MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited": "launched and waited for"}
 """Key of a time -> what it is the time of, for a call."""
@@ -26,13 +28,9 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 2**20:g} MB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KB"
 
 
-def dense_table(run: Record, form: str = "simple") -> str:
-    """Microseconds of a call by length and contestant, for each type and mode; the bandwidth; the errors.
-
-    Args:
-        form: a format of tabulate's.
-    """
-    parts = [f"{run['ranks']} ranks, {run['device']}, NCCL {run['nccl']}"]
+def dense_table(run: Run) -> list[Block]:
+    """Microseconds of a call by length and contestant, for each type and mode; the bandwidth; the errors."""
+    parts: list[Block] = [f"{run['ranks']} ranks, {run['device']}, NCCL {run['nccl']}"]
     parts += [f"without {name}: {reason}" for name, reason in run["left_out"].items()]
     if copied := run["floors"].get("copy"):
         parts.append(f"a copy to the next GPU, while all copy: {copied / 1e9:.0f} GB/s")
@@ -42,28 +40,30 @@ def dense_table(run: Record, form: str = "simple") -> str:
     for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["type"] == kind]
         for mode, meaning in MODES.items():
-            columns: list[Column] = [("bytes", lambda cell: size(cell["nbytes"]))]
-            columns += [(name, _microseconds(name, mode)) for name in names]
-            columns += [("takes", lambda cell: cell["choice"])]
+            columns = [Column("bytes", lambda cell: size(cell["nbytes"]))]
+            columns += [Column(name, _microseconds(name, mode)) for name in names]
+            columns += [Column("takes", lambda cell: cell["choice"])]
             if mode == "graph":
-                columns.append(("GB/s", lambda cell: shown(bandwidth(cell, run["ranks"]), "{:.0f}", 1e-9)))
-            parts.append(f"{kind}, us of a call {meaning}\n\n{columns_table(columns, cells, form, 'right')}")
+                columns.append(
+                    Column("GB/s", lambda cell: shown(bandwidth(cell, run["ranks"]), "{:.0f}", 1e-9))
+                )
+            parts += [f"{kind}, us of a call {meaning}", table(columns, cells, align=("right", "right"))]
         errors = ", ".join(f"{name} {error:.2g}" for name, error in run["errors"][kind].items())
         parts.append(f"{kind}, error against float64: {errors}")
-    return "\n\n".join(parts)
+    return parts
 
 
-def bandwidth(cell: Record, ranks: int) -> float | None:
+def bandwidth(cell: Run, ranks: int) -> float | None:
     """Bus bandwidth of Ok-Topk's call, in bytes per second: as nccl-tests derive it, 2(P-1)/P times the vector in its time."""
     seconds = at(cell["times"].get("oktopk, out"), "graph")
     return None if seconds is None else 2 * (ranks - 1) / ranks * cell["nbytes"] / seconds
 
 
-def _microseconds(name: str, mode: str) -> Cell:
+def _microseconds(name: str, mode: str) -> Callable[[Run], str]:
     return lambda cell: shown(at(cell["times"].get(name), mode), "{:.1f}", 1e6)
 
 
-def draw_dense(run: Record) -> Figure:
+def draw_dense(run: Run) -> Figure:
     """Microseconds of a call in a CUDA graph over the length, a panel for each type."""
     kinds = list(dict.fromkeys(cell["type"] for cell in run["cells"]))
     figure = Figure(figsize=(5.2 * len(kinds), 4.2), layout="constrained")

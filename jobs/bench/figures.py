@@ -16,7 +16,7 @@ from data.durable import replaced
 from jobs.bench.dense_table import draw_dense
 from jobs.bench.document import BenchError, read
 from jobs.bench.tables import BUSIER, document_tables
-from jobs.report.style import GREY, STYLE, colour_of, title_of
+from jobs.render.style import GREY, STYLE, colour_of, title_of
 
 TITLES = {
     "mpi": "MPI's own",
@@ -27,7 +27,7 @@ TITLES = {
     "oktopk-mpi": "Ok-Topk, MPI alone",
     "oktopk-into-g": "Ok-Topk into g",
 }
-"""Of rows that are no method; those of methods are in jobs.report.style."""
+"""Of rows that are no method; those of methods are in jobs.render.style."""
 MARKERS = {
     "oktopk": "o",
     "dense": "s",

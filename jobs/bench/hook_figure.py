@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from data.command import command_parser, show
 from jobs.bench.bandwidth import rate_of
 from jobs.bench.document import BenchError, read
-from jobs.report.style import COLOURS, GREY, STYLE
+from jobs.render.style import COLOURS, GREY, STYLE
 
 TITLES = {"ddp": "DDP", "bf16": "DDP, bfloat16", "powersgd": "PowerSGD, rank 1", "oktopk": "Ok-Topk"}
 """Contestant -> its title, in the order of the bars."""

@@ -9,10 +9,10 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from jobs.render.style import COLOURS, OURS
 from jobs.report.draw import PAGE, WIDTH
 from jobs.report.groups import Group
 from jobs.report.panels import DrawnPanel
-from jobs.report.style import COLOURS, OURS
 
 
 def step_bars(here: Sequence[Group], slow: Sequence[Group], rate: str) -> DrawnPanel | None:

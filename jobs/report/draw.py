@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from jobs.render.style import GREY, STYLE
 from jobs.report.groups import stands_out
 from jobs.report.panels import DrawnPanel, Level, LinePanel, Picture
-from jobs.report.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jobs.render.style import OURS
 from jobs.report.groups import Group
-from jobs.report.style import OURS
 
 GIGABIT = 1e9
 _BITS = 32  # of a word

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.durable import replaced
 from jobs.report.groups import Group
 from jobs.report.summary import Run
 
@@ -93,21 +90,6 @@ class DrawnPanel:
 
 
 Picture = LinePanel | DrawnPanel
-
-
-def write_columns(path: Path, columns: Mapping[str, Sequence[Any] | NDArray[Any]]) -> None:
-    """Write a CSV file, as long as the shortest column: a run that was killed may have a step whose stages are missing."""
-    lists = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
-    with replaced(path) as draft, open(draft, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(zip(*lists, strict=False))
-
-
-def write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a CSV file of rows that need not have the same columns."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    write_columns(path, {name: [row.get(name, "") for row in rows] for name in names})
 
 
 def stepwise(

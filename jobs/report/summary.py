@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
 from data.command import escaped, escaped_values
-from jobs.report.style import title_of
+from jobs.render.style import title_of
 from jobs.run.columns import PHASES, Columns
 from jobs.run.file import RunFileError, RunInfo
 from jobs.run.reader import DAMAGE, RunReader

@@ -8,16 +8,17 @@ from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
+from jobs.render.table import Table, write_columns, write_rows
 from jobs.report import pictures
 from jobs.report.bars import step_bars
 from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence, xi_sentence
 from jobs.report.headline import notes as headline_notes
-from jobs.report.page import Claim, Section, Table, render
-from jobs.report.panels import DrawnPanel, write_columns, write_rows
+from jobs.report.page import Claim, Section, render
+from jobs.report.panels import DrawnPanel
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept, terminal
+from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"
@@ -105,7 +106,7 @@ def report(
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
-    return "\n".join([*top, *map(terminal, shown_tables), *remarks])
+    return "\n".join([*top, *(table.turned() for table in shown_tables), *remarks])
 
 
 def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = True) -> list[Table]:

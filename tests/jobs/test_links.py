@@ -16,7 +16,7 @@ from jobs.bench import bandwidth, tables
 from jobs.bench.document import BenchError, Output
 from jobs.bench.figures import report_bench
 from jobs.experiment.worker import Outcome
-from jobs.report.panels import write_columns
+from jobs.render.table import write_columns
 from jobs.report.write import report
 from jobs.restart.start import FolderLock
 from jobs.run.file import RunFile, RunFileError

@@ -10,13 +10,14 @@ from mpi4py import MPI
 from jobs.bench.dense_table import bandwidth, dense_table, draw_dense
 from jobs.bench.document import read
 from jobs.bench.nccl import on_all
+from jobs.render.table import text
 
 (RUN,) = read(Path(__file__).parents[3] / "docs" / "results" / "dense-2xh100.json")["runs"]
 TYPES = ["float32", "bfloat16", "float16"]
 
 
 def test_a_row_has_microseconds_a_choice_and_the_bus_bandwidth() -> None:
-    lines = dense_table(RUN | {"left_out": {"torch": "no symmetric memory"}}).splitlines()
+    lines = text(dense_table(RUN | {"left_out": {"torch": "no symmetric memory"}})).splitlines()
     assert "without torch: no symmetric memory" in lines
     assert "a copy to the next GPU, while all copy: 370 GB/s" in lines
     rows = [line.split() for line in lines if line.lstrip().startswith(("4 KB", "4 MB"))]

@@ -15,7 +15,7 @@ from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples
 from jobs.bench.summary import formulas, summarize
-from jobs.bench.tables import run_tables
+from jobs.bench.tables import document_tables
 from jobs.run.provenance import environment
 from oktopk.methods.gtopk import gtopk_busiest_words
 from oktopk.methods.topkdsa import topkdsa_words
@@ -162,7 +162,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_tables_name_every_method_and_compare_with_mpi() -> None:
     content = read(Path(__file__).parents[3] / "docs" / "results" / "shared-memory.json")
     (run,) = content["runs"]
-    text = run_tables(run, {"cpu": "Abacus", "vector_bits": 512})
+    text = document_tables(content | {"machine": {"cpu": "Abacus", "vector_bits": 512}})
     assert "Abacus, vectors of 512 bits" in text
     assert f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']}, k = {run['k']:,}" in text
     assert "mean / mpi's" in text

@@ -15,15 +15,15 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from jobs.render.style import METHODS, STAGES
 from jobs.report import panels, pictures
 from jobs.report.__main__ import main
 from jobs.report.draw import PAGE, draw, svg
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
 from jobs.report.speed_tables import speed_tables
-from jobs.report.style import METHODS, STAGES
 from jobs.report.summary import WARM_STEPS, read_runs
-from jobs.report.tables import markdown, method_figures, methods_table
+from jobs.report.tables import method_figures, methods_table
 from jobs.report.write import report
 from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
 
@@ -127,7 +127,7 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat1
     last = rows(tmp_path / "out" / "held-out-loss-over-bytes.csv")[-1]
     sent = 50 * (4 * (60 + 15) + 8)
     assert (last["series"], float(last["bytes_sent"]), float(last["loss"])) == ("Ok-Topk", sent, 0.5)
-    table = markdown(methods_table(group_runs(read_runs(paths))))
+    table = methods_table(group_runs(read_runs(paths))).markdown()
     assert f"{sent / 1e6:.1f} ({sent / (50 * 2 * DENSE_WORDS):.2%} of a bfloat16 ring's)" in table
     # where one run does not tell its tokens, steps are compared
     report([*paths, write_run(tmp_path / "untold.h5", method="topka")], tmp_path / "steps")
@@ -282,7 +282,7 @@ def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
 
 def test_tables_say_what_was_measured(tmp_path: Path) -> None:
     groups = group_runs(read_runs(write_experiment(tmp_path)))
-    text = markdown(methods_table(groups, target=0.9))
+    text = methods_table(groups, target=0.9).markdown()
     dense, oktopk, topka = (re.split(r" *\| *", line)[1:-1] for line in text.splitlines()[2:])
     assert dense[:2] == ["Dense (2 seeds)", "91.00% ± 1.41 (90.00% … 92.00%)"]
     assert oktopk[0] == "Ok-Topk (3 seeds, 1 of 3 unfinished)"
@@ -304,9 +304,9 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     assert re.search(r"^WER \(held out, at the end\) +0\.2900 ", text, re.MULTILINE)
     heads, _, dense, topka = (
         re.split(r" *\| *", line)[1:-1]
-        for line in markdown(
-            methods_table(group_runs(read_runs([*paths, unheard])), target=0.691)
-        ).splitlines()
+        for line in methods_table(group_runs(read_runs([*paths, unheard])), target=0.691)
+        .markdown()
+        .splitlines()
     )
     assert heads[1:4] == [
         "WER (held out, at the end)",
