@@ -1,26 +1,28 @@
-"""Tables and the picture of a document of `jobs.bench --table dense`."""
+"""Tables and charts of a document of `jobs.bench --table dense`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+import numpy as np
 
 from jobs.bench.document import Run
+from jobs.render.chart import Axis, Chart, Line
+from jobs.render.style import COLOURS, colour_of
 from jobs.render.table import Block, Column, at, shown, table
 
 MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited": "launched and waited for"}
 """Key of a time -> what it is the time of, for a call."""
 
 _DRAWN = {
-    "oktopk, out": "Ok-Topk",
-    "int8, out": "Ok-Topk, elements as bytes",
-    "nccl, in": "NCCL",
-    "torch-one-shot, out": "torch, one shot",
-    "torch-two-shot, in": "torch, two shots",
+    "oktopk, out": ("Ok-Topk", COLOURS[1]),
+    "int8, out": ("Ok-Topk, elements as bytes", COLOURS[4]),
+    "nccl, in": ("NCCL", colour_of("nccl")),
+    "torch-one-shot, out": ("torch, one shot", COLOURS[5]),
+    "torch-two-shot, in": ("torch, two shots", COLOURS[0]),
 }
+"""Contestant -> its title and colour."""
 
 
 def size(nbytes: float) -> str:
@@ -63,26 +65,24 @@ def _microseconds(name: str, mode: str) -> Callable[[Run], str]:
     return lambda cell: shown(at(cell["times"].get(name), mode), "{:.1f}", 1e6)
 
 
-def draw_dense(run: Run) -> Figure:
-    """Microseconds of a call in a CUDA graph over the length, a panel for each type."""
-    kinds = list(dict.fromkeys(cell["type"] for cell in run["cells"]))
-    figure = Figure(figsize=(5.2 * len(kinds), 4.2), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        for name, label in _DRAWN.items():
-            points: list[tuple[Any, Any]] = [
-                (cell["nbytes"], 1e6 * cell["times"][name]["graph"])
+def dense_charts(run: Run) -> list[Chart]:
+    """Microseconds of a call in a CUDA graph over the length, a chart for each type."""
+    charts = []
+    # a tick of four has a text
+    sizes = Axis(
+        "vector", "bytes", 2, lambda nbytes: size(nbytes) if round(math.log2(nbytes)) % 4 == 0 else "", True
+    )
+    times = Axis("µs of a call in a CUDA graph", "seconds", 10, lambda seconds: f"{1e6 * seconds:g}")
+    for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
+        lines = []
+        for name, (label, colour) in _DRAWN.items():
+            points = [
+                (cell["nbytes"], cell["times"][name]["graph"])
                 for cell in run["cells"]
                 if cell["type"] == kind and at(cell["times"].get(name), "graph") is not None
             ]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([4096 << i for i in range(0, 17, 4)]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:g}"))
-        axes.set(title=kind, xlabel="vector", ylabel="µs of a call in a CUDA graph")
-        axes.legend(frameon=False)
-    figure.suptitle(f"Dense allreduce, {run['ranks']} GPUs ({run['device']})", fontsize=10)
-    return figure
+                x, y = np.array(points, np.float64).T
+                lines.append(Line(label, x, y, colour=colour, marker="o", ours=name == "oktopk, out"))
+        charts.append(Chart(f"dense-{kind}", kind, "", sizes, times, tuple(lines)))
+    return charts

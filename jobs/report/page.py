@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from jobs.render.chart import Picture
+from jobs.render.draw import svg
 from jobs.render.table import MISSING, Cell, Column, Table, table
-from jobs.report.draw import svg
 from jobs.report.groups import Group, differences, settings_of
 from jobs.report.headline import Figure
-from jobs.report.panels import Picture
 from jobs.report.summary import Run
 
 COMMIT = 10  # characters of it that are shown

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
+from jobs.render.chart import Chart
 from jobs.render.table import Table, write_columns, write_rows
 from jobs.report import pictures
-from jobs.report.bars import step_bars
 from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence, xi_sentence
 from jobs.report.headline import notes as headline_notes
 from jobs.report.page import Claim, Section, render
-from jobs.report.panels import DrawnPanel
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
 from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept
@@ -37,7 +36,7 @@ def report(
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
     links: SlowLinks | None = None,
-    between_hosts: Sequence[DrawnPanel] = (),
+    between_hosts: Sequence[Chart] = (),
 ) -> str:
     """Write the page and the CSV files into folder, which is made if need be.
 
@@ -71,7 +70,7 @@ def report(
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
     sections.append(Section("Between hosts", between_hosts))
-    if links and (bars := step_bars(groups["train"], groups["slow"], links.rate)):
+    if links and (bars := pictures.step_bars(groups["train"], groups["slow"], links.rate)):
         sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from jobs.bench import hook_figure
-from jobs.bench.bandwidth import bandwidth, byte_lines, lines, look, main
+from jobs.bench.bandwidth import bandwidth, main, points
 from jobs.bench.document import BenchError, read
+from jobs.bench.figures import look
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -27,12 +28,12 @@ def at_rate(rate: str, factor: float) -> dict[str, Any]:
 
 
 def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> None:
-    found = lines([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)])
+    found = points([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)])
     assert len(found) == 9
-    for points in found.values():
-        assert [rate for rate, _ in points] == [0.1, 1.0, 2.5]
-        middle = points[1][1]
-        assert [seconds for _, seconds in points] == pytest.approx([8 * middle, middle, middle / 2])
+    for line in found.values():
+        assert [rate for rate, _ in line] == [0.1, 1.0, 2.5]
+        middle = line[1][1]
+        assert [seconds for _, seconds in line] == pytest.approx([8 * middle, middle, middle / 2])
 
 
 def test_links_without_a_rate_are_refused_by_name() -> None:
@@ -57,14 +58,14 @@ def test_unshaped_links_are_the_fastest() -> None:
 
 def test_a_host_sends_what_all_its_ranks_send() -> None:
     one, two = hosts_document(4, 2.0), hosts_document(8, 1.0)
-    found = byte_lines([two, one])
+    found = points([two, one], bytes_sent=True)
     assert "mpi" not in found
     for method in two["runs"][0]["methods"]:
         if method["counted"]:
             mean = 2 * method["bytes_between"]["mean"]
             assert found[method["name"]] == [(1.0, mean), (2.0, mean)]
     with pytest.raises(BenchError, match="network 'shared memory' names no hosts"):
-        byte_lines([{"runs": [two["runs"][0] | {"network": "shared memory"}]}])
+        points([{"runs": [two["runs"][0] | {"network": "shared memory"}]}], bytes_sent=True)
 
 
 def test_of_several_lengths_one_is_chosen() -> None:
@@ -72,17 +73,17 @@ def test_of_several_lengths_one_is_chosen() -> None:
     (run,) = document["runs"]
     document["runs"].append(run | {"length": 99})
     with pytest.raises(BenchError, match=r"several lengths: choose one of \[14728266, 99\] by --length"):
-        lines([document])
-    assert lines([document], 99) == lines([{"runs": [run]}])
+        points([document])
+    assert points([document], 99) == points([{"runs": [run]}])
     with pytest.raises(BenchError, match="length 5 is in none of the documents"):
-        lines([document], 5)
+        points([document], 5)
 
 
 def test_rows_of_hosts_are_told_apart() -> None:
     names = [f"oktopk-{levels}-{wire}" for levels in ("flat", "hosts") for wire in ("plain", "int4")]
     looks = [look(name) for name in [*names, "nccl", "nccl-bf16", "oktopk"]]
     assert looks[1]["label"] == "flat, int4" and looks[2]["label"] == "two levels, plain"
-    assert len({(one["color"], str(one["linestyle"])) for one in looks}) == len(looks)
+    assert len({(one["colour"], str(one["dashes"])) for one in looks}) == len(looks)
 
 
 @pytest.mark.pictures
@@ -133,9 +134,10 @@ def test_steps_with_hooks_are_drawn_from_the_documents_that_readme_shows(
     files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
     assert hook_figure.main([*files, "--output", str(tmp_path / "hook.svg")]) == 0
     assert (tmp_path / "hook.svg").read_bytes() == (RESULTS / "hook.svg").read_bytes()
-    steps = hook_figure.bars(read(files[0])["runs"][0])
-    assert list(steps) == ["compute", "ddp", "powersgd", "oktopk"]
-    assert [round(1e3 * median) for _, median, _ in steps.values()] == [137, 952, 510, 390]
-    assert all(least < median < most for least, median, most in steps.values())
+    bars = hook_figure.bars([read(files[0])]).bars
+    assert [bar.label.removesuffix(", 1 Gb/s") for bar in bars] == ["DDP", "PowerSGD, rank 1", "Ok-Topk"]
+    assert [round(1e3 * (bar.compute + bar.reduction)) for bar in bars] == [952, 510, 390]
+    assert {round(1e3 * bar.compute) for bar in bars} == {137}
+    assert all(bar.least < bar.compute + bar.reduction < bar.most for bar in bars if bar.least and bar.most)
     assert hook_figure.main([str(RESULTS / "sweep.json"), "--output", str(tmp_path / "other.svg")]) == 2
     assert "it is not one of jobs.bench --table hook" in capsys.readouterr().err

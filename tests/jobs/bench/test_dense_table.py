@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.dense_table import bandwidth, dense_table, draw_dense
+from jobs.bench.dense_table import bandwidth, dense_charts, dense_table
 from jobs.bench.document import read
 from jobs.bench.nccl import on_all
 from jobs.render.table import text
@@ -36,11 +36,11 @@ def test_the_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_the_picture_has_a_panel_a_type_and_a_line_a_contestant() -> None:
-    panels = draw_dense(RUN).axes
-    assert [panel.get_title() for panel in panels] == TYPES
+    charts = dense_charts(RUN)
+    assert [chart.title for chart in charts] == TYPES
     lengths = [cell["nbytes"] for cell in RUN["cells"] if cell["type"] == "float32"]
-    assert list(panels[0].get_lines()[0].get_xdata()) == lengths
-    assert [len(panel.get_lines()) for panel in panels] == [5, 5, 3]  # torch sums no float16
+    assert charts[0].lines[0].x.tolist() == lengths
+    assert [len(chart.lines) for chart in charts] == [5, 5, 3]  # torch sums no float16
 
 
 @pytest.mark.mpi

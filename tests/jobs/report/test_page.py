@@ -15,10 +15,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from jobs.render.draw import PAGE, draw, svg
 from jobs.render.style import METHODS, STAGES
-from jobs.report import panels, pictures
+from jobs.report import lines, pictures
 from jobs.report.__main__ import main
-from jobs.report.draw import PAGE, draw, svg
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
 from jobs.report.speed_tables import speed_tables
@@ -243,7 +243,7 @@ def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
     assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
     assert panel.rows()[-1] == {"series": "target 90%", "accuracy": 0.9}
     measured = pictures.measure(groups, "xi").lines
-    assert [line.group.label for line in measured] == ["Ok-Topk"]
+    assert [line.label for line in measured] == ["Ok-Topk"]
     assert measured[0].x.tolist() == [5.0, 15.0, 25.0]
     assert measured[0].y.tolist() == [1.0, 2.0, 2.0]
     assert (measured[0].low[1], measured[0].high[1]) == (1.5, 2.5)
@@ -261,7 +261,7 @@ def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
 def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4800, loss=np.arange(4800.0))]))
     (line,) = pictures.loss([group], pictures.STEPS).lines
-    assert len(line.x) == panels.POINTS
+    assert len(line.x) == lines.POINTS
     assert line.y.mean() == pytest.approx(4799 / 2)
     assert line.x - 1 == pytest.approx(line.y)
     assert line.x[0] == pytest.approx(np.arange(1, 21).mean())

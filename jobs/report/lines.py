@@ -1,14 +1,15 @@
-"""The data of each picture, which jobs.report.draw draws and a CSV file holds."""
+"""A group's runs as one line: cut into the same pieces of the run, the mean and the extremes of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jobs.render.chart import Line, Vector
+from jobs.render.style import OURS
 from jobs.report.groups import Group
 from jobs.report.summary import Run
 
@@ -19,77 +20,6 @@ STEPS_A_POINT = 8
 FEWEST_POINTS = 20
 FEW_POINTS = 80
 """As POINTS, where single steps scatter."""
-
-Vector = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One group's line: float64[points] each; low and high are the least and the largest of its runs."""
-
-    group: Group
-    x: Vector
-    y: Vector
-    low: Vector
-    high: Vector
-
-
-@dataclass(frozen=True)
-class Level:
-    """A horizontal line at a value that something is held against."""
-
-    value: float
-    label: str
-
-
-@dataclass(frozen=True)
-class LinePanel:
-    """Lines over something.
-
-    name is that of its CSV file; columns those of its x and y; percent and log say how the axes count.
-    """
-
-    name: str
-    title: str
-    note: str
-    x_label: str
-    y_label: str
-    columns: tuple[str, str]
-    lines: tuple[Line, ...]
-    levels: tuple[Level, ...] = ()
-    log_x: bool = False
-    log_y: bool = False
-    percent: bool = False
-    marks: bool = False
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The points, as the CSV file has them, and the levels that they are to be compared with."""
-        x, y = self.columns
-        rows: list[dict[str, Any]] = []
-        for line in self.lines:
-            for values in zip(line.x, line.y, line.low, line.high, strict=True):
-                named = dict(zip((x, y, f"{y}_least", f"{y}_largest"), map(float, values), strict=True))
-                rows.append({"series": line.group.label, **named})
-        levels = [{"series": level.label, y: level.value} for level in self.levels]
-        return rows + levels if rows else []
-
-
-@dataclass(frozen=True)
-class DrawnPanel:
-    """A picture that is drawn already: an SVG document, and its points as the CSV file has them."""
-
-    name: str
-    title: str
-    note: str
-    document: str
-    points: tuple[dict[str, Any], ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The points."""
-        return list(self.points)
-
-
-Picture = LinePanel | DrawnPanel
 
 
 def stepwise(
@@ -138,10 +68,6 @@ def line_of(group: Group, x: Vector, y: Vector) -> Line | None:
     x, y = x[:, known], y[:, known]
     if not known.any():
         return None
-    return Line(
-        group,
-        np.nanmean(x, axis=0),
-        np.nanmean(y, axis=0),
-        np.nanmin(y, axis=0),
-        np.nanmax(y, axis=0),
-    )
+    extremes = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
+    look: dict[str, Any] = {"colour": group.colour, "dashes": group.dashes, "ours": group.method == OURS}
+    return Line(group.label, np.nanmean(x, axis=0), np.nanmean(y, axis=0), *extremes, **look)
