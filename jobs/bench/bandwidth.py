@@ -136,8 +136,9 @@ def charts(documents: Sequence[Run]) -> list[Chart]:
     Left out are tables of hooks, rows and dense sums, runs that name no links or hosts, and charts with fewer than two places
     on the axis.
     """
-    # what the axis does not tell -> charts: place on the axis -> document
-    alike: dict[tuple[Any, ...], list[dict[float, Run]]] = {}
+    # what the axis does not tell -> documents of one chart, with a run each
+    alike: dict[tuple[Any, ...], list[Run]] = {}
+    seen = Counter[tuple[Any, ...]]()
     for document in (each for each in documents if each["kind"] in ("bench", "ablation")):
         for run in document["runs"]:
             network = run.get("network") or ""
@@ -148,25 +149,24 @@ def charts(documents: Sequence[Run]) -> list[Chart]:
             same += [str(run.get(name)) for name in ("density", "device", "gradient_type", "settings")]
             rate, ranks = bandwidth(run), ranks_per_host(run)
             for bytes_sent, x, fixed in ((False, rate, run["ranks"]), (True, ranks, rate)):
-                places = alike.setdefault((run["length"], int(hosts[1]), bytes_sent, fixed, *same), [])
+                key = (bytes_sent, run["length"], int(hosts[1]), fixed, *same)
                 # what was measured twice at one place is no line
-                place = next((each for each in places if x not in each), None)
-                if place is None:
-                    places.append(place := {})
-                place[x] = {**document, "runs": [run]}
+                alike.setdefault((*key, seen[*key, x]), []).append({**document, "runs": [run]})
+                seen[*key, x] += 1
     drawn, count = [], Counter[str]()
-    for key in sorted(alike, key=lambda key: key[:4]):
-        length, hosts_there, bytes_sent, fixed = key[:4]
-        for found in (chart(list(place.values()), bytes_sent=bytes_sent) for place in alike[key]):
-            if len({x for line in found.lines for x in line.x}) < 2:
-                continue
-            kind, title = "time-over-bandwidth", f"Time of a step between {hosts_there} hosts"
-            if bytes_sent:
-                kind, title = "bytes-over-ranks", f"Bytes that one of {hosts_there} hosts sends in a step"
-            name = f"{kind}-{length}-{hosts_there}-{fixed:g}"
-            count[name] += 1
-            name += f"-{count[name]}" if count[name] > 1 else ""
-            drawn.append(replace(found, name=name, title=title, note=f"jobs.bench, {found.note}"))
+    for (bytes_sent, length, hosts_there, fixed, *_), found in sorted(
+        alike.items(), key=lambda item: item[0][:4]
+    ):
+        picture = chart(found, bytes_sent=bytes_sent)
+        if len({x for line in picture.lines for x in line.x}) < 2:
+            continue
+        kind, title = "time-over-bandwidth", f"Time of a step between {hosts_there} hosts"
+        if bytes_sent:
+            kind, title = "bytes-over-ranks", f"Bytes that one of {hosts_there} hosts sends in a step"
+        name = f"{kind}-{length}-{hosts_there}-{fixed:g}"
+        count[name] += 1
+        name += f"-{count[name]}" if count[name] > 1 else ""
+        drawn.append(replace(picture, name=name, title=title, note=f"jobs.bench, {picture.note}"))
     return drawn
 
 
