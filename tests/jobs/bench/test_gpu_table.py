@@ -197,25 +197,6 @@ def test_a_target_is_met_by_the_ratio_of_means() -> None:
     assert verdict(run | {"methods": run["methods"][:1]}) == (None, None)
 
 
-def test_the_table_says_what_was_missed_and_of_which_commit() -> None:
-    """What it says where all is met: the page of results."""
-    content = read(PUBLISHED)
-    content |= {"dirty": True, "runs": content["runs"][:1]}
-    (run,) = content["runs"]
-    ours = next(method for method in run["methods"] if method["name"] == "oktopk")
-    ours |= {"words": {"mean": run["bounds"]["upper"] + 1}, "agreed": False}
-    ours["memory"]["regular"] |= {"synchronizations": 3, "allocated": 8}
-    run["target"]["at_least"], run["select"]["share"] = 9.0, 0.5
-    run["left_out"] = {"oktopk-mpi": "there is but one transport"}
-    text = document_tables(content, markdown=True)
-    for words in ("≥ 9.00x | missed", "3 (missed) |", "8 B |", "NO |", "1 of 10 cells, "):
-        assert words in re.sub(" +", " ", text)
-    assert text.count("missed") == 4
-    assert "Without `oktopk-mpi`: there is but one transport." in text
-    assert f"commit {content['commit'][:12]} with changes" in text
-    assert f"commit {content['commit'][:12]} (as told)" in document_tables(content | {"dirty": None})
-
-
 def test_tables_are_put_between_their_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme, begin, end = (
         tmp_path / "README.md",
