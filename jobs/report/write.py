@@ -172,12 +172,12 @@ def notes(groups: Sequence[Group]) -> list[str]:
     for run in (run for group in groups for run in group.runs):
         figure = figures(run)
         if run.status == "running":
-            lines.append(f"{run.label}: unfinished after {run.count} steps: still running, or killed")
+            lines.append(f"{run.stem}: unfinished after {run.count} steps: still running, or killed")
         elif not run.complete:
-            lines.append(f"{run.label}: unfinished after {run.count} steps: {run.status}")
+            lines.append(f"{run.stem}: unfinished after {run.count} steps: {run.status}")
         if figure["skipped_steps"]:
             lines.append(
-                f"{run.label}: {figure['skipped_steps']} steps skipped, their gradients were not finite"
+                f"{run.stem}: {figure['skipped_steps']} steps skipped, their gradients were not finite"
             )
     warmed: dict[str, list[str]] = {}
     for group in groups:
