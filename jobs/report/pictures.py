@@ -19,6 +19,24 @@ from jobs.report.summary import Run
 
 _MARKED = 12
 """Most points of a line that are marked one by one."""
+_HELD_OUT = {"accuracy": "accuracy", "loss": "held-out-loss"}
+"""Column of an evaluation -> the name of its file."""
+SELECTION = {
+    "global_nnz": (
+        "Entries applied, over k",
+        "entries of the update; a method that prunes nothing exceeds k by its fill-in",
+    ),
+    "local_nnz": (
+        "Entries selected, over k",
+        "selected by a rank before anything is sent, mean over the ranks",
+    ),
+    "global_threshold": ("Global threshold", "magnitude that an entry must reach to be applied"),
+    "local_threshold": (
+        "Local threshold",
+        "magnitude that an entry must reach to be sent, mean over the ranks",
+    ),
+}
+"""Column of a step -> title and note of its picture."""
 Values = Callable[[Run], NDArray[Any]]
 
 
@@ -57,15 +75,19 @@ def _curves(groups: Sequence[Group], over: Values, values: Values, **how: Any) -
     return tuple(line for line in lines if line is not None)
 
 
-def _over(over: Over, file: str, note: str, y: Axis, lines: Sequence[Line], **look: Any) -> Chart:
+def _over(
+    over: Over, file: str, note: str, y: Axis, lines: Sequence[Line], levels: Sequence[Level] = ()
+) -> Chart:
     # bytes of a rank alone are zero: there is no such axis
     drawn = tuple(line for line in lines if over is not BYTES or line.x[-1] > 0)
     title = f"{y.label.capitalize()} over {over.title}"
-    return Chart(f"{file}-over-{over.name}", title, note, over.axis, y, drawn, **look)
+    return Chart(f"{file}-over-{over.name}", title, note, over.axis, y, drawn, tuple(levels))
 
 
-def _by_step(file: str, title: str, note: str, y: Axis, lines: Sequence[Line], **look: Any) -> Chart:
-    return Chart(file, title, note, STEPS.axis, y, tuple(lines), **look)
+def _by_step(
+    file: str, title: str, note: str, y: Axis, lines: Sequence[Line], levels: Sequence[Level] = ()
+) -> Chart:
+    return Chart(file, title, note, STEPS.axis, y, tuple(lines), tuple(levels))
 
 
 def loss(groups: Sequence[Group], over: Over) -> Chart:
@@ -85,19 +107,8 @@ def _band(groups: Sequence[Group]) -> list[str]:
     return ["a band spans the seeds"] * any(len(group.runs) > 1 for group in groups)
 
 
-def accuracy(groups: Sequence[Group], over: Over, target: float | None = None) -> Chart:
-    """Held-out accuracy over steps or tokens, time or bytes."""
-    levels = () if target is None else (Level(target, f"target {100 * target:.4g}%"),)
-    return _held_out(groups, over, "accuracy", "accuracy", levels=levels)
-
-
-def held_out_loss(groups: Sequence[Group], over: Over) -> Chart:
-    """Held-out loss over steps or tokens, time or bytes."""
-    return _held_out(groups, over, "held-out-loss", "loss")
-
-
-def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **look: Any) -> Chart:
-    """A line of each group's evaluations."""
+def held_out(groups: Sequence[Group], over: Over, column: str, target: float | None = None) -> Chart:
+    """Held-out "accuracy" or "loss", a point for each evaluation, over steps or tokens, time or bytes."""
     lines = []
     for group in groups:
         runs = [run for run in group.runs if len(run.evaluations["step"]) and run.count]
@@ -111,7 +122,8 @@ def _held_out(groups: Sequence[Group], over: Over, file: str, column: str, **loo
             lines.append(replace(line, marker="o" if len(line.x) <= _MARKED else ""))
     note = "; ".join(["of samples that no rank trains on", *_band(groups)])
     axis = Axis(f"held-out {column}", column, percent=column == "accuracy")
-    return _over(over, file, note, axis, lines, **look)
+    levels = () if target is None else (Level(target, f"target {100 * target:.4g}%"),)
+    return _over(over, _HELD_OUT[column], note, axis, lines, levels)
 
 
 def words(groups: Sequence[Group]) -> Chart:
@@ -131,44 +143,24 @@ def words(groups: Sequence[Group]) -> Chart:
         "payload words a rank sends, mean over the ranks",
         Axis("words per rank and step", "words", log=10),
         lines,
-        levels=tuple(Level(value, label) for value, label in levels.items()),
+        [Level(value, label) for value, label in levels.items()],
     )
 
 
-def threshold(groups: Sequence[Group], which: str) -> Chart:
-    """The local or global threshold over the steps."""
-    lines = _curves(groups, _step, lambda run: _sparse(run, f"{which}_threshold"))
-    lines = tuple(line for line in lines if line.y.max() > 0)
-    title, end = (
-        f"{which.capitalize()} threshold",
-        "sent, mean over the ranks" if which == "local" else "applied",
-    )
-    note = f"magnitude that an entry must reach to be {end}"
-    axis = Axis("magnitude", f"{which}_threshold", log=10)
-    return _by_step(f"{which}-threshold", title, note, axis, lines)
+def selection(groups: Sequence[Group], column: str) -> Chart:
+    """One of SELECTION over the steps in which a sparse method did its work; entries as multiples of k."""
+    title, note = SELECTION[column]
+    entries = column.endswith("_nnz")
 
+    def values(run: Run) -> NDArray[Any]:
+        found = np.where(run.sparse, run.steps[column], np.nan)
+        return found / run.steps["k"] if entries else found
 
-def entries(groups: Sequence[Group], which: str) -> Chart:
-    """Entries selected locally or applied globally, over k."""
-    title, note = (
-        "Entries selected, over k",
-        "selected by a rank before anything is sent, mean over the ranks",
-    )
-    if which == "global":
-        title, note = (
-            "Entries applied, over k",
-            "entries of the update; a method that prunes nothing exceeds k by its fill-in",
-        )
-    lines = _curves(
-        groups, _step, lambda run: _sparse(run, f"{which}_nnz") / run.steps["k"], points=FEW_POINTS
-    )
-    axis = Axis("nnz / k", f"{which}_nnz_over_k")
-    return _by_step(f"{which}-nnz", title, note, axis, lines, levels=(Level(1.0, "k"),))
-
-
-def _sparse(run: Run, column: str) -> NDArray[Any]:
-    """A column in the steps in which a sparse method did its work, NaN in the others."""
-    return np.where(run.sparse, run.steps[column], np.nan)
+    if entries:
+        lines, axis = _curves(groups, _step, values, points=FEW_POINTS), Axis("nnz / k", f"{column}_over_k")
+        return _by_step(column.replace("_", "-"), title, note, axis, lines, [Level(1.0, "k")])
+    lines = tuple(line for line in _curves(groups, _step, values) if line.y.max() > 0)
+    return _by_step(column.replace("_", "-"), title, note, Axis("magnitude", column, log=10), lines)
 
 
 def measure(groups: Sequence[Group], column: str) -> Chart:
@@ -185,8 +177,8 @@ def measure(groups: Sequence[Group], column: str) -> Chart:
     if column == "fill_in":
         title, unit = "Fill-in", "union of supports / k"
         note = "entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet"
-    levels = tuple(Level(float(size), f"P = {size}") for size in sorted(sizes))
-    return _by_step(column.replace("_", "-"), title, note, Axis(unit, column), lines, levels=levels)
+    levels = [Level(float(size), f"P = {size}") for size in sorted(sizes)]
+    return _by_step(column.replace("_", "-"), title, note, Axis(unit, column), lines, levels)
 
 
 def step_bars(here: Sequence[Group], slow: Sequence[Group], rate: str) -> Bars | None:

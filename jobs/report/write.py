@@ -132,22 +132,14 @@ def _sections(groups: Sequence[Group], target: float | None, folded: str = "") -
     """The pictures of the page; those with nothing to show are left out. folded: see Section, of the paper's measures."""
     counted = all(run.tokens.any() for group in groups for run in group.runs)
     over = (pictures.TOKENS if counted else pictures.STEPS, pictures.TIME, pictures.BYTES)
-    losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
+    losses = [pictures.held_out(groups, each, "loss") for each in over] if reads_text(groups) else []
+    accuracies = [pictures.held_out(groups, each, "accuracy", target) for each in over]
+    selection = [pictures.selection(groups, column) for column in pictures.SELECTION]
     sections = [
         Section("Held-out loss", losses),
-        Section(
-            "Held-out accuracy",
-            [pictures.accuracy(groups, each, target) for each in over],
-        ),
+        Section("Held-out accuracy", accuracies),
         Section("Training loss", [pictures.loss(groups, each) for each in over]),
-        Section(
-            "Volume and selection",
-            [
-                pictures.words(groups),
-                *(pictures.entries(groups, which) for which in ("global", "local")),
-                *(pictures.threshold(groups, which) for which in ("global", "local")),
-            ],
-        ),
+        Section("Volume and selection", [pictures.words(groups), *selection]),
         Section(
             "The paper's assumption",
             [pictures.measure(groups, column) for column in ("xi", "fill_in")],

@@ -133,7 +133,7 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
-    panel = pictures.accuracy([group], pictures.STEPS, target=0.9)
+    panel = pictures.held_out([group], pictures.STEPS, "accuracy", target=0.9)
     with mpl.rc_context(PAGE):
         axes = Figure().subplots()
         draw(axes, panel)
@@ -231,7 +231,7 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
     groups = group_runs(read_runs(write_experiment(tmp_path)[:5]))
-    panel = pictures.accuracy(groups, pictures.STEPS, target=0.9)
+    panel = pictures.held_out(groups, pictures.STEPS, "accuracy", target=0.9)
     dense = panel.lines[0]
     assert (dense.x.tolist(), dense.y.tolist()) == ([1.0, 50.0], pytest.approx([0.5, 0.91]))
     assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
@@ -247,7 +247,7 @@ def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
         "6k(P−1)/P": 6 * K * 3 / 4,
         "2k(P−1)/P": 2 * K * 3 / 4,
     }
-    nothing = pictures.threshold(groups, "global")
+    nothing = pictures.selection(groups, "global_threshold")
     assert nothing.lines == ()
     assert nothing.rows() == []
 
