@@ -19,12 +19,30 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 def at_rate(rate: str, factor: float) -> dict[str, Any]:
     """The published document at 1 Gb/s as if measured at another rate, every step longer by a factor."""
-    document = json.loads((RESULTS / "network-1gbit.json").read_text(encoding="utf-8"))
+    document = read(RESULTS / "network-1gbit.json")
     (run,) = document["runs"]
     run["network"] = f"4 hosts, TCP over {rate} links"
     for method in run["methods"]:
         method["seconds"]["all"]["mean"] *= factor
     return document
+
+
+def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
+    """The published document of four hosts as if measured with other ranks, each of which sends more by a factor."""
+    document = read(RESULTS / "hosts-1gbit.json")
+    (run,) = document["runs"]
+    run["ranks"] = ranks
+    for method in run["methods"]:
+        method["bytes_between"]["mean"] *= factor
+    return document
+
+
+def write(folder: Path, *documents: dict[str, Any]) -> list[str]:
+    """The paths of documents that were put into files."""
+    paths = [folder / f"{number}.json" for number in range(len(documents))]
+    for path, document in zip(paths, documents, strict=True):
+        path.write_text(json.dumps(document), encoding="utf-8")
+    return list(map(str, paths))
 
 
 def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> None:
@@ -36,24 +54,11 @@ def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> No
         assert [seconds for _, seconds in line] == pytest.approx([8 * middle, middle, middle / 2])
 
 
-def test_links_without_a_rate_are_refused_by_name() -> None:
-    with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
-        bandwidth({"network": "shared memory"})
-
-
-def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
-    """The published document of four hosts as if measured with other ranks, each of which sends more by a factor."""
-    document = json.loads((RESULTS / "hosts-1gbit.json").read_text(encoding="utf-8"))
-    (run,) = document["runs"]
-    run["ranks"] = ranks
-    for method in run["methods"]:
-        method["bytes_between"]["mean"] *= factor
-    return document
-
-
-def test_unshaped_links_are_the_fastest() -> None:
+def test_the_rate_of_links_is_read_from_the_network() -> None:
     assert bandwidth({"network": "2 hosts, TCP over unshaped links, staged through host memory"}) == math.inf
     assert bandwidth({"network": "2 hosts, TCP over 25gbit links, device memory over UCX"}) == 25
+    with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
+        bandwidth({"network": "shared memory"})
 
 
 def test_a_host_sends_what_all_its_ranks_send() -> None:
@@ -87,35 +92,10 @@ def test_rows_of_hosts_are_told_apart() -> None:
 
 
 @pytest.mark.pictures
-def test_bytes_over_ranks_per_host_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = []
-    for ranks, factor in ((4, 2.0), (8, 1.0)):
-        files.append(str(tmp_path / f"{ranks}.json"))
-        Path(files[-1]).write_text(json.dumps(hosts_document(ranks, factor)), encoding="utf-8")
-    picture = tmp_path / "bytes.svg"
-    words = [
-        *files,
-        "--bytes",
-        "--output",
-        str(picture),
-        "--methods",
-        "oktopk-flat-plain",
-        "oktopk-hosts-int4",
-    ]
-    assert main(words) == 0
-    assert picture.read_bytes().count(b"<path") > 10
-    assert main([*words, "--length", "7"]) == 2
-    assert "length 7 is in none of the documents" in capsys.readouterr().err
-
-
-@pytest.mark.pictures
 def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = []
-    for rate, factor in (("100mbit", 9.0), ("1gbit", 1.0)):
-        files.append(str(tmp_path / f"{rate}.json"))
-        Path(files[-1]).write_text(json.dumps(at_rate(rate, factor)), encoding="utf-8")
+    files = write(tmp_path, at_rate("100mbit", 9.0), at_rate("1gbit", 1.0))
     pictures = [tmp_path / "first.svg", tmp_path / "second.svg"]
     for picture in pictures:
         assert main([*files, "--output", str(picture)]) == 0
@@ -125,6 +105,20 @@ def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     assert "method 'nccl' is in none of the documents: dense, oktopk" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), "--output", str(pictures[0])]) == 2
     assert "none.json" in capsys.readouterr().err
+    hosts = write(tmp_path, hosts_document(4, 2.0), hosts_document(8, 1.0))
+    words = [
+        *hosts,
+        "--bytes",
+        "--methods",
+        "oktopk-flat-plain",
+        "oktopk-hosts-int4",
+        "--output",
+        str(pictures[1]),
+    ]
+    assert main(words) == 0
+    assert pictures[1].read_bytes() != first
+    assert main([*words, "--length", "7"]) == 2
+    assert "length 7 is in none of the documents" in capsys.readouterr().err
 
 
 @pytest.mark.pictures
