@@ -1,4 +1,4 @@
-"""Charts of step time over link bandwidth, and of bytes between hosts over ranks per host: `python -m jobs.bench.bandwidth`."""
+"""Charts of step time over link bandwidth, and of bytes over ranks per host: `python -m jobs.bench.bandwidth`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def points(documents: Sequence[Run], length: int | None = None, bytes_sent: bool
 
     Args:
         length: of the runs that are taken; None: the documents have one.
-        bytes_sent: in place of these (ranks per host, bytes that a host sends to others in a step), of methods that count them.
+        bytes_sent: in place of these (ranks per host, bytes that a host sends to others in a step), of methods
+            that count them.
 
     Raises:
         BenchError: there is no run of that length, or of several; or a run names no links or hosts.
@@ -117,7 +118,8 @@ def chart(
         x, y = np.array(measured[name], np.float64).T
         lines.append(Line(x=x, y=y, marker="o", **look(name)))
     run, _ = next(_chosen(documents, length))
-    note = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, {run['gradients']['name']} gradients"
+    note = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, "
+    note += f"{run['gradients']['name']} gradients"
     commits = dict.fromkeys((document.get("commit") or "unknown")[:10] for document in documents)
     note += f", commit {', '.join(commits)}"
     numbered, drawn = len(lines) <= _NUMBERED, tuple(lines)

@@ -68,11 +68,12 @@ def _microseconds(name: str, mode: str) -> Callable[[Run], str]:
 def dense_charts(run: Run) -> list[Chart]:
     """Microseconds of a call in a CUDA graph over the length, a chart for each type."""
     charts = []
-    # a tick of four has a text
-    sizes = Axis(
-        "vector", "bytes", 2, lambda nbytes: size(nbytes) if round(math.log2(nbytes)) % 4 == 0 else "", True
-    )
-    times = Axis("µs of a call in a CUDA graph", "seconds", 10, lambda seconds: f"{1e6 * seconds:g}")
+
+    def tick(nbytes: float) -> str:
+        return size(nbytes) if round(math.log2(nbytes)) % 4 == 0 else ""
+
+    sizes = Axis("vector", "bytes", log=2, form=tick, each=True)
+    times = Axis("µs of a call in a CUDA graph", "seconds", log=10, form=lambda seconds: f"{1e6 * seconds:g}")
     for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
         lines = []
         for name, (label, colour) in _DRAWN.items():

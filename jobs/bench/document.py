@@ -73,21 +73,6 @@ def bits_per_second(text: str) -> float | None:
     return float(found[1]) * _BITS[found[2]]
 
 
-def not_held(transfer: dict[str, Any], told: str) -> str:
-    """A warning about a transfer that ran faster than the links' rate, in a sentence."""
-    return (
-        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
-        "part of them passed unshaped, and floors by that rate are too high"
-    )
-
-
-def ordered(stages: Iterable[str]) -> list[str]:
-    """Stages as they ran, then what was left of a step."""
-    found = list(stages)
-    last = [name for name in ("finish", "between") if name in found]
-    return [*(name for name in found if name not in last), *last]
-
-
 def command_line(ranks: int | None) -> str:
     """The command line of the bench; ranks None: started without mpiexec."""
     launcher = ["python"] if ranks is None else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
@@ -153,6 +138,21 @@ def read(path: str | Path) -> dict[str, Any]:
     if found != FORMAT:
         raise BenchError(f"{path} is not a file of the bench: its format is {found!r}, not {FORMAT!r}")
     return content
+
+
+def not_held(transfer: dict[str, Any], told: str) -> str:
+    """A warning about a transfer that ran faster than the links' rate, in a sentence."""
+    return (
+        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
+        "part of them passed unshaped, and floors by that rate are too high"
+    )
+
+
+def ordered(stages: Iterable[str]) -> list[str]:
+    """Stages as they ran, then what was left of a step."""
+    found = list(stages)
+    last = [name for name in ("finish", "between") if name in found]
+    return [*(name for name in found if name not in last), *last]
 
 
 def _plain(value: Any) -> Any:

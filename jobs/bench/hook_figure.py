@@ -1,4 +1,4 @@
-"""Draws training steps with communication hooks, a bar for each hook and document: `python -m jobs.bench.hook_figure`."""
+"""Draws training steps with communication hooks, a bar for each: `python -m jobs.bench.hook_figure`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def bars(documents: Sequence[Run]) -> Bars:
                 found.append(Bar(label, method, alone, median - alone, min(series), max(series)))
     run = documents[0]["runs"][0]
     what = f"{run['ranks']} ranks, n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %"
-    note = f"{what}, {run['device'].upper()}; pale: computation alone; dark: exposed; bars: median; whiskers: least and most"
+    note = f"{what}, {run['device'].upper()}; pale: computation alone; dark: exposed; "
+    note += "bars: median; whiskers: least and most"
     return Bars("hook-steps", "Training steps with communication hooks", note, tuple(found))
 
 

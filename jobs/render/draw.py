@@ -105,9 +105,10 @@ def draw(axes: Axes, chart: Chart) -> None:
         axes.plot(x, line.y, color=line.colour, linewidth=width, label=line.label, **look)
         if line.low is not None and line.high is not None and np.any(line.high > line.low):
             axes.fill_between(x, line.low, line.high, color=line.colour, alpha=0.18, linewidth=0)
-        for at in zip(x, line.y, strict=True) if chart.points else ():
-            text = chart.points(at[1]) if chart.points else ""
-            axes.annotate(text, at, (5, 7), textcoords="offset points", color=line.colour, fontsize=9)
+        if chart.points:
+            for at in zip(x, line.y, strict=True):
+                text = chart.points(at[1])
+                axes.annotate(text, at, (5, 7), textcoords="offset points", color=line.colour, fontsize=9)
     if chart.x.log:
         axes.set_xscale("log", base=chart.x.log)
     if chart.y.log:

@@ -1,4 +1,4 @@
-"""A table: columns of records, rendered for a terminal, in Markdown and, by the report's template, in HTML; CSV files."""
+"""A table: columns of records, for a terminal, in Markdown and, by the page's template, in HTML; CSV files."""
 
 from __future__ import annotations
 
