@@ -100,6 +100,6 @@ def sweep_chart(content: Run) -> Chart:
         "Words that a rank sends in a step, against the number of ranks",
         " · ".join(parts),
         Axis("ranks", "ranks", log=2, each=True),
-        Axis("words per rank and step", "words", log=10),
+        Axis("words per rank and step", "words", log=10, prefixes=True),
         tuple(lines),
     )

@@ -51,6 +51,7 @@ class Axis:
         column: its name in the CSV file.
         log: base of a logarithmic axis; 0 for a linear one.
         form: text of a value; None: a number, from 10,000 on with a prefix such as k.
+        prefixes: numbers have such a prefix, whatever their size.
         each: the values of the lines are its ticks; infinity is drawn beyond the largest other one.
         percent: shares, of which those far below the best are cut off.
         zero: it begins at 0.
@@ -60,6 +61,7 @@ class Axis:
     column: str
     log: int = 0
     form: Callable[[float], str] | None = None
+    prefixes: bool = False
     each: bool = False
     percent: bool = False
     zero: bool = False

@@ -12,9 +12,11 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis as AnyAxis
 from matplotlib.figure import Figure
 from matplotlib.ticker import (
     EngFormatter,
+    Formatter,
     FuncFormatter,
     LogLocator,
     MaxNLocator,
@@ -115,8 +117,21 @@ def draw(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log", base=chart.y.log)
     for level in chart.levels:
         axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
-    _count_x(axes, chart.x, places)
-    _count_y(axes, chart)
+    if chart.x.each:
+        form = chart.x.form or "{:g}".format
+        axes.set_xticks(list(places.values()), [form(value) for value in places])
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        _count(axes.xaxis, chart.x, axes.get_xlim(), max(places))
+        if not chart.x.log:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x.column == "step"))
+    largest = max(float(np.nanmax(line.y)) for line in chart.lines)
+    if chart.y.percent:
+        # what tells methods apart is how they end, not that they began at chance
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], largest - ACCURACY_SHOWN))
+    if chart.y.zero:
+        axes.set_ylim(bottom=0)
+    _count(axes.yaxis, chart.y, axes.get_ylim(), largest)
     _name_levels(axes, chart.levels)
 
 
@@ -127,44 +142,26 @@ def _ticks(columns: Sequence[Any]) -> dict[float, float]:
     return {value: value if np.isfinite(value) else INFINITE * largest for value in values}
 
 
-def _count_x(axes: Axes, axis: Axis, places: dict[float, float]) -> None:
-    """Ticks in the units that a reader thinks in."""
-    if axis.each:
-        form = axis.form or "{:g}".format
-        axes.set_xticks(list(places.values()), [form(value) for value in places])
-        axes.xaxis.set_minor_locator(NullLocator())
+def _count(ticks: AnyAxis, axis: Axis, limits: tuple[float, float], largest: float) -> None:
+    """Ticks in the units that a reader thinks in, two of them at least."""
+    form = axis.form
+    if form is not None:
+        formatter: Formatter = FuncFormatter(lambda value, _: form(value))
+    elif axis.prefixes or largest >= 10_000:
+        formatter = EngFormatter(sep="")
+    elif axis.percent:
+        formatter = PERCENT
+    elif axis.log:
+        formatter = FuncFormatter(lambda value, _: f"{value:g}")  # matplotlib's own writes mathematics
+    else:
         return
-    if axis.log or max(places) >= 10_000:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if axis.log:
-            low, high = np.log10(axes.get_xlim())
-            few = np.floor(high) - np.ceil(low) < 1  # not two powers of ten to tell the scale by
-            axes.xaxis.set_minor_formatter(EngFormatter(sep="") if few else NullFormatter())
-            if few:
-                axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    if not axis.log:
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=axis.column == "step"))
-
-
-def _count_y(axes: Axes, chart: Chart) -> None:
-    axis, largest = chart.y, max(float(np.nanmax(line.y)) for line in chart.lines)
-    if axis.percent:
-        # what tells methods apart is how they end, not that they began at chance
-        axes.set_ylim(bottom=max(axes.get_ylim()[0], largest - ACCURACY_SHOWN))
-        axes.yaxis.set_major_formatter(PERCENT)
-    elif axis.form is not None:
-        form = axis.form
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
-        if axis.log:
-            low, high = axes.get_ylim()
-            few = high < 10 * low  # perhaps no power of ten
-            axes.yaxis.set_minor_formatter(axes.yaxis.get_major_formatter() if few else NullFormatter())
-    elif axis.column == "words" or largest >= 10_000:
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        if axis.log:
-            axes.yaxis.set_minor_formatter(NullFormatter())
-    if axis.zero:
-        axes.set_ylim(bottom=0)
+    ticks.set_major_formatter(formatter)
+    if axis.log:
+        low, high = np.log10(limits)
+        few = np.floor(high) - np.ceil(low) < 1  # not two powers of ten to tell the scale by
+        ticks.set_minor_formatter(formatter if few else NullFormatter())
+        if few:
+            ticks.set_minor_locator(LogLocator(subs=(2, 5)))
 
 
 def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:

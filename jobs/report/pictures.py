@@ -63,7 +63,7 @@ TIME = Over(
 BYTES = Over(
     "bytes",
     "bytes sent",
-    Axis("bytes sent per rank, control messages included", "bytes_sent", log=10),
+    Axis("bytes sent per rank, control messages included", "bytes_sent", log=10, prefixes=True),
     lambda run: run.bytes_sent,
 )
 TOKENS = Over("tokens", "tokens", Axis("tokens trained on", "tokens"), lambda run: run.tokens)
@@ -141,7 +141,7 @@ def words(groups: Sequence[Group]) -> Chart:
         "words-over-steps",
         "Words per step against the bounds",
         "payload words a rank sends, mean over the ranks",
-        Axis("words per rank and step", "words", log=10),
+        Axis("words per rank and step", "words", log=10, prefixes=True),
         lines,
         [Level(value, label) for value, label in levels.items()],
     )

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from jobs.render.chart import Chart
 from jobs.render.draw import PAGE, draw, svg
 from jobs.render.style import METHODS, STAGES
 from jobs.report import lines, pictures
@@ -304,24 +305,39 @@ def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
     assert "Throughput" in (tmp_path / "out" / "index.html").read_text()
 
 
+def drawn_ticks(chart: Chart, which: str) -> list[str]:
+    """Texts of the ticks of axis "x" or "y" that lie within its limits."""
+    figure = Figure()
+    with mpl.rc_context(PAGE):
+        axes = figure.subplots()
+        draw(axes, chart)
+        figure.draw_without_rendering()
+    low, high = getattr(axes, f"get_{which}lim")()
+    ticks = getattr(axes, f"{which}axis")
+    return [
+        label.get_text()
+        for minor in (False, True)
+        for label, place in zip(
+            ticks.get_ticklabels(minor=minor), ticks.get_ticklocs(minor=minor), strict=True
+        )
+        if low <= place <= high and label.get_text()
+    ]
+
+
 @pytest.mark.parametrize("growth", [0.1, 5.0, 1000.0])
 def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growth: float) -> None:
     words = np.full(50, 1.2e6 * growth / 49)
     words[0] = 1.2e6
-    run = write_run(tmp_path / "a.h5", words=words)
-    figure = Figure()
-    with mpl.rc_context(PAGE):
-        axes = figure.subplots()
-        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.BYTES))
-        figure.draw_without_rendering()
-    low, high = axes.get_xlim()
-    shown = [
-        label.get_text()
-        for minor in (False, True)
-        for label, place in zip(axes.get_xticklabels(minor=minor), axes.get_xticks(minor=minor), strict=True)
-        if low <= place <= high and label.get_text()
-    ]
-    assert len(shown) >= 2, (low, high)
+    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", words=words)]))
+    assert len(drawn_ticks(pictures.loss(groups, pictures.BYTES), "x")) >= 2
+
+
+@pytest.mark.parametrize("decades", [0.5, 4.0])
+def test_a_logarithmic_axis_of_thresholds_has_plain_numbers(tmp_path: Path, decades: float) -> None:
+    thresholds = np.geomspace(0.02, 0.02 * 10**decades, 50)
+    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", global_threshold=thresholds)]))
+    ticks = drawn_ticks(pictures.selection(groups, "global_threshold"), "y")
+    assert len(ticks) >= 2 and all(float(tick) > 0 for tick in ticks)
 
 
 def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
