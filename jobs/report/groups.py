@@ -60,7 +60,7 @@ class Group:
         """As mean, but the largest over the runs for a figure that is the largest over a run."""
         return max(self.values(figure), default=None) if figure.endswith("_largest") else self.mean(figure)
 
-    get = total
+    get = total  # a group is a record of jobs.render.table
 
     @property
     def figure_names(self) -> list[str]:
