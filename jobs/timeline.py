@@ -29,7 +29,7 @@ import numpy as np
 
 from data.command import command_parser, escaped, show
 from data.durable import replaced
-from jobs.report.style import COLOURS, GREY, STAGES
+from jobs.render.style import COLOURS, GREY, STAGES
 from jobs.run.columns import BETWEEN, BUCKET, PHASES, Columns
 from jobs.run.file import RunFileError
 from jobs.run.probe import check_readable

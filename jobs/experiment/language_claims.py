@@ -13,9 +13,9 @@ from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
 from jobs.experiment.claims import claim, figure, on_ranks, only, step_claim, volume_claims
 from jobs.experiment.model import Experiment
+from jobs.render.style import title_of
 from jobs.report.groups import Group, by_batch, timed_by_stage
 from jobs.report.page import Claim
-from jobs.report.style import title_of
 from jobs.report.summary import ON_THE_DEVICE
 
 LOSS_MARGIN = 0.01  # of dense's loss, that a sparse method may lose
