@@ -159,7 +159,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=2, help=text)
     text = "Start no further seed that would end later; the first one always runs; default: %(default)s"
     add("--time-limit", type=float, default=170.0, metavar="SECONDS", help=text)
-    text = "Do not train over links of 1 Gb/s; project that time from the words counted"
+    text = "Do not train over links of 1 Gb/s"
     add("--no-links", dest="links", action="store_false", help=text)
     text = "Share of the gradient's entries applied per step, in (0, 1]; default: %(default)s"
     add("--density", type=float, default=0.02, help=text)

@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "METHODS": "oktopk.methods",
-    "DistributedOptimizer": "oktopk.torch.updates",
+    "DistributedOptimizer": "oktopk.torch.optimizer",
     "GradientAllreduce": "oktopk.allreduce",
     "LauncherError": "collectives.launchers",
     "MissingRanksError": "collectives.transport",

@@ -1,8 +1,7 @@
-"""Draws step time over link bandwidth, and bytes between hosts over ranks per host: `python -m jobs.bench.bandwidth`."""
+"""Charts of step time over link bandwidth, and of bytes over ranks per host: `python -m jobs.bench.bandwidth`."""
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import sys
@@ -12,34 +11,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter, NullLocator
+import numpy as np
 
 from data.command import command_parser, show
-from data.durable import replaced
-from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
-from jobs.bench.figures import TITLES
-from jobs.report.panels import DrawnPanel
-from jobs.report.style import COLOURS, DASHES, GREY, OURS, STYLE, colour_of, title_of
+from jobs.bench.document import UNSHAPED, BenchError, Run, bits_per_second, read
+from jobs.bench.figures import draw, look
+from jobs.render.chart import Axis, Chart, Line
 
-Lines = dict[str, list[tuple[float, float]]]
+Points = dict[str, list[tuple[float, float]]]
 """Method -> points."""
 
 _RATE = re.compile(r"(\S+) links")
 _HOSTS = re.compile(r"([0-9]+) hosts")
-_WIRES = {
-    "plain": COLOURS[5],
-    "float32": COLOURS[0],
-    "bfloat16": COLOURS[2],
-    "int8": COLOURS[4],
-    "int4": COLOURS[3],
-}
-_UNSHAPED = 3.0  # times the fastest shaped links, on the axis
+_NUMBERED = 3  # lines, at most, whose points have their values beside them
+
+_BANDWIDTH = Axis(
+    "bandwidth of each link, Gb/s",
+    "gigabits_per_second",
+    log=10,
+    form=lambda rate: f"{rate:g}" if math.isfinite(rate) else "unshaped",
+    each=True,
+)
+_SECONDS = Axis("step, ms", "seconds", log=10, form=lambda seconds: f"{1e3 * seconds:g}")
+_RANKS = Axis("ranks per host", "ranks_per_host", each=True)
+_BYTES = Axis("MB that a host sends in a step", "bytes", form=lambda sent: f"{sent / 1e6:g}", zero=True)
 
 
-def bandwidth(run: dict[str, Any]) -> float:
+def bandwidth(run: Run) -> float:
     """Gb/s of the links that a run was measured over, infinity for unshaped ones. Raises BenchError: the run names none."""
     found = _RATE.search(run["network"])
     if found is None:
@@ -49,16 +47,14 @@ def bandwidth(run: dict[str, Any]) -> float:
 
 
 def rate_of(network: str) -> str:
-    """The rate of the links as an axis names it; "one host" where a run was not between hosts."""
-    found = _RATE.search(network)
-    if found is None:
+    """The rate of the links in words; "one host" where a run was not between hosts."""
+    if _RATE.search(network) is None:
         return "one host"
-    return (
-        "unshaped links" if found[1] == "unshaped" else f"links of {bandwidth({'network': network}):g} Gb/s"
-    )
+    rate = bandwidth({"network": network})
+    return f"{rate:g} Gb/s" if math.isfinite(rate) else "unshaped links"
 
 
-def ranks_per_host(run: dict[str, Any]) -> float:
+def ranks_per_host(run: Run) -> float:
     """Raises BenchError: the run names no hosts."""
     found = _HOSTS.search(run["network"])
     if found is None:
@@ -66,32 +62,31 @@ def ranks_per_host(run: dict[str, Any]) -> float:
     return float(run["ranks"] / int(found[1]))
 
 
-def lines(documents: Sequence[dict[str, Any]], length: int | None = None) -> Lines:
-    """Method -> (Gb/s, mean seconds of a step) in the order of the rates.
+def points(documents: Sequence[Run], length: int | None = None, bytes_sent: bool = False) -> Points:
+    """Method -> (Gb/s, mean seconds of a step), in the order of the rates.
 
     Args:
         length: of the runs that are taken; None: the documents have one.
+        bytes_sent: in place of these (ranks per host, bytes that a host sends to others in a step), of methods
+            that count them.
 
     Raises:
-        BenchError: there is no run of that length, or of several; or a run names no links.
+        BenchError: there is no run of that length, or of several; or a run names no links or hosts.
     """
-    return _sorted(
-        (bandwidth(run), at["seconds"]["all"]["mean"], at["name"]) for run, at in _all(documents, length)
-    )
+    found: Points = {}
+    for run, method in _chosen(documents, length):
+        if not bytes_sent:
+            point = bandwidth(run), method["seconds"]["all"]["mean"]
+        elif method["counted"] and "bytes_between" in method:  # not in the oldest documents
+            point = ranks_per_host(run), ranks_per_host(run) * method["bytes_between"]["mean"]
+        else:
+            continue
+        found.setdefault(method["name"], []).append(point)
+    return {name: sorted(of_method) for name, of_method in found.items()}
 
 
-def byte_lines(documents: Sequence[dict[str, Any]], length: int | None = None) -> Lines:
-    """Method -> (ranks per host, bytes that a host sends to others in a step), as `lines`; those that are counted."""
-    return _sorted(
-        (ranks_per_host(run), ranks_per_host(run) * at["bytes_between"]["mean"], at["name"])
-        for run, at in _all(documents, length)
-        if at["counted"] and "bytes_between" in at  # not in the oldest documents
-    )
-
-
-def _all(
-    documents: Sequence[dict[str, Any]], length: int | None
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _chosen(documents: Sequence[Run], length: int | None) -> Iterator[tuple[Run, Run]]:
+    """(run, method) of each run of the length."""
     runs = [run for document in documents for run in document["runs"]]
     lengths = list(dict.fromkeys(run["length"] for run in runs))
     if length is None and len(lengths) > 1:
@@ -103,67 +98,50 @@ def _all(
             yield from ((run, method) for method in run["methods"])
 
 
-def _sorted(points: Iterator[tuple[float, float, str]]) -> Lines:
-    found: Lines = {}
-    for x, y, name in points:
-        found.setdefault(name, []).append((x, y))
-    return {name: sorted(of_method) for name, of_method in found.items()}
-
-
-def look(name: str) -> dict[str, Any]:
-    """How a method's line is drawn, and its label."""
-    if name in HOST_ROWS:
-        levels, wire = HOST_ROWS[name]["levels"], HOST_ROWS[name]["wire"]
-        label = f"{'two levels' if levels == 'hosts' else 'flat'}, {wire}"
-        return {"color": _WIRES[str(wire)], "linestyle": DASHES[levels == "flat"], "label": label}
-    colour = colour_of("dense" if name.startswith("mpi") else name.removesuffix("-bf16"))
-    label = TITLES.get(name) or title_of(name)
-    width = 3 if name == OURS else 1.5
-    return {"color": colour, "linestyle": DASHES[name == "nccl-bf16"], "label": label, "linewidth": width}
-
-
-def draw(
-    documents: Sequence[dict[str, Any]],
-    methods: Sequence[str],
-    output: Path,
+def chart(
+    documents: Sequence[Run],
+    methods: Sequence[str] | None = None,
     length: int | None = None,
     bytes_sent: bool = False,
-) -> None:
-    """Draw one line a method into a picture whose format is the file's suffix.
-
-    Args:
-        length: as `lines`.
-        bytes_sent: bytes over ranks per host, in place of time over bandwidth.
+) -> Chart:
+    """A line for each method; None: all that were measured. length, bytes_sent: as `points`.
 
     Raises:
-        BenchError: a method was not measured, a run names no links or hosts, lengths differ, or the file cannot be written.
+        BenchError: a method was not measured, a run names no links or hosts, or lengths differ.
     """
-    measured = (byte_lines if bytes_sent else lines)(documents, length)
-    for name in methods:
+    measured = points(documents, length, bytes_sent)
+    for name in methods or ():
         if name not in measured:
             raise BenchError(f"method {name!r} is in none of the documents: {', '.join(measured)}")
-    run, _ = next(_all(documents, length))
-    with mpl.rc_context(STYLE):
-        figure = _figure({name: measured[name] for name in methods}, run, bytes_sent)
-        try:
-            form = output.suffix.removeprefix(".")
-            with replaced(output) as draft:
-                figure.savefig(draft, format=form, metadata={"Date": None} if form == "svg" else None)
-        except (OSError, ValueError) as error:
-            raise BenchError(f"{output} cannot be written: {error}") from error
+    lines = []
+    for name in methods or measured:
+        x, y = np.array(measured[name], np.float64).T
+        lines.append(Line(x=x, y=y, marker="o", **look(name)))
+    run, _ = next(_chosen(documents, length))
+    note = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, "
+    note += f"{run['gradients']['name']} gradients"
+    commits = dict.fromkeys((document.get("commit") or "unknown")[:10] for document in documents)
+    note += f", commit {', '.join(commits)}"
+    numbered, drawn = len(lines) <= _NUMBERED, tuple(lines)
+    if bytes_sent:
+        title, megabytes = "Bytes that a host sends in a step", _megabytes if numbered else None
+        return Chart("bytes", title, note, _RANKS, _BYTES, drawn, points=megabytes)
+    title, milliseconds = "Time of a step between hosts", _milliseconds if numbered else None
+    return Chart(
+        "times", title, f"{run['ranks']} ranks, {note}", _BANDWIDTH, _SECONDS, drawn, points=milliseconds
+    )
 
 
-def panels(documents: Sequence[dict[str, Any]]) -> list[DrawnPanel]:
-    """Pictures for the report's page: of each length time over bandwidth, and bytes between hosts over ranks per host.
+def charts(documents: Sequence[Run]) -> list[Chart]:
+    """Charts for the report's page: of each length time over bandwidth, and bytes between hosts over ranks per host.
 
-    Left out are tables of hooks, rows and dense sums, runs that name no links or hosts, and pictures with fewer than two places
+    Left out are tables of hooks, rows and dense sums, runs that name no links or hosts, and charts with fewer than two places
     on the axis.
     """
-    # what the axis does not tell -> pictures: place on the axis -> document
-    alike: dict[tuple[Any, ...], list[dict[float, dict[str, Any]]]] = {}
-    for document in documents:
-        if document["kind"] not in ("bench", "ablation"):
-            continue
+    # what the axis does not tell -> documents of one chart, with a run each
+    alike: dict[tuple[Any, ...], list[Run]] = {}
+    seen = Counter[tuple[Any, ...]]()
+    for document in (each for each in documents if each["kind"] in ("bench", "ablation")):
         for run in document["runs"]:
             network = run.get("network") or ""
             hosts = _HOSTS.search(network)
@@ -173,120 +151,33 @@ def panels(documents: Sequence[dict[str, Any]]) -> list[DrawnPanel]:
             same += [str(run.get(name)) for name in ("density", "device", "gradient_type", "settings")]
             rate, ranks = bandwidth(run), ranks_per_host(run)
             for bytes_sent, x, fixed in ((False, rate, run["ranks"]), (True, ranks, rate)):
-                pictures = alike.setdefault((run["length"], int(hosts[1]), bytes_sent, fixed, *same), [])
+                key = (bytes_sent, run["length"], int(hosts[1]), fixed, *same)
                 # what was measured twice at one place is no line
-                picture = next((each for each in pictures if x not in each), None)
-                if picture is None:
-                    pictures.append(picture := {})
-                picture[x] = {**document, "runs": [run]}
+                alike.setdefault((*key, seen[*key, x]), []).append({**document, "runs": [run]})
+                seen[*key, x] += 1
     drawn, count = [], Counter[str]()
-    for key in sorted(alike, key=lambda key: key[:4]):
-        for panel in (panel for picture in alike[key] for panel in _panel(list(picture.values()), *key[:4])):
-            count[panel.name] += 1
-            number = count[panel.name]
-            drawn.append(panel if number == 1 else replace(panel, name=f"{panel.name}-{number}"))
+    for (bytes_sent, length, hosts_there, fixed, *_), found in sorted(
+        alike.items(), key=lambda item: item[0][:4]
+    ):
+        picture = chart(found, bytes_sent=bytes_sent)
+        if len({x for line in picture.lines for x in line.x}) < 2:
+            continue
+        kind, title = "time-over-bandwidth", f"Time of a step between {hosts_there} hosts"
+        if bytes_sent:
+            kind, title = "bytes-over-ranks", f"Bytes that one of {hosts_there} hosts sends in a step"
+        name = f"{kind}-{length}-{hosts_there}-{fixed:g}"
+        count[name] += 1
+        name += f"-{count[name]}" if count[name] > 1 else ""
+        drawn.append(replace(picture, name=name, title=title, note=f"jobs.bench, {picture.note}"))
     return drawn
-
-
-def _panel(
-    documents: Sequence[dict[str, Any]], length: int, hosts: int, bytes_sent: bool, fixed: float
-) -> list[DrawnPanel]:
-    """The picture of documents alike in all that its axis does not tell; none with fewer than two places on the axis.
-
-    Args:
-        documents: with one run each.
-        fixed: ranks, or with `bytes_sent` the bandwidth in Gb/s.
-    """
-    measured = (byte_lines if bytes_sent else lines)(documents)
-    if len({x for points in measured.values() for x, _ in points}) < 2:
-        return []
-    (run,) = documents[0]["runs"]
-    text = io.StringIO()
-    with mpl.rc_context(STYLE):
-        _figure(measured, run, bytes_sent).savefig(text, format="svg", metadata={"Date": None})
-    name, x, y = "time-over-bandwidth", "gigabits_per_second", "seconds"
-    title = f"Time of a step between {hosts} hosts"
-    if bytes_sent:
-        name, x, y = "bytes-over-ranks", "ranks_per_host", "bytes"
-        title = f"Bytes that one of {hosts} hosts sends in a step"
-    points = (
-        {"series": look(row)["label"], x: at, y: value} for row in measured for at, value in measured[row]
-    )
-    commit = (documents[0]["commit"] or "unknown")[:10]
-    return [
-        DrawnPanel(
-            f"{name}-{length}-{hosts}-{fixed:g}",
-            title,
-            f"jobs.bench, {run['gradients']['name']} gradients, commit {commit}",
-            text.getvalue(),
-            tuple(points),
-        )
-    ]
-
-
-def _figure(shown: Lines, run: dict[str, Any], bytes_sent: bool) -> Figure:
-    """The lines, under a title that says what the run was."""
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    what = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %"
-    if bytes_sent:
-        _draw_bytes(axes, shown)
-    else:
-        _draw_times(axes, shown)
-        what = f"{run['ranks']} ranks, {what}"
-    beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(shown) > 3 else {}
-    axes.legend(frameon=False, handlelength=4.0, **beside)  # long enough to show dashes
-    axes.set_title(what, color=GREY, fontsize=10)
-    return figure
-
-
-def _draw_times(axes: Axes, shown: Lines) -> None:
-    rates = sorted({rate for points in shown.values() for rate, _ in points})
-    finite = [rate for rate in rates if rate < math.inf]
-    places = {rate: rate if rate < math.inf else _UNSHAPED * max(finite, default=1.0) for rate in rates}
-    for name, points in shown.items():
-        at = [(places[rate], seconds) for rate, seconds in points]
-        _draw_line(axes, name, at, [_milliseconds(seconds) for _, seconds in at], numbered=len(shown) <= 3)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(list(places.values())))
-    axes.xaxis.set_major_formatter(
-        FixedFormatter([f"{rate:g}" if rate < math.inf else "unshaped" for rate in rates])
-    )
-    axes.xaxis.set_minor_locator(NullLocator())
-    milliseconds = FuncFormatter(lambda seconds, _: f"{1e3 * seconds:g}")
-    axes.yaxis.set_major_formatter(milliseconds)
-    low, high = axes.get_ylim()
-    axes.yaxis.set_minor_formatter(milliseconds if high < 10 * low else NullFormatter())
-    axes.set_xlabel("bandwidth of each link, Gb/s")
-    axes.set_ylabel("step, ms")
-
-
-def _draw_bytes(axes: Axes, shown: Lines) -> None:
-    for name, points in shown.items():
-        _draw_line(axes, name, points, [f"{sent / 1e6:.2f}" for _, sent in points], numbered=len(shown) <= 3)
-    axes.xaxis.set_major_locator(
-        FixedLocator(sorted({ranks for points in shown.values() for ranks, _ in points}))
-    )
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda ranks, _: f"{ranks:g}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda sent, _: f"{sent / 1e6:g}"))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("ranks per host")
-    axes.set_ylabel("MB that a host sends in a step")
-
-
-def _draw_line(
-    axes: Axes, name: str, points: list[tuple[float, float]], texts: list[str], numbered: bool
-) -> None:
-    style = look(name)
-    axes.plot(*zip(*points, strict=True), marker="o", **{"linewidth": 1.5, **style})
-    for at, text in zip(points, texts, strict=True):
-        if numbered:
-            axes.annotate(text, at, (5, 7), textcoords="offset points", color=style["color"], fontsize=9)
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}"
+
+
+def _megabytes(sent: float) -> str:
+    return f"{sent / 1e6:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         documents = [read(path) for path in options.documents]
-        draw(documents, options.methods, options.output, options.length, options.bytes)
+        draw([chart(documents, options.methods, options.length, options.bytes)], options.output)
     except BenchError as error:
         show(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
         return 2

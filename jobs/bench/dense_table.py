@@ -1,24 +1,28 @@
-"""Tables and the picture of a document of `jobs.bench --table dense`."""
+"""Tables and charts of a document of `jobs.bench --table dense`."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+import numpy as np
 
-from jobs.bench.format import Cell, Column, Record, at, columns_table, shown
+from jobs.bench.document import Run
+from jobs.render.chart import Axis, Chart, Line
+from jobs.render.style import COLOURS, colour_of
+from jobs.render.table import Block, Column, at, shown, table
 
 MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited": "launched and waited for"}
 """Key of a time -> what it is the time of, for a call."""
 
 _DRAWN = {
-    "oktopk, out": "Ok-Topk",
-    "int8, out": "Ok-Topk, elements as bytes",
-    "nccl, in": "NCCL",
-    "torch-one-shot, out": "torch, one shot",
-    "torch-two-shot, in": "torch, two shots",
+    "oktopk, out": ("Ok-Topk", COLOURS[1]),
+    "int8, out": ("Ok-Topk, elements as bytes", COLOURS[4]),
+    "nccl, in": ("NCCL", colour_of("nccl")),
+    "torch-one-shot, out": ("torch, one shot", COLOURS[5]),
+    "torch-two-shot, in": ("torch, two shots", COLOURS[0]),
 }
+"""Contestant -> its title and colour."""
 
 
 def size(nbytes: float) -> str:
@@ -26,13 +30,9 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 2**20:g} MB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KB"
 
 
-def dense_table(run: Record, form: str = "simple") -> str:
-    """Microseconds of a call by length and contestant, for each type and mode; the bandwidth; the errors.
-
-    Args:
-        form: a format of tabulate's.
-    """
-    parts = [f"{run['ranks']} ranks, {run['device']}, NCCL {run['nccl']}"]
+def dense_table(run: Run) -> list[Block]:
+    """Microseconds of a call by length and contestant, for each type and mode; the bandwidth; the errors."""
+    parts: list[Block] = [f"{run['ranks']} ranks, {run['device']}, NCCL {run['nccl']}"]
     parts += [f"without {name}: {reason}" for name, reason in run["left_out"].items()]
     if copied := run["floors"].get("copy"):
         parts.append(f"a copy to the next GPU, while all copy: {copied / 1e9:.0f} GB/s")
@@ -42,47 +42,48 @@ def dense_table(run: Record, form: str = "simple") -> str:
     for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["type"] == kind]
         for mode, meaning in MODES.items():
-            columns: list[Column] = [("bytes", lambda cell: size(cell["nbytes"]))]
-            columns += [(name, _microseconds(name, mode)) for name in names]
-            columns += [("takes", lambda cell: cell["choice"])]
+            columns = [Column("bytes", lambda cell: size(cell["nbytes"]))]
+            columns += [Column(name, _microseconds(name, mode)) for name in names]
+            columns += [Column("takes", lambda cell: cell["choice"])]
             if mode == "graph":
-                columns.append(("GB/s", lambda cell: shown(bandwidth(cell, run["ranks"]), "{:.0f}", 1e-9)))
-            parts.append(f"{kind}, us of a call {meaning}\n\n{columns_table(columns, cells, form, 'right')}")
+                columns.append(
+                    Column("GB/s", lambda cell: shown(bandwidth(cell, run["ranks"]), "{:.0f}", 1e-9))
+                )
+            parts += [f"{kind}, us of a call {meaning}", table(columns, cells, align=("right", "right"))]
         errors = ", ".join(f"{name} {error:.2g}" for name, error in run["errors"][kind].items())
         parts.append(f"{kind}, error against float64: {errors}")
-    return "\n\n".join(parts)
+    return parts
 
 
-def bandwidth(cell: Record, ranks: int) -> float | None:
+def bandwidth(cell: Run, ranks: int) -> float | None:
     """Bus bandwidth of Ok-Topk's call, in bytes per second: as nccl-tests derive it, 2(P-1)/P times the vector in its time."""
     seconds = at(cell["times"].get("oktopk, out"), "graph")
     return None if seconds is None else 2 * (ranks - 1) / ranks * cell["nbytes"] / seconds
 
 
-def _microseconds(name: str, mode: str) -> Cell:
+def _microseconds(name: str, mode: str) -> Callable[[Run], str]:
     return lambda cell: shown(at(cell["times"].get(name), mode), "{:.1f}", 1e6)
 
 
-def draw_dense(run: Record) -> Figure:
-    """Microseconds of a call in a CUDA graph over the length, a panel for each type."""
-    kinds = list(dict.fromkeys(cell["type"] for cell in run["cells"]))
-    figure = Figure(figsize=(5.2 * len(kinds), 4.2), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        for name, label in _DRAWN.items():
-            points: list[tuple[Any, Any]] = [
-                (cell["nbytes"], 1e6 * cell["times"][name]["graph"])
+def dense_charts(run: Run) -> list[Chart]:
+    """Microseconds of a call in a CUDA graph over the length, a chart for each type."""
+    charts = []
+
+    def tick(nbytes: float) -> str:
+        return size(nbytes) if round(math.log2(nbytes)) % 4 == 0 else ""
+
+    sizes = Axis("vector", "bytes", log=2, form=tick, each=True)
+    times = Axis("µs of a call in a CUDA graph", "seconds", log=10, form=lambda seconds: f"{1e6 * seconds:g}")
+    for kind in dict.fromkeys(cell["type"] for cell in run["cells"]):
+        lines = []
+        for name, (label, colour) in _DRAWN.items():
+            points = [
+                (cell["nbytes"], cell["times"][name]["graph"])
                 for cell in run["cells"]
                 if cell["type"] == kind and at(cell["times"].get(name), "graph") is not None
             ]
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([4096 << i for i in range(0, 17, 4)]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(nbytes)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:g}"))
-        axes.set(title=kind, xlabel="vector", ylabel="µs of a call in a CUDA graph")
-        axes.legend(frameon=False)
-    figure.suptitle(f"Dense allreduce, {run['ranks']} GPUs ({run['device']})", fontsize=10)
-    return figure
+                x, y = np.array(points, np.float64).T
+                lines.append(Line(label, x, y, colour=colour, marker="o", ours=name == "oktopk, out"))
+        charts.append(Chart(f"dense-{kind}", kind, "", sizes, times, tuple(lines)))
+    return charts

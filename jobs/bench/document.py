@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ HOST_ROWS = {
 
 BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
 """Gradient type -> the method that its times are compared with."""
+
+
+Run = dict[str, Any]
+"""A run of a document, or one of its methods: names -> figures."""
 
 
 class BenchError(Exception):
@@ -134,6 +138,21 @@ def read(path: str | Path) -> dict[str, Any]:
     if found != FORMAT:
         raise BenchError(f"{path} is not a file of the bench: its format is {found!r}, not {FORMAT!r}")
     return content
+
+
+def not_held(transfer: dict[str, Any], told: str) -> str:
+    """A warning about a transfer that ran faster than the links' rate, in a sentence."""
+    return (
+        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
+        "part of them passed unshaped, and floors by that rate are too high"
+    )
+
+
+def ordered(stages: Iterable[str]) -> list[str]:
+    """Stages as they ran, then what was left of a step."""
+    found = list(stages)
+    last = [name for name in ("finish", "between") if name in found]
+    return [*(name for name in found if name not in last), *last]
 
 
 def _plain(value: Any) -> Any:

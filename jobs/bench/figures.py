@@ -1,4 +1,4 @@
-"""Draws the documents of a sweep over ranks and of dense allreduces."""
+"""Titles and looks of the bench's rows in pictures; draws documents of sweeps over ranks and of dense allreduces."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator, ScalarFormatter
 
-from data.durable import replaced
-from jobs.bench.dense_table import draw_dense
-from jobs.bench.document import BenchError, read
+from jobs.bench.dense_table import dense_charts
+from jobs.bench.document import HOST_ROWS, BenchError, Run, read
 from jobs.bench.tables import BUSIER, document_tables
-from jobs.report.style import GREY, STYLE, colour_of, title_of
+from jobs.render.chart import Axis, Chart, Line, Picture
+from jobs.render.draw import save
+from jobs.render.style import COLOURS, DASHES, OURS, colour_of, title_of
 
 TITLES = {
     "mpi": "MPI's own",
@@ -27,17 +24,30 @@ TITLES = {
     "oktopk-mpi": "Ok-Topk, MPI alone",
     "oktopk-into-g": "Ok-Topk into g",
 }
-"""Of rows that are no method; those of methods are in jobs.report.style."""
-MARKERS = {
-    "oktopk": "o",
-    "dense": "s",
-    "topka": "D",
-    "topkdsa": "^",
-    "gtopk": "v",
-    "gaussiank": "X",
-    "union": "P",
-}
-"""Of methods' lines."""
+"""Of rows that are no method; those of methods are in jobs.render.style."""
+_WIRES = dict(
+    zip(("plain", "float32", "bfloat16", "int8", "int4"), (COLOURS[i] for i in (5, 0, 2, 4, 3)), strict=True)
+)
+_MARKERS = "osD^vXP"
+
+
+def look(name: str) -> dict[str, Any]:
+    """Label, colour, dashes of a row's line, and whether it is Ok-Topk's, as `Line` takes them."""
+    if name in HOST_ROWS:
+        levels, wire = HOST_ROWS[name]["levels"], HOST_ROWS[name]["wire"]
+        label = f"{'two levels' if levels == 'hosts' else 'flat'}, {wire}"
+        return {"label": label, "colour": _WIRES[str(wire)], "dashes": DASHES[levels == "flat"]}
+    colour = colour_of("dense" if name.startswith("mpi") else name.removesuffix("-bf16"))
+    label = TITLES.get(name) or title_of(name)
+    return {"label": label, "colour": colour, "dashes": DASHES[name == "nccl-bf16"], "ours": name == OURS}
+
+
+def draw(pictures: Sequence[Picture], output: Path, heading: str = "") -> None:
+    """As `jobs.render.draw.save`. Raises BenchError: the file cannot be written."""
+    try:
+        save(pictures, output, heading)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{output} cannot be written: {error}") from error
 
 
 def report_bench(path: str | Path, folder: str | Path) -> str:
@@ -47,67 +57,49 @@ def report_bench(path: str | Path, folder: str | Path) -> str:
         BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.
     """
     content = read(path)
-    tables, draw = document_tables(content), _PICTURES.get(content["kind"])
-    if draw is None:
+    tables, run = document_tables(content), content["runs"][0]
+    if content["kind"] == "sweep":
+        pictures = [sweep_chart(content)]
+    elif content["kind"] == "dense table":
+        pictures = dense_charts(run)
+    else:
         return tables
     picture = Path(folder) / f"{Path(path).stem}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        with mpl.rc_context(STYLE), replaced(picture) as draft:
-            draw(content).savefig(draft, format="png", dpi=120)
     except OSError as error:
         raise BenchError(f"{folder} cannot be written: {error.strerror or error}") from error
+    heading = f"Dense allreduce, {run['ranks']} GPUs ({run['device']})"
+    draw(pictures, picture, heading if content["kind"] == "dense table" else "")
     return f"{tables}\n\npicture: {picture}"
 
 
-def _sweep_picture(content: dict[str, Any]) -> Figure:
-    run, machine, commit = content["runs"][0], content["machine"], content["commit"] or "unknown"
-    figure = Figure(figsize=(9.5, 6.2), layout="constrained")
-    _draw_sweep(figure.subplots(), content["runs"])
+def sweep_chart(content: Run) -> Chart:
+    """Words per rank of every method against P, between both bounds."""
+    runs, machine, commit = content["runs"], content["machine"], content["commit"] or "unknown"
+    ranks = np.array([run["ranks"] for run in runs], np.float64)
+    lines = []
+    for name, bound in (("2k(P−1)/P", "lower"), ("6k(P−1)/P", "upper")):
+        lines.append(Line(name, ranks, np.array([run["bounds"][bound] for run in runs]), dashes=":"))
+    names = dict.fromkeys(method["name"] for run in runs for method in run["methods"])
+    for number, name in enumerate(names):
+        words = [{m["name"]: m["words"] for m in run["methods"]}.get(name, {}) for run in runs]
+        mean, busiest = (np.array([each.get(k, np.nan) for each in words]) for k in ("mean", "busiest"))
+        line = Line(x=ranks, y=mean, marker=_MARKERS[number % len(_MARKERS)], **look(name))
+        lines.append(line)
+        if np.nanmax(busiest / np.maximum(mean, 1e-9)) > BUSIER:
+            label = f"{line.label}, busiest rank"
+            lines.append(Line(label, ranks, busiest, colour=line.colour, dashes=":", marker=line.marker))
     parts = [
-        f"n = {run['length']:,}, density {run['density']:g}, {run['gradients']['name']} gradients",
+        f"n = {runs[0]['length']:,}, density {runs[0]['density']:g}, {runs[0]['gradients']['name']} gradients",
         f"{machine['cpu']}, {machine['cores']} cores",
         f"commit {commit[:10]}{' with changes' if content['dirty'] else ''}, {content['date'][:10]}",
     ]
-    figure.suptitle(" · ".join(parts), fontsize=10, color=GREY)
-    return figure
-
-
-def _title(name: str) -> str:
-    return TITLES.get(name) or title_of(name)
-
-
-def _draw_sweep(axes: Axes, runs: Sequence[dict[str, Any]]) -> None:
-    """Words per rank of every method against P, between both bounds."""
-    ranks = [run["ranks"] for run in runs]
-    axes.set_title("Words that a rank sends in a step, against the number of ranks")
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("words per rank and step")
-    lower, upper = ([run["bounds"][name] for run in runs] for name in ("lower", "upper"))
-    axes.fill_between(ranks, lower, upper, color="#dddddd", linewidth=0, label="2k(P−1)/P … 6k(P−1)/P")
-    names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
-    for i, name in enumerate(names):
-        words = [{m["name"]: m["words"] for m in run["methods"]}.get(name, {}) for run in runs]
-        mean, busiest = (np.array([each.get(k, np.nan) for each in words]) for k in ("mean", "busiest"))
-        # Ok-Topk and gTopk's mean coincide: a wide line shows from under a narrow one
-        width = 3.5 if name == "oktopk" else 1.6
-        look: dict[str, Any] = {
-            "color": colour_of(name),
-            "marker": MARKERS.get(name, "."),
-            "zorder": 2 + 0.01 * i,
-        }
-        axes.plot(ranks, mean, label=_title(name), linewidth=width, **look)
-        if np.nanmax(busiest / np.maximum(mean, 1e-9)) > BUSIER:
-            label = f"{_title(name)}, busiest rank"
-            axes.plot(ranks, busiest, label=label, markerfacecolor="white", linestyle=":", **look)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(ranks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-
-_PICTURES = {"sweep": _sweep_picture, "dense table": lambda content: draw_dense(content["runs"][0])}
-"""Kind of a document -> its picture."""
+    return Chart(
+        "words-over-ranks",
+        "Words that a rank sends in a step, against the number of ranks",
+        " · ".join(parts),
+        Axis("ranks", "ranks", log=2, each=True),
+        Axis("words per rank and step", "words", log=10, prefixes=True),
+        tuple(lines),
+    )

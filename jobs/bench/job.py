@@ -17,12 +17,12 @@ from mpi4py import MPI
 
 from data.command import show
 from jobs.bench.document import BenchError, Output, command_line, document, read
-from jobs.bench.gpu.markdown import cell_line, gpu_tables
 from jobs.bench.gpu.table import chosen, measure_cell
+from jobs.bench.gpu.tables import cell_line
 from jobs.bench.nccl import leave
 from jobs.bench.options import JOB, Options
 from jobs.bench.run import FAULTS, measure_run, written
-from jobs.bench.tables import document_tables, sweep_table
+from jobs.bench.tables import document_tables
 from jobs.cluster.agreement import check_launch, decide_on_root, say
 from jobs.launch import run_job
 from oktopk import NonFiniteGradientError
@@ -131,7 +131,7 @@ def measure_all(
         if output is not None:
             output.write(content)
     if content and kind == "gpu table" and not options.quiet:
-        show(gpu_tables(content), flush=True)
+        show(document_tables(content), flush=True)
     return content
 
 
@@ -164,7 +164,7 @@ def drive(options: Options, words: Sequence[str]) -> int:
                 runs += found["runs"]
                 library = found["mpi"]
         if sweep:
-            show(sweep_table(runs), flush=True)
+            show(document_tables({"kind": "sweep", "runs": runs}), flush=True)
         if output is not None:
             output.write(
                 document("sweep" if sweep else "ablation", runs, library, command_line(None, options.module))

@@ -13,9 +13,8 @@ from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, command_line, document
+from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, command_line, document, not_held
 from jobs.bench.floors import ENTRY_BYTES
-from jobs.bench.format import not_held
 from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options

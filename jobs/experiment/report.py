@@ -9,10 +9,10 @@ from data.durable import replaced
 from jobs.experiment.experiments import Experiment
 from jobs.experiment.targets import verdicts
 from jobs.experiment.trials import KINDS
+from jobs.render.table import Column, Table, table
 from jobs.report.groups import group_runs
-from jobs.report.page import Cell, Claim, Table, hardware, short_commit, task
+from jobs.report.page import Claim, hardware, short_commit, task
 from jobs.report.summary import Run, read_readable
-from jobs.report.tables import markdown
 from jobs.report.write import PAGE, report, tables
 from jobs.run.file import RunFileError
 
@@ -61,21 +61,25 @@ def write_report(
     all_runs = [run for kind in KINDS for run in runs[kind]]
     text = [f"# {experiment.title}", "", *_provenance(all_runs, command), ""]
     text += [line for note in notes for line in (note, "")]
-    for table in every:
-        text += [f"## {table.title}", "", markdown(table), "", *([table.note, ""] if table.note else [])]
+    for each in every:
+        text += [f"## {each.title}", "", each.markdown(), "", *([each.note, ""] if each.note else [])]
     try:
         with replaced(folder / TABLES) as draft:
             draft.write_text("\n".join(text).rstrip() + "\n", encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder / TABLES} cannot be written: {error}") from error
-    texts = [markdown(table) + "\n" for table in every]
+    texts = [each.markdown() + "\n" for each in every]
     return "\n".join([*texts, f"page: {folder / PAGE}"])
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
     """The claims with their verdicts."""
-    rows = [[Cell(claim.text), Cell(claim.verdict), Cell(claim.measured)] for claim in claims]
-    return Table("Claims", [Cell("Claim"), Cell("Verdict"), Cell("Measured")], rows)
+    columns = [
+        Column("Claim", lambda claim: claim.text),
+        Column("Verdict", lambda claim: claim.verdict),
+        Column("Measured", lambda claim: claim.measured),
+    ]
+    return table(columns, claims, "Claims", align=("left", "left"))
 
 
 def _provenance(runs: Sequence[Run], command: str) -> list[str]:

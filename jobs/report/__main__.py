@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.command import command_parser, show
-from jobs.bench.bandwidth import panels
+from jobs.bench.bandwidth import charts
 from jobs.bench.document import BenchError, read
 from jobs.bench.figures import report_bench
 from jobs.report.write import PAGE, report
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     target=options.target,
                     title=options.title,
                     notes_besides=options.note,
-                    between_hosts=panels([read(document) for document in documents]),
+                    between_hosts=charts([read(document) for document in documents]),
                 )
             )
             show(f"\npage: {Path(options.output) / PAGE}")

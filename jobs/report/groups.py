@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.report.style import OURS, STAGES, colour_of, dashes_of, order_of, title_of
+from jobs.render.style import OURS, STAGES, colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import REST, Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
@@ -60,6 +60,8 @@ class Group:
         """As mean, but the largest over the runs for a figure that is the largest over a run."""
         return max(self.values(figure), default=None) if figure.endswith("_largest") else self.mean(figure)
 
+    get = total  # a group is a record of jobs.render.table
+
     @property
     def figure_names(self) -> list[str]:
         """All figures that are numbers, where they are there."""
@@ -89,7 +91,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Put runs together that differ in their seed alone, in the order of jobs.report.style.METHODS."""
+    """Put runs together that differ in their seed alone, in the order of jobs.render.style.METHODS."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)

@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from jobs.render.style import OURS
 from jobs.report.groups import Group
-from jobs.report.style import OURS
 
-GIGABIT = 1e9
-_BITS = 32  # of a word
 _DISTURBED = 1.25  # times as long
 
 
-@dataclass(frozen=True)
-class SlowLinks:
+class SlowLinks(NamedTuple):
     """Runs of both methods between hosts on slow links.
 
     Attributes:
-        paths: their run files; empty: there are none, and their step times are projected.
+        paths: their run files; empty: there are none.
         problem: why there are none.
-        bits_per_second: of each link, in each direction.
+        rate: of each link, in each direction, with its unit.
     """
 
     paths: Sequence[Path] = ()
-    problem: str = ""
-    bits_per_second: float = GIGABIT
-
-    @property
-    def rate(self) -> str:
-        return f"{self.bits_per_second / GIGABIT:g} Gb/s"
+    problem: str = "no run over such links"
+    rate: str = "1 Gb/s"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the headline: `short` is a part of a sentence, `text` says what it is taken from.
-
-    projected: it was not measured.
-    """
+class Figure(NamedTuple):
+    """One figure of the headline: `short` is a part of a sentence, `text` names what it is taken from."""
 
     short: str
     text: str
-    projected: bool = False
 
 
 def headline(groups: Sequence[Group], slow: Sequence[Group], links: SlowLinks) -> list[Figure]:
@@ -52,36 +40,36 @@ def headline(groups: Sequence[Group], slow: Sequence[Group], links: SlowLinks) -
 
     Args:
         groups: of the runs compared, on links where words are nearly free.
-        slow: of the runs over slow links, if there are any.
+        slow: of the runs over slow links; one that is not complete is no measurement.
         links: what these are, or why there are none.
     """
-    ours, dense = _method(groups, OURS), _method(groups, "dense")
-    if ours is None or dense is None:
+    if (here := _pair(groups)) is None:
         return []
-    figures = [_words(ours, dense), _accuracy(ours, dense), _step(ours, dense)]
-    figures.append(
-        _over_links(_method(slow, OURS), _method(slow, "dense"), links) or _projected(ours, dense, links)
-    )
+    place = "Here all ranks share one host's memory, where words are nearly free."
+    figures = [_words(*here), _accuracy(*here), _step(*here, "here", place)]
+    if there := _complete_pair(slow):
+        run = there[1].counted[0]
+        place = f"{run.info.ranks} ranks in network namespaces, TCP over links shaped to {links.rate}, "
+        place += f"{len(run.warm(run.step_seconds))} steps."
+        figures.append(_step(*there, f"at {links.rate}", place))
     return [figure for figure in figures if figure is not None]
 
 
 def sentence(figures: Sequence[Figure]) -> str:
     """The headline for a terminal."""
-    return "; ".join(figure.short + (" (projection)" if figure.projected else "") for figure in figures)
+    return "; ".join(figure.short for figure in figures)
 
 
 def notes(
     figures: Sequence[Figure], links: SlowLinks, groups: Sequence[Group], slow: Sequence[Group] = ()
 ) -> list[str]:
-    """Notes: why a figure is projected, whether the machine was busy."""
+    """Notes: why there is no step over slow links, whether the machine was busy."""
+    if not figures:
+        return []
     lines = []
-    if any(figure.projected for figure in figures):
-        why = links.problem or "no run over such links"
-        lines.append(f"The step at {links.rate} is a projection. It was not measured: {why}.")
-    if figures:
-        compared = [_method(of, method) for of in (groups, slow) for method in (OURS, "dense")]
-        lines += _disturbed([group for group in compared if group is not None])
-    return lines
+    if _complete_pair(slow) is None:
+        lines.append(f"A step at {links.rate} was not measured: {links.problem}.")
+    return lines + _disturbed([group for of in (groups, slow) for group in _pair(of) or ()])
 
 
 def _disturbed(groups: Sequence[Group]) -> list[str]:
@@ -126,21 +114,33 @@ def _method(groups: Sequence[Group], method: str) -> Group | None:
     return next((group for group in groups if group.method == method), None)
 
 
+def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
+    """The groups of Ok-Topk and of Dense; None where one is missing."""
+    ours, dense = _method(groups, OURS), _method(groups, "dense")
+    return (ours, dense) if ours and dense else None
+
+
+def _complete_pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
+    """As `_pair`; None where one has no complete run, too."""
+    pair = _pair(groups)
+    return pair if pair and all(group.counted[0].complete for group in pair) else None
+
+
 def _both(ours: Group, dense: Group, figure: str) -> tuple[float, float] | None:
-    own, theirs = ours.mean(figure), dense.mean(figure)
-    return (own, theirs) if own and theirs else None
+    own, dense_own = ours.mean(figure), dense.mean(figure)
+    return (own, dense_own) if own and dense_own else None
 
 
 def _words(ours: Group, dense: Group) -> Figure | None:
     if (both := _both(ours, dense, "words")) is None:
         return None
-    own, theirs = both
+    own, others = both
     short = (
-        f"{_times(theirs / own)} times fewer words"
-        if own < theirs
-        else f"{_times(own / theirs)} times more words"
+        f"{_times(others / own)} times fewer words"
+        if own < others
+        else f"{_times(own / others)} times more words"
     )
-    text = f"A rank sends {own:,.0f} words in a step, with the dense allreduce {theirs:,.0f}. Mean over all steps."
+    text = f"A rank sends {own:,.0f} words in a step, with the dense allreduce {others:,.0f}. Mean over all steps."
     return Figure(short, text)
 
 
@@ -168,54 +168,15 @@ def _accuracy(ours: Group, dense: Group) -> Figure | None:
     )
 
 
-def _step(ours: Group, dense: Group) -> Figure | None:
+def _step(ours: Group, dense: Group, where: str, place: str) -> Figure | None:
+    """How much longer a step is; no gain and no loss where the same work took another time, too."""
     if (both := _both(ours, dense, "step_seconds")) is None:
         return None
+    own, others = (_ms(seconds) for seconds in both)
     alone = [_ms(group.mean("reduction_seconds") or 0.0) for group in (ours, dense)]
-    text = f"{_beside(*both)}; the reduction alone {alone[0]} and {alone[1]}. "
-    text += "Here all ranks share one host's memory, where words are nearly free."
-    return Figure(_compared(ours, dense, both, "here"), text)
-
-
-def _over_links(ours: Group | None, dense: Group | None, links: SlowLinks) -> Figure | None:
-    if ours is None or dense is None or not (ours.counted[0].complete and dense.counted[0].complete):
-        return None
-    step, reduction = (_both(ours, dense, f"{what}_seconds") for what in ("step", "reduction"))
-    if step is None or reduction is None:
-        return None
-    run = dense.counted[0]
-    return Figure(
-        _compared(ours, dense, step, f"at {links.rate}"),
-        f"Measured: {_beside(*step)}; the reduction alone {_ms(reduction[0])} and {_ms(reduction[1])}. {ours.ranks} ranks in "
-        f"network namespaces, TCP over links shaped to {links.rate}, {len(run.warm(run.step_seconds))} steps.",
-    )
-
-
-def _projected(ours: Group, dense: Group, links: SlowLinks) -> Figure | None:
-    own, theirs = _seconds_over(ours, links), _seconds_over(dense, links)
-    if own is None or theirs is None:
-        return None
-    text = f"{_beside(own, theirs)}: a step as measured here, plus the time that the words of the busiest rank take at "
-    text += f"{links.rate}. Latency is left out."
-    return Figure(f"a step {_longer(own, theirs)} at {links.rate}", text, projected=True)
-
-
-def _seconds_over(group: Group, links: SlowLinks) -> float | None:
-    step, words, control = (group.mean(name) for name in ("step_seconds", "words_busiest", "control_words"))
-    if step is None or words is None:
-        return None
-    return step + (words + (control or 0.0)) * _BITS / links.bits_per_second
-
-
-def _compared(ours: Group, dense: Group, steps: tuple[float, float], where: str) -> str:
-    """How much longer a step is; no gain and no loss where the same work took another time, too."""
-    if _disturbed([ours, dense]):
-        return f"steps {where} not compared"
-    return f"a step {_longer(*steps)} {where}"
-
-
-def _beside(own: float, theirs: float) -> str:
-    return f"{_ms(own)}, with the dense allreduce {_ms(theirs)}"
+    text = f"{own}, with the dense allreduce {others}; the reduction alone {alone[0]} and {alone[1]}. {place}"
+    compared = not _disturbed([ours, dense])
+    return Figure(f"a step {_longer(*both)} {where}" if compared else f"steps {where} not compared", text)
 
 
 def _ms(seconds: float) -> str:

@@ -6,40 +6,20 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from jobs.report.draw import svg
+from jobs.render.chart import Picture
+from jobs.render.draw import svg
+from jobs.render.table import MISSING, Cell, Column, Table, table
 from jobs.report.groups import Group, differences, settings_of
 from jobs.report.headline import Figure
-from jobs.report.panels import Picture
 from jobs.report.summary import Run
 
-MISSING = "–"
 COMMIT = 10  # characters of it that are shown
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell of a table: a text, a smaller one below, and perhaps a swatch of colour; strong: its row is bold."""
-
-    text: str
-    small: str = ""
-    colour: str = ""
-    wrap: bool = False
-    strong: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the page; the first cell of each row names it."""
-
-    title: str
-    heads: Sequence[Cell]
-    rows: Sequence[Sequence[Cell]]
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +83,7 @@ def render(
             if each.panels
         ],
         facts=_facts(runs),
-        runs=_runs_table(everything),
+        runs=table(_RUNS, [(group, run) for group in everything for run in group.runs], "Runs"),
         differing=_differences_table(groups),
         commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
         shared=_shared(groups),
@@ -203,24 +183,27 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return [*facts, ("Software", software or MISSING)]
 
 
-def _runs_table(groups: Sequence[Group]) -> Table:
-    heads = [Cell(text) for text in ("Run", "Method", "Seed", "Ranks", "Steps", "Ended", "Started", "Commit")]
-    rows = []
-    for label, run in [(group.label, run) for group in groups for run in group.runs]:
-        started = run.info.started.replace("T", " ").removesuffix("+00:00")
-        cells = [run.stem, label, str(run.info.seed), str(run.info.ranks), f"{run.count:,}"]
-        rows.append([Cell(text) for text in (*cells, run.status, started, short_commit(run))])
-    return Table("Runs", heads, rows)
+_RUNS = [
+    Column("Run", lambda run: run[1].stem),
+    Column("Method", lambda run: run[0].label),
+    Column("Seed", lambda run: str(run[1].info.seed)),
+    Column("Ranks", lambda run: str(run[1].info.ranks)),
+    Column("Steps", lambda run: f"{run[1].count:,}"),
+    Column("Ended", lambda run: run[1].status),
+    Column("Started", lambda run: run[1].info.started.replace("T", " ").removesuffix("+00:00")),
+    Column("Commit", lambda run: short_commit(run[1])),
+]
+"""Columns of (group, run)."""
 
 
 def _differences_table(groups: Sequence[Group]) -> Table:
-    found = differences(groups)
-    heads = [Cell("Setting"), *(Cell(group.label) for group in groups)]
-    rows = [
-        [Cell(name), *(Cell(MISSING if value is None else json.dumps(value), wrap=True) for value in values)]
-        for name, values in found.items()
-    ]
-    return Table("Settings in which methods differ", heads, rows)
+    def value(row: tuple[str, list[Any]], number: int) -> Cell:
+        found = row[1][number]
+        return Cell(MISSING if found is None else json.dumps(found), wrap=True)
+
+    columns = [Column("Setting", lambda row: row[0])]
+    columns += [Column(group.label, partial(value, number=i)) for i, group in enumerate(groups)]
+    return table(columns, differences(groups).items(), "Settings in which methods differ")
 
 
 def _shared(groups: Sequence[Group]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jobs.config.modes import OVERLAPPED_MODES
+from jobs.render.table import MISSING, Cell, Column, Table, beside, figure, milliseconds, shown
 from jobs.report.groups import (
     Group,
     by_batch,
@@ -15,9 +16,8 @@ from jobs.report.groups import (
     ordered_stages,
     timed_by_stage,
 )
-from jobs.report.page import MISSING, Cell, Table
 from jobs.report.summary import REST
-from jobs.report.tables import METHOD, STEP, Column, mean, milliseconds, pair, shown, table
+from jobs.report.tables import METHOD, STEP, groups_table
 from jobs.run.columns import PHASES
 
 _PHASES = (*PHASES[1:], PHASES[0])
@@ -53,7 +53,7 @@ def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
     sizes = by_ranks(groups)
     by_place = {(group.label, size): group for size, members in sizes.items() for group in members}
     firsts = {label: group for (label, _), group in reversed(by_place.items())}
-    cell = pair("samples_per_second", "{:,.0f}".format, "step_seconds", lambda s: f"{s * 1e3:.2f} ms")
+    cell = beside(figure("samples_per_second"), figure("step_seconds", "{:.2f} ms", 1e3))
 
     def on(size: int, group: Group) -> Cell:
         there = by_place.get((group.label, size))
@@ -61,9 +61,9 @@ def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
 
     columns = [METHOD]
     for size in sizes:
-        columns.append(Column(_ranks(size), "samples / s", partial(on, size)))
+        columns.append(Column(_ranks(size), partial(on, size), "samples / s"))
     note = "By the mean step, exact steps included; no evaluations in between."
-    return table(f"Throughput{where}", columns, list(firsts.values())[::-1], note)
+    return groups_table(columns, list(firsts.values())[::-1], f"Throughput{where}", note)
 
 
 def steps_table(groups: Sequence[Group], where: str = "") -> Table:
@@ -75,17 +75,17 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
     """
     nccl = next((group for group in groups if group.method == "nccl"), None)
 
-    def beside_nccl(figure: str, group: Group) -> Cell:
-        theirs, own = nccl and nccl.mean(figure), group.mean(figure)
-        hidden = figure == "reduction_seconds" and group.method in OVERLAPPED_MODES
-        return Cell(f"{theirs / own:.2f}" if theirs and own and not hidden else MISSING)
+    def beside_nccl(what: str, group: Group) -> str:
+        nccls, own = nccl and nccl.mean(f"{what}_seconds"), group.mean(f"{what}_seconds")
+        hidden = what == "reduction" and group.method in OVERLAPPED_MODES
+        return f"{nccls / own:.2f}" if nccls and own and not hidden else MISSING
 
-    columns = [METHOD, Column("Samples / s", "", mean("samples_per_second", "{:,.0f}".format)), STEP]
-    columns += [Column(phase.capitalize(), "ms", mean(f"{phase}_seconds")) for phase in _PHASES]
+    columns = [METHOD, Column("Samples / s", figure("samples_per_second")), STEP]
+    columns += [
+        Column(phase.capitalize(), figure(f"{phase}_seconds", milliseconds), "ms") for phase in _PHASES
+    ]
     if nccl is not None:
-        columns += [
-            Column("× NCCL", what, partial(beside_nccl, f"{what}_seconds")) for what in ("step", "reduction")
-        ]
+        columns += [Column("× NCCL", partial(beside_nccl, what), what) for what in ("step", "reduction")]
     captured = [is_captured(group) for group in groups]
     eager = ", ".join(group.label for group, is_one in zip(groups, captured, strict=True) if not is_one)
     hidden = {group.label: None for group in groups if group.method in OVERLAPPED_MODES}
@@ -96,10 +96,10 @@ def steps_table(groups: Sequence[Group], where: str = "") -> Table:
     )
     beside = " × NCCL: how many times faster than one flat allreduce by NCCL in the same type."
     replayed = f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
-    return table(
-        f"A step on {_ranks(groups[0].ranks)}{where}",
+    return groups_table(
         columns,
         groups,
+        f"A step on {_ranks(groups[0].ranks)}{where}",
         f"{_REDUCTION}{behind}.{beside if nccl is not None else ''}{replayed if any(captured) else ''}",
     )
 
@@ -111,20 +111,20 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
         found = group.mean(f"stage_{stage}_seconds") or 0.0
         return found if round(1e3 * found, 2) else None  # it would be shown as 0
 
-    def cell(stage: str, group: Group) -> Cell:
-        return Cell(shown(seconds(group, stage), milliseconds))
+    def cell(stage: str, group: Group) -> str:
+        return shown(seconds(group, stage), milliseconds)
 
     stages = [stage for stage in ordered_stages(groups) if any(seconds(group, stage) for group in groups)]
     columns = [METHOD]
     for stage in stages:
-        columns.append(Column(_STAGE_TITLES.get(stage, stage.capitalize()), "ms", partial(cell, stage)))
+        columns.append(Column(_STAGE_TITLES.get(stage, stage.capitalize()), partial(cell, stage), "ms"))
     explained = [text for stage, text in _EXPLAINED.items() if stage in stages]
     if any(group.method in OVERLAPPED_MODES or _overlaps(group) for group in groups):
         explained.append("Of a reduction behind the backward pass only what is waited for after it.")
-    return table(
-        f"The reduction by stage on {_ranks(groups[0].ranks)}{where}",
+    return groups_table(
         columns,
         [group for group in groups if any(seconds(group, stage) for stage in stages)],
+        f"The reduction by stage on {_ranks(groups[0].ranks)}{where}",
         " ".join(["Mean over the steps, exact ones included, and the ranks.", *explained]),
     )
 

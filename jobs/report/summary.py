@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
 from data.command import escaped, escaped_values
-from jobs.report.style import title_of
 from jobs.run.columns import PHASES, Columns
 from jobs.run.file import RunFileError, RunInfo
 from jobs.run.reader import DAMAGE, RunReader
@@ -41,11 +40,9 @@ WARM_STEPS = 20
 class Run:
     """Content of a run file when it was read.
 
-    label tells this run from the others of a report, stem does so in file names. The rest is what RunReader
-    gives.
+    stem, the file's name without its suffix, tells this run from the others of a report. The rest is what RunReader gives.
     """
 
-    label: str
     stem: str
     path: Path
     info: RunInfo
@@ -193,7 +190,7 @@ class Run:
 
 
 def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
-    """Read run files, running, killed or complete, and give each a label of its own.
+    """Read run files, running, killed or complete, and give each a stem of its own.
 
     Returns:
         The runs, and a line on each path that gave none: a missing file, no run file, or the same one again.
@@ -204,12 +201,12 @@ def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
         try:
             if any(path.exists() and os.path.samefile(path, run.path) for run in runs):
                 raise RunFileError(f"{path} is given twice")
-            runs.append(_read(path))
+            runs.append(_read(path, runs))
         except RunFileError as error:
             problems.append(str(error))
         except DAMAGE as error:
             problems.append(f"{path} is not a whole run file: {error}")
-    return _told_apart(runs), problems
+    return runs, problems
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -220,14 +217,19 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     return runs
 
 
-def _read(path: Path) -> Run:
+def _unique(name: str, others: Sequence[str]) -> str:
+    """The name, with a number where another run has it."""
+    numbered = (name, *(f"{name}-{number}" for number in range(2, len(others) + 2)))
+    return next(each for each in numbered if each not in others)
+
+
+def _read(path: Path, others: Sequence[Run]) -> Run:
     with RunReader(path) as reader:
         info = reader.info
         for text in (info.config, info.hardware, info.versions):
             dict(json.loads(text))
         return Run(
-            label=title_of(info.method),
-            stem=escaped(path.stem),
+            stem=_unique(escaped(path.stem), [run.stem for run in others]),
             path=path,
             info=info,
             status=reader.status,
@@ -237,28 +239,6 @@ def _read(path: Path) -> Run:
             measures=reader.measures(),
             segments=reader.segments(),
         )
-
-
-def _told_apart(runs: list[Run]) -> list[Run]:
-    stems = _unique([run.stem for run in runs])
-    labels = [run.label for run in runs]
-    # The file's name joins the method's where that alone names several runs.
-    named = [
-        f"{label} ({stem})" if labels.count(label) > 1 else label
-        for label, stem in zip(labels, stems, strict=True)
-    ]
-    return [replace(run, label=label, stem=stem) for run, label, stem in zip(runs, named, stems, strict=True)]
-
-
-def _unique(names: list[str]) -> list[str]:
-    unique: list[str] = []
-    for name in names:
-        candidate, number = name, 1
-        while candidate in unique:
-            number += 1
-            candidate = f"{name}-{number}"
-        unique.append(candidate)
-    return unique
 
 
 def figures(run: Run) -> dict[str, float | int | str | None]:
@@ -276,7 +256,7 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     volume, ring = _last(run.bytes_sent), run.count * (run.dense_words or 0.0) * WORD_BYTES / 2
     sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
-        "run": run.label,
+        "run": run.stem,
         "method": run.info.method,
         "status": run.status,
         "ranks": run.info.ranks,

@@ -1,64 +1,17 @@
-"""Tables of the report (methods, regions, sweep), and their text for terminal and Markdown."""
+"""Tables of the report: methods, regions, sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from tabulate import tabulate
-
+from jobs.render.table import MISSING, Cell, Column, Form, Table, beside, figure, milliseconds, shown, table
 from jobs.report.groups import Group, differences, group_runs, reads_text, stands_out
-from jobs.report.page import MISSING, Cell, Table
 from jobs.report.summary import Run
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
-
-
-class Column(NamedTuple):
-    """A column of a table: its head, what stands small below that, and the cell of a group."""
-
-    head: str
-    small: str
-    cell: Callable[[Group], Cell]
-
-
-def table(title: str, columns: Sequence[Column], groups: Sequence[Group], note: str = "") -> Table:
-    """A row for each group."""
-    heads = [Cell(column.head, column.small) for column in columns]
-    rows = []
-    for group in groups:
-        first, *rest = (column.cell(group) for column in columns)
-        rows.append([replace(first, strong=stands_out(group, groups)), *rest])
-    return Table(title, heads, rows, note)
-
-
-def milliseconds(seconds: float) -> str:
-    """A duration without its unit."""
-    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
-
-
-def shown(value: float | None, form: Callable[[float], str], missing: str = MISSING) -> str:
-    """A value that may be missing."""
-    return missing if value is None else form(value)
-
-
-def pair(
-    first: str, form: Callable[[float], str], second: str, small: Callable[[float], str]
-) -> Callable[[Group], Cell]:
-    """Cells of two figures of a group: means over the runs, the largest of one that ends so; the second one stands small."""
-
-    def cell(group: Group) -> Cell:
-        return Cell(shown(group.mean(first), form), shown(group.total(second), small, missing=""))
-
-    return cell
-
-
-def mean(figure: str, form: Callable[[float], str] = milliseconds) -> Callable[[Group], Cell]:
-    """Cells of one figure of a group."""
-    return lambda group: Cell(shown(group.mean(figure), form))
 
 
 def _spread(figure: str, percent: bool, group: Group) -> Cell:
@@ -71,6 +24,11 @@ def _spread(figure: str, percent: bool, group: Group) -> Cell:
     return Cell(f"{shown(mean, form)} ± {deviation}", f"{form(min(values))} … {form(max(values))}")
 
 
+def groups_table(columns: Sequence[Column], groups: Sequence[Group], title: str, note: str = "") -> Table:
+    """A row for each group, that of Ok-Topk bold beside others."""
+    return table(columns, groups, title, note, strong=partial(stands_out, among=groups))
+
+
 def runs_in_words(group: Group) -> str:
     """Number of seeds of a group, and of its unfinished runs."""
     unfinished = sum(not run.complete for run in group.runs)
@@ -80,29 +38,29 @@ def runs_in_words(group: Group) -> str:
     return ", ".join(parts)
 
 
-METHOD = Column("Method", "", lambda group: Cell(group.label, colour=group.colour))
-ACCURACY = Column("Accuracy", "held out, at the end", partial(_spread, "held_out_accuracy", True))
-LOSS = Column("Loss", "held out, at the end", partial(_spread, "held_out_loss", False))
-SPEECH = [
-    Column(head, "held out, at the end", partial(_spread, name, False)) for name, head in ERROR_RATES.items()
-]
-WORDS = Column(
-    "Words", "per rank and step", pair("words", "{:,.0f}".format, "share_of_dense", "{:.1%} of dense".format)
-)
+def pair(first: str, form: Form, second: str, small: Form) -> Callable[[Group], Cell]:
+    """Cells of two figures, the second one small and left out where it is missing."""
+    return beside(figure(first, form), figure(second, small, missing=""))
+
+
+METHOD = Column("Method", lambda group: Cell(group.label, colour=group.colour))
+_AT_THE_END = "held out, at the end"
+ACCURACY = Column("Accuracy", partial(_spread, "held_out_accuracy", True), _AT_THE_END)
+LOSS = Column("Loss", partial(_spread, "held_out_loss", False), _AT_THE_END)
+SPEECH = [Column(head, partial(_spread, name, False), _AT_THE_END) for name, head in ERROR_RATES.items()]
+WORDS = Column("Words", pair("words", "{:,.0f}", "share_of_dense", "{:.1%} of dense"), "per rank and step")
 BYTES = Column(
     "MB",
+    pair("megabytes", "{:,.1f}", "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's"),
     "per rank, the whole run",
-    pair("megabytes", "{:,.1f}".format, "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's".format),
 )
 STEP = Column(
-    "Step, ms", "mean; median", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds)
+    "Step, ms", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds), "mean; median"
 )
 DEVIATION = Column(
-    "|nnz−k|/k",
-    "global; local",
-    pair("global_nnz_deviation", "{:.1%}".format, "local_nnz_deviation", "{:.1%}".format),
+    "|nnz−k|/k", pair("global_nnz_deviation", "{:.1%}", "local_nnz_deviation", "{:.1%}"), "global; local"
 )
-XI = Column("ξ", "mean; largest", pair("xi", "{:.2f}".format, "xi_largest", "{:.2f}".format))
+XI = Column("ξ", pair("xi", "{:.2f}", "xi_largest", "{:.2f}"), "mean; largest")
 
 
 def method_figures(group: Group, target: float | None = None) -> dict[str, Any]:
@@ -145,15 +103,15 @@ def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool
     ]
     if target is not None:
         head = f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
-        columns.append(Column(head, "training time", partial(_to_target, target)))
+        columns.append(Column(head, partial(_to_target, target), "training time"))
     columns += [
         WORDS,
         *([BYTES] if reads_text(groups) else []),
         STEP,
-        Column("Compute", "ms", mean("part_compute_seconds")),
-        Column("Selection", "ms", mean("part_selection_seconds")),
-        Column("Exchange", "ms", _exchange),
-        Column("Data", "of a step", _data),
+        Column("Compute", figure("part_compute_seconds", milliseconds), "ms"),
+        Column("Selection", figure("part_selection_seconds", milliseconds), "ms"),
+        Column("Exchange", _exchange, "ms"),
+        Column("Data", _data, "of a step"),
         DEVIATION,
         *[XI] * xi,
     ]
@@ -167,7 +125,7 @@ def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool
     both = "Both: selection and exchange in one stream of kernels. " if combined else ""
     note = f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
     note += f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}"
-    return table("Methods", columns, groups, note)
+    return groups_table(columns, groups, "Methods", note)
 
 
 def _to_target(target: float, group: Group) -> Cell:
@@ -184,9 +142,9 @@ def _exchange(group: Group) -> Cell:
     return Cell(exchange, f"+ {milliseconds(combined)} both" if combined else "")
 
 
-def _data(group: Group) -> Cell:
+def _data(group: Group) -> str:
     step = group.mean("step_seconds")
-    return Cell(f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING)
+    return f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING
 
 
 def regions_table(groups: Sequence[Group]) -> Table:
@@ -196,18 +154,17 @@ def regions_table(groups: Sequence[Group]) -> Table:
         balanced = group.runs[0].config.get("reduction", {}).get("balanced_regions", True)
         return Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour)
 
-    ratio = "{:.2f}".format
-    busiest = pair("region_balance", ratio, "region_balance_largest", "at most {:.2f}".format)
+    busiest = pair("region_balance", "{:.2f}", "region_balance_largest", "at most {:.2f}")
     columns = [
-        Column("Regions", "", kind),
-        Column("Busiest region", "entries / mean", busiest),
-        Column("Busiest rank", "words sent / mean", mean("words_balance", ratio)),
+        Column("Regions", kind),
+        Column("Busiest region", busiest, "entries / mean"),
+        Column("Busiest rank", figure("words_balance", "{:.2f}"), "words sent / mean"),
         WORDS,
         STEP,
     ]
     note = "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
     note += "regions always go through MPI, balanced ones through peer memory where there is any."
-    return table("Regions", columns, groups, note)
+    return groups_table(columns, groups, "Regions", note)
 
 
 def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
@@ -235,37 +192,14 @@ def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> T
     def setting(name: str, note: Callable[[Group], str], group: Group) -> Cell:
         return Cell(str(settings[group][name]), note(group))
 
-    def above(group: Group) -> Cell:
+    def above(group: Group) -> str:
         loss = group.mean("held_out_loss")
-        return Cell(MISSING if loss is None or not reference else f"{loss / reference - 1:+.2%}")
+        return MISSING if loss is None or not reference else f"{loss / reference - 1:+.2%}"
 
     columns: list[Column] = []
     for name in next(iter(settings.values())):
-        note = runs_in_words if not columns else lambda group: ""
-        columns.append(Column(name.split(".")[-1], "", partial(setting, name, note)))
-    columns += [LOSS, Column("Above dense's", "", above), DEVIATION, XI, WORDS, STEP]
-    said = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
-    return table("Sweep", columns, list(settings), said)
-
-
-def markdown(table: Table) -> str:
-    """The table for a Markdown file."""
-    heads, *rows = [[text.replace("|", "\\|") for text in row] for row in _texts(table)]
-    return _tabulated(rows, heads, "github")
-
-
-def terminal(table: Table) -> str:
-    """The table for a terminal, under its title: a column for each of its rows."""
-    heads, *rows = zip(*_texts(table), strict=True)
-    return f"{table.title}\n\n{_tabulated(rows, heads, 'simple')}\n"
-
-
-def _texts(table: Table) -> list[list[str]]:
-    """Head and rows, what stands small in brackets."""
-    lines = [table.heads, *table.rows]
-    return [[f"{cell.text} ({cell.small})" if cell.small else cell.text for cell in line] for line in lines]
-
-
-def _tabulated(rows: Sequence[Sequence[str]], heads: Sequence[str], form: str) -> str:
-    align = ("left", *("right" for _ in heads[1:]))
-    return str(tabulate(rows, heads, tablefmt=form, colalign=align, disable_numparse=True))
+        runs = runs_in_words if not columns else lambda group: ""
+        columns.append(Column(name.split(".")[-1], partial(setting, name, runs)))
+    columns += [LOSS, Column("Above dense's", above), DEVIATION, XI, WORDS, STEP]
+    note = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
+    return groups_table(columns, list(settings), "Sweep", note)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
+from jobs.render.chart import Chart
+from jobs.render.table import Table, write_columns, write_rows
 from jobs.report import pictures
-from jobs.report.bars import step_bars
 from jobs.report.groups import Group, group_runs, reads_text
 from jobs.report.headline import SlowLinks, headline, sentence, xi_sentence
 from jobs.report.headline import notes as headline_notes
-from jobs.report.page import Claim, Section, Table, render
-from jobs.report.panels import DrawnPanel, write_columns, write_rows
+from jobs.report.page import Claim, Section, render
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept, terminal
+from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"
@@ -36,7 +36,7 @@ def report(
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
     links: SlowLinks | None = None,
-    between_hosts: Sequence[DrawnPanel] = (),
+    between_hosts: Sequence[Chart] = (),
 ) -> str:
     """Write the page and the CSV files into folder, which is made if need be.
 
@@ -70,7 +70,7 @@ def report(
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
     sections.append(Section("Between hosts", between_hosts))
-    if links and (bars := step_bars(groups["train"], groups["slow"], links.rate)):
+    if links and (bars := pictures.step_bars(groups["train"], groups["slow"], links.rate)):
         sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
@@ -105,7 +105,7 @@ def report(
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
     top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
-    return "\n".join([*top, *map(terminal, shown_tables), *remarks])
+    return "\n".join([*top, *(table.turned() for table in shown_tables), *remarks])
 
 
 def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = True) -> list[Table]:
@@ -132,22 +132,14 @@ def _sections(groups: Sequence[Group], target: float | None, folded: str = "") -
     """The pictures of the page; those with nothing to show are left out. folded: see Section, of the paper's measures."""
     counted = all(run.tokens.any() for group in groups for run in group.runs)
     over = (pictures.TOKENS if counted else pictures.STEPS, pictures.TIME, pictures.BYTES)
-    losses = [pictures.held_out_loss(groups, each) for each in over] if reads_text(groups) else []
+    losses = [pictures.held_out(groups, each, "loss") for each in over] if reads_text(groups) else []
+    accuracies = [pictures.held_out(groups, each, "accuracy", target) for each in over]
+    selection = [pictures.selection(groups, column) for column in pictures.SELECTION]
     sections = [
         Section("Held-out loss", losses),
-        Section(
-            "Held-out accuracy",
-            [pictures.accuracy(groups, each, target) for each in over],
-        ),
+        Section("Held-out accuracy", accuracies),
         Section("Training loss", [pictures.loss(groups, each) for each in over]),
-        Section(
-            "Volume and selection",
-            [
-                pictures.words(groups),
-                *(pictures.entries(groups, which) for which in ("global", "local")),
-                *(pictures.threshold(groups, which) for which in ("global", "local")),
-            ],
-        ),
+        Section("Volume and selection", [pictures.words(groups), *selection]),
         Section(
             "The paper's assumption",
             [pictures.measure(groups, column) for column in ("xi", "fill_in")],
@@ -172,12 +164,12 @@ def notes(groups: Sequence[Group]) -> list[str]:
     for run in (run for group in groups for run in group.runs):
         figure = figures(run)
         if run.status == "running":
-            lines.append(f"{run.label}: unfinished after {run.count} steps: still running, or killed")
+            lines.append(f"{run.stem}: unfinished after {run.count} steps: still running, or killed")
         elif not run.complete:
-            lines.append(f"{run.label}: unfinished after {run.count} steps: {run.status}")
+            lines.append(f"{run.stem}: unfinished after {run.count} steps: {run.status}")
         if figure["skipped_steps"]:
             lines.append(
-                f"{run.label}: {figure['skipped_steps']} steps skipped, their gradients were not finite"
+                f"{run.stem}: {figure['skipped_steps']} steps skipped, their gradients were not finite"
             )
     warmed: dict[str, list[str]] = {}
     for group in groups:

@@ -23,7 +23,7 @@ from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
 from jobs.train.tasks.task import Workload
 from oktopk import MissingRanksError
 from oktopk.elastic import problem_of
-from oktopk.torch.optimizer import groups_problem
+from oktopk.torch.states import groups_problem
 
 
 @dataclass(frozen=True)

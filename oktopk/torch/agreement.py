@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
-from oktopk.torch.shards import Shards, is_sharded
+from oktopk.torch.sharded_replica import ShardedReplica
+from oktopk.torch.shards import is_sharded
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -207,7 +208,7 @@ def disagreement(
     broadcast: bool,
     sends: str,
     problem: str,
-    shards: Shards | None = None,
+    shards: ShardedReplica | None = None,
 ) -> tuple[str, list[int]]:
     """What differs between the ranks and the reducer cannot see. Collective.
 

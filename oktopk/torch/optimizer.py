@@ -1,4 +1,4 @@
-"""Algorithm 2 around any torch optimizer: momentum, weight decay and Adam act on the reduced average."""
+"""What `DistributedOptimizer` is around any torch optimizer, whether gradients are sent or updates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
+from importlib import import_module
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,40 +21,36 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
-from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
+from oktopk.state import state_problem
 from oktopk.torch.agreement import (
-    GRADIENT_TYPES,
     disagreement,
-    groups_of,
-    reduced_twice_warning,
     reducer_of,
     register_reducer,
     replaced_warning,
     rescaled_warning,
-    state_digest,
     states_difference,
     unregister_reducer,
     wrapping_problem,
 )
-from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
     BackwardBuckets,
-    BucketLayout,
     buckets_problem,
     in_models_order,
     order_problem,
 )
-from oktopk.torch.shards import Shards, shards_problem
-from oktopk.torch.states import as_arrays, as_tensors, by_rank
-from oktopk.torch.step_agreement import StepAgreement, numbers_of
+from oktopk.torch.replica import Replica
+from oktopk.torch.sharded_replica import ShardedReplica
+from oktopk.torch.shards import shards_problem
+from oktopk.torch.states import as_arrays, as_tensors, by_rank, groups_problem, kept_problem, load_state
+from oktopk.torch.step_agreement import numbers_of
 from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
 from oktopk.torch.wrapped import WrappedOptimizer
 
@@ -68,18 +64,12 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 class DistributedOptimizer(WrappedOptimizer):
     """Sums what the ranks' optimizers need: their gradients, or, around AdamW, what their optimizers changed.
 
-    With sends="updates", the default around optimizers with `betas`, see `oktopk.torch.updates.UpdatesOptimizer`. What follows is
-    of sends="gradients": the gradients of all ranks are reduced, then the wrapped optimizer steps on the average.
+    What it makes is a `GradientsOptimizer`, or by default of optimizers with `betas` an `oktopk.torch.updates.UpdatesOptimizer`;
+    each says what a step does. Of both:
 
-    `step` copies the gradients into one flat buffer of `gradient_type`. Where Ok-Topk's kernels read each other's memory, they
-    read each `p.grad` where autograd left it, and round on the way: only a step that is dense or measured fills the buffer.
-    Residual and update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a
-    gradient on this rank counts as zero, and its residual stays here; where no rank has one, its `p.grad` is None for the wrapped
-    optimizer, as in torch alone: neither momentum nor decay moves it. Learning-rate schedulers take either this optimizer or the
-    wrapped one, and `torch.amp.GradScaler` this one.
-
-    Each step compares the parameters with what they were: other values and another memory format are gone on with. The ranks
-    compare the numbers of the groups, by a checksum in the step's messages.
+    Learning-rate schedulers take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one. Each step
+    compares the parameters with what they were: other values and another memory format are gone on with. The ranks compare the
+    numbers of the groups, by a checksum in the step's messages.
 
     Every rank must take the same number of steps. Where batches are unevenly many, take the fewest of any rank
     (`comm.allreduce(len(loader), MPI.MIN)`), or step with a gradient of zero where none is left: `zero_grad()`, then `step()`.
@@ -87,7 +77,7 @@ class DistributedOptimizer(WrappedOptimizer):
     The buffers of the model, such as batch-norm statistics, are not reduced: see `average_buffers`.
 
     A table with sparse gradients (`torch.nn.Embedding(sparse=True)`) is reduced row by row, without loss, and the wrapped
-    optimizer sees a coalesced sparse gradient. It is no part of the flat buffer, of n, or of k.
+    optimizer sees a coalesced sparse gradient. It is no part of the flat vector, of n, or of k.
 
     Parameters on a GPU share their memory and torch's current stream with the reducer: nothing is copied to the host.
 
@@ -134,10 +124,7 @@ class DistributedOptimizer(WrappedOptimizer):
             rank alike.
         MissingRanksError: as `GradientAllreduce`.
 
-    Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
-        step uses the buffer); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
-        in place.
+    Memory and traffic: as the class of what is sent says.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:
@@ -153,16 +140,14 @@ class DistributedOptimizer(WrappedOptimizer):
     report: StepReport | None = None
     """The last step: what was selected, sent and timed; None before the first one."""
 
-    _kinds: ClassVar[dict[str, type[DistributedOptimizer]]] = {}  # by what they send
-    _sends = "gradients"
-    _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
-    _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
+    reducer: GradientAllreduce | BucketedAllreduce
+    """What sums over the ranks."""
 
-    def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if sends:
-            cls._sends = sends
-            DistributedOptimizer._kinds[sends] = cls
+    _called = "DistributedOptimizer"
+    _sends = ""  # what the class sends; "" for this one, whose objects are of another
+    _update: Tensor  # of the reducer
+    _applied: Tensor  # the update in the parameters' type
+    _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __new__(
         cls,
@@ -173,10 +158,11 @@ class DistributedOptimizer(WrappedOptimizer):
         sends: str | None = None,
         **keywords: Any,
     ) -> Any:
-        if sends is None and cls is DistributedOptimizer:
-            sends = default_sends(optimizer, method, keywords.get("density"))
-        kind = DistributedOptimizer._kinds.get(sends or cls._sends, cls)
-        return super().__new__(kind if issubclass(kind, cls) else cls)
+        if cls is not DistributedOptimizer:
+            return super().__new__(cls)
+        sends = sends or default_sends(optimizer, method, keywords.get("density"))
+        module, name = _KINDS.get(sends, _KINDS["gradients"])  # which refuses what is unknown
+        return super().__new__(getattr(import_module(module), name))
 
     def __init__(
         self,
@@ -219,11 +205,12 @@ class DistributedOptimizer(WrappedOptimizer):
         tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
         self._parameters = [p for p in trained if id(p) not in numbers]
         self._trained = trained
-        self._shards = Shards.of(trained, timeout_of(settings))
-        if self._shards is not None:
-            self._parameters, tables = self._shards.tensors, []
+        shards = ShardedReplica.of(trained, timeout_of(settings))
+        if shards is not None:
+            self._parameters, tables = shards.tensors, []
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
+        self._replica = Replica(self._parameters) if shards is None else shards
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
@@ -240,7 +227,7 @@ class DistributedOptimizer(WrappedOptimizer):
             refused += f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass sends='gradients'"
         problem = problem or refused
         problem = problem or _second_reducer_problem(optimizer, trained)
-        held = trained if self._shards is None else self._parameters
+        held = trained if shards is None else self._parameters
         problem = problem or wrapping_problem(optimizer, held, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
         problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
@@ -261,32 +248,21 @@ class DistributedOptimizer(WrappedOptimizer):
             "replica": replica,
         }
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
-        if self._shards is not None:
-            alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
-            problem = self._shards.sentence(problem, limit.what, alike)
+        alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+        problem = self._replica.sentence(problem, limit.what, alike)
         with (
-            self._together(limit.what, self._undo_construction),
+            self._replica.together(limit.what, self._undo_construction),
             closing(connect(comm, limit)) as transport,
         ):
             differs, strangers = disagreement(
-                transport, optimizer, trained, clip_norm, broadcast, sends, problem, self._shards
+                transport, optimizer, trained, clip_norm, broadcast, sends, problem, shards
             )
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
             options |= {"problem": problem or differs}
             if not problem:  # a keyword that is refused may be one of these
                 options |= settings | self._options()
-            self.reducer: GradientAllreduce | BucketedAllreduce
-            self._layout: BucketLayout | None = None
-            if (overlap or bucket_mb) and not problem:
-                self._layout = BucketLayout(self._parameters, bucket_mb)
-                place = self._parameters[0].device
-                self._update = torch.zeros(self._layout.length, device=place)
-                updates = [memory.array(self._update[each]) for each in self._layout.slices]
-                options |= {"updates": updates, "share": share}
-                self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, **options)
-            else:
-                self.reducer = GradientAllreduce(comm, self.length, method, **options)
-                self._update = memory.tensor(self.reducer.writable_update)
+            buckets = bucket_mb if (overlap or bucket_mb) and not problem else None
+            self._make_reducer(comm, method, memory, options, buckets)
             self._tables = self._make_tables(
                 comm, tables, memory, row_density=row_density, peer_memory=settings.get("peer_memory")
             )
@@ -295,7 +271,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if transport.rank == 0:
                     warnings.warn(replaced_warning(strangers), stacklevel=2)
         self._memory = memory
-        with self._together(limit.what, self.reducer.close):
+        with self._replica.together(limit.what, self.reducer.close):
             self._prepare(gradient_type, overlap)
         register_reducer(self, trained)
         if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
@@ -305,11 +281,10 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _sends_problem(self, sends: str, every: int, local_share: float | None) -> str:
         """What is wrong with these arguments, in a sentence; "" if nothing is."""
-        known = ["gradients", *self._kinds]
-        if sends not in known:
-            return f"sends {sends!r} is not one of {', '.join(map(repr, known))}"
+        if sends not in _KINDS:
+            return f"sends {sends!r} is not one of {', '.join(map(repr, _KINDS))}"
         if sends != self._sends:
-            kind = self._kinds[sends].__name__
+            kind = _KINDS[sends][1]
             return f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             return f"every {every!r} is not an integer >= 1"
@@ -320,51 +295,83 @@ class DistributedOptimizer(WrappedOptimizer):
             return f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
         return ""
 
+    # what each kind has of its own
+
     def _refused(self, settings: dict[str, Any]) -> str:
         """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
-        if settings["replica"] != "auto":
-            return (
-                f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
-            )
-        return ""
+        raise NotImplementedError
 
-    def _together(self, what: str, undo: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within, as `Shards.together`, where parameters are sharded."""
-        return nullcontext() if self._shards is None else self._shards.together(what, undo)
-
-    def _undo_construction(self) -> None:
-        self.reducer.close()
+    def _selected_type(self) -> str:
+        """The type of what is selected, where the user names none."""
+        raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
         """What the reducer is told, whatever the user says."""
         return {}
 
-    def _selected_type(self) -> str:
-        """The type of what is selected, where the user names none."""
-        return _type_name(self._parameters[0].dtype)
+    def _make_reducer(
+        self, comm: Any, method: str, memory: TensorMemory, options: dict[str, Any], bucket_mb: float | None
+    ) -> None:
+        """Set `reducer` and `_update`. Collective.
+
+        Args:
+            options: keywords of the reducer.
+            bucket_mb: size of a bucket; None for one vector.
+        """
+        self.reducer = GradientAllreduce(comm, self.length, method, **options)
+        self._update = memory.tensor(self.reducer.writable_update)
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         """Set up what a step reads and writes, once there is a reducer. Collective."""
-        self._buckets: BackwardBuckets | None = None
-        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
-        self._array: Any = None  # of the vector, once a step takes it
-        # what the wrapped optimizer sees must be of the parameters' type
-        self._applied = self._update.to(self._parameters[0].dtype)
-        self._starts = None if self._layout is None else self._layout.starts
-        self._like = [self._gradients.as_wrapped.like(n, "meta") for n in range(len(self._parameters))]
-        self._updates: list[Tensor] = []  # views of what is applied, made by the first step
-        self._said_none = False
-        self._changes = 0  # of the parameters, when they were made
-        self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
-        self._agreement = agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
+        raise NotImplementedError
 
-        def loaded(inner: torch.optim.Optimizer) -> None:
-            # it keeps the agreement alone: the optimizer outlives this one. Torch's ZeRO has a part of the state on each rank
-            if not hasattr(inner, "consolidate_state_dict"):
-                agreement.state = state_digest(inner.state_dict())
+    @property
+    def gradient(self) -> NDArray[np.float32]:
+        """float32[n]: this rank's flat gradient, on the host."""
+        raise NotImplementedError
 
-        self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
-        self._version = -1  # of the update, when it was handed out; -1: it is not
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as torch's optimizers; those of tables become None in any case."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Exchange and step; `report` tells how it went. Collective, see the class of what is sent."""
+        raise NotImplementedError
+
+    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
+        """The first half of a step, with sends="gradients", see `GradientsOptimizer.reduce`."""
+        raise NotImplementedError
+
+    def apply(self) -> None:
+        """The second half of a step, with sends="gradients"."""
+        raise NotImplementedError
+
+    @property
+    def overlapped(self) -> BackwardBuckets | None:
+        """What starts buckets in the backward pass, with `overlap`; None without it."""
+        return None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
+        return nullcontext()
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Within, the parameters are equal on all ranks: to evaluate and to save. With sends="gradients" they always are."""
+        return nullcontext()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
+
+    # what all have
+
+    def _undo_construction(self) -> None:
+        self.reducer.close()
 
     def _make_tables(
         self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
@@ -378,43 +385,6 @@ class DistributedOptimizer(WrappedOptimizer):
             if not tables:
                 return None
             return SparseTables(comm, tables, memory, **shared, **options)
-        except ValueError:
-            self.reducer.close()  # on every rank alike, as the error is
-            raise
-
-    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> GradientsInPlace:
-        """What holds the gradients. Collective."""
-        reducer, layout, tensors = self.reducer, self._layout, []
-        if layout is None:
-            assert isinstance(reducer, GradientAllreduce)
-            if reducer.can_read_tensors:
-                tensors = self._tensor_lists([reducer], [slice(None)])
-            shared = reducer.gradient_buffer
-            whole = None if shared is None else self._memory.tensor(shared).view(dtype)
-            return GradientsInPlace(self._parameters, dtype, tensors, vector=whole)
-        assert isinstance(reducer, BucketedAllreduce)
-        if reducer.can_read_tensors:
-            tensors = self._tensor_lists(reducer.buckets, layout.ranges)
-        gradients = GradientsInPlace(
-            self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length
-        )
-        # not of this instance, which the buckets would keep alive
-        postponed = partial(_may_only_set_up, self.inner)
-        self._buckets = BackwardBuckets(
-            self._parameters, gradients, layout, reducer, self._memory, overlap, postponed
-        )
-        return gradients
-
-    def _tensor_lists(
-        self, reducers: Sequence[GradientAllreduce], ranges: Sequence[slice]
-    ) -> list[GradientTensors]:
-        """For each reducer a list of its parameters' gradients. Collective."""
-        kind = _type_name(self._parameters[0].dtype)
-        try:
-            return [
-                reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
-                for reducer, each in zip(reducers, ranges, strict=True)
-            ]
         except ValueError:
             self.reducer.close()  # on every rank alike, as the error is
             raise
@@ -434,287 +404,23 @@ class DistributedOptimizer(WrappedOptimizer):
         """As `GradientAllreduce.hosts`."""
         return self.reducer.hosts
 
-    @property
-    def gradient(self) -> NDArray[np.float32]:
-        """float32[n]: this rank's flat gradient, as the last step took it, on the host.
-
-        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU, and of
-        buckets, a copy.
-        """
-        vector = self._gradients.vector
-        if self._layout is not None:
-            vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
-        return vector.float().cpu().numpy()
-
-    @property
-    def overlapped(self) -> BackwardBuckets | None:
-        """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
-        return self._buckets if self._arguments["overlap"] else None
-
-    @torch._disable_dynamo
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as torch's optimizers; those of tables become None in any case.
-
-        With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
-        """
-        if self._buckets is not None and self._buckets.started:
-            self.abandon()
-        self._gradients.zero(set_to_none)
-        if self._tables is not None:
-            self._tables.zero_grad()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
-        return nullcontext() if self._buckets is None else self._buckets.no_sync()
-
-    def agreed(self) -> AbstractContextManager[None]:
-        """Within, the parameters are equal on all ranks: to evaluate and to save. With sends="gradients" they always are."""
-        return nullcontext()
-
-    def abandon(self) -> None:
-        """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
-        if self._buckets is not None:
-            with self._memory.before_torch():
-                self._buckets.abandon()
-
-    @torch._disable_dynamo
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        measure: bool = False,
-        grad_scaler: GradScaler | None = None,
-    ) -> Any:
-        """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
-
-        A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
-        (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on
-        the updates of the others, and a parameter that had no gradient on any rank in the step before stays as it is. A step at a
-        learning rate of 0, without state and with gradients of zero on all ranks, reduces nothing.
-
-        Args:
-            closure: computes the gradients first, if given. It is called once.
-            measure: take the paper's measures of this step, see `GradientAllreduce.step`.
-            grad_scaler: passed by `GradScaler.step(optimizer)`: gradients are unscaled before they are accumulated. An Inf on one
-                rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one control
-                allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`.
-
-        Returns:
-            What the closure returned; None without one.
-
-        Raises:
-            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
-                deferred and it is that one's, it was stepped on an update of zero, in buckets on those of the other buckets: to
-                go back, load a state of before that step.
-            ValueError: on every rank: on some rank a parameter needs a gradient that did not when the optimizer was wrapped, has
-                another type, shape or device, or a gradient that is sparse or of another shape; or the groups' numbers differ.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._only_sets_up_state():
-            if self._buckets is not None:
-                self._buckets.forget()
-            self.inner.step()
-        else:
-            self.reduce(measure=measure, grad_scaler=grad_scaler)
-            self.apply()
-        return loss
-
     def _only_sets_up_state(self) -> bool:
         """Whether this step changes nothing but an empty state, as the one that `torch.distributed.checkpoint` takes. Collective.
 
         No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
         """
-        if not _may_only_set_up(self.inner):
+        if not may_only_set_up(self.inner):
             return False
-        moving = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
-        if self._buckets is not None:
-            moving = moving or self._buckets.started > 0
-        if self._tables is not None:
-            moving = moving or self._tables.has_gradients
-        if self._shards is not None:
-            moving = self._shards.any(moving, f"step {self.reducer.steps}")
+        moving = self._replica.any(self._has_gradients(), f"step {self.reducer.steps}")
         self.reducer.complete()
         transport = self.reducer.transport
         transport.expect_all(f"step {self.reducer.steps}", self.reducer.settings.timeout)
         return not transport.allreduce_control(np.array([moving], np.int64))[0]
 
-    @torch._disable_dynamo
-    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
-
-        In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
-        deferred one that is skipped or stopped has zeros; in buckets only those have that were.
-
-        Args:
-            measure, grad_scaler: as `step`.
-
-        Returns:
-            The step's `report`.
-
-        Raises:
-            NonFiniteGradientError: as `step`.
-            RuntimeError: the last update was not applied.
-        """
-        if self._version >= 0:
-            raise RuntimeError(
-                "reduce() again before apply(): each p.grad still is its piece of the last update"
-            )
-        if grad_scaler is not None and (skipped := self._unscale(grad_scaler)) is not None:
-            self.report = skipped
-            return skipped
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                f"no GradScaler was passed to step(): torch {torch.__version__} does not pass it, or something has replaced the "
-                "optimizer's step(), as Accelerate does for float16: take bfloat16 there, or in place of GradScaler.step() call "
-                "reduce(grad_scaler=...) and apply()"
-            )
-        self.report = report = self._reduced(measure)
-        if report.skipped:
-            return report
-        anywhere = self._heard(report)
-        if self.clip_norm:
-            clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
-        if self._applied is not self._update:
-            self._applied.copy_(self._update)
-        self._gradients.lay_aside()
-        for parameter, update, used in zip(
-            self._parameters, self._updates, anywhere[: len(self._parameters)], strict=True
-        ):
-            parameter.grad = update if used else None
-        for number in self._gradients.as_wrapped.relaid:
-            parameter = self._parameters[number]
-            if parameter.grad is not None:  # as the optimizer's own state is laid out
-                parameter.grad = torch.empty_like(parameter).copy_(self._updates[number])
-        if self._tables is not None:
-            self._tables.leave_out(anywhere[len(self._parameters) :])
-        self._version = self._update._version
-        return report
-
-    @torch._disable_dynamo
-    def apply(self) -> None:
-        """The second half of a step: the wrapped optimizer's own, unless the step was skipped."""
-        if self._version < 0:
-            return
-        try:
-            self.inner.step()
-        finally:
-            self._gradients.attach()
-            if self._tables is not None:
-                self._tables.put_back()
-            if self._update._version != self._version:  # some optimizers work in place on p.grad
-                self.reducer.forget_support()
-            self._version = -1
-
-    def _reduced(self, measure: bool) -> StepReport:
-        """Reduce the tables, which can be undone without traffic, then the vector: both or neither.
-
-        Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
-        one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
-        """
-        problem = self._changed()
-        self._warn_of_lost()
-        first = self.report is None and self.reducer.transport.rank == 0
-        if first and (warning := reduced_twice_warning(self._trained)):
-            warnings.warn(warning, stacklevel=4)
-        present = bytes(parameter.grad is not None for parameter in self._counted)
-        token = self._agreement.tell(present)
-        if self._buckets is not None:
-            self._start_rest(measure, "" if self._tables is not None else problem, token)
-        if self._tables is None:
-            return self._reduced_vector(measure, problem, token)
-        try:
-            reduced = self._reduce_tables(problem)
-        except (NonFiniteGradientError, ValueError):
-            if self._buckets is not None:
-                self._discard_buckets()
-            raise
-        if not reduced:
-            if self._buckets is not None:
-                return self._discard_buckets()
-            skipped = self.reducer.skip_together(True)
-            assert skipped is not None
-            return skipped
-        try:
-            report = self._reduced_vector(measure, problem, token)
-        except BaseException:
-            self._tables.take_back()
-            raise
-        if report.skipped:
-            self._tables.take_back()
-        report.row_bytes = sum(each.bytes for each in self._tables.reports)
-        return report
-
-    def _reduce_tables(self, problem: str) -> bool:
-        """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
-        assert self._tables is not None
-        if not isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.stream_scope():
-                return self._tables.reduce(problem)
-        ready = self._memory.after_current()
-        with self._memory.before_torch():
-            return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
-
-    def _start_rest(self, measure: bool, problem: str, token: int) -> None:
-        """Start the buckets that the backward pass has not, the last one with the token. Collective."""
-        assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
-        if measure:
-            refused = "measures are taken of one vector: pass overlap=False and bucket_mb=0"
-            if self.overlapped is not None:  # what the backward pass has started can still be stepped
-                raise ValueError(refused)
-            problem = problem or refused
-        rest = self._buckets.rest(problem)
-        ready = self._memory.after_current()
-        last = len(self.reducer.buckets) - 1
-        for gradient, more in rest:
-            number = self.reducer.started
-            beside = {**more, "absent": self._gradients.missing(number)}
-            self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
-
-    def _discard_buckets(self) -> StepReport:
-        """End a step whose tables were not reduced. Collective."""
-        assert isinstance(self.reducer, BucketedAllreduce)
-        with self._memory.before_torch():
-            return self.reducer.discard([])
-
-    def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
-        if isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.before_torch():
-                return self.reducer.finish()
-        assert isinstance(self.reducer, GradientAllreduce)
-        absent = self._gradients.missing()
-        try:
-            gradient = self._given(measure, problem)
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # on this rank alone, perhaps: a gradient is sparse, or of another shape
-            problem = str(error).splitlines()[0]
-            gradient = self._given(measure, problem)
-        with self._memory.stream_scope():
-            return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
-
-    def _heard(self, report: StepReport) -> bytes:
-        """As `StepAgreement.hear`, of a step that was reduced, which is undone where ranks differ in the groups' numbers."""
-        transport = self.reducer.transport
-        try:
-            anywhere = self._agreement.hear(self.reducer.tokens, transport, not report.complete)
-        except ValueError:
-            self.reducer.take_back()
-            if self._tables is not None:
-                self._tables.take_back()
-            raise
-        if not (any(anywhere) or self._said_none) and transport.rank == 0:
-            warnings.warn(
-                f"no parameter of the optimizer has a gradient on any rank in step {report.step}: if the model has others by "
-                "now, as after load_state_dict(assign=True) or to(device), change it first, then wrap",
-                stacklevel=4,
-            )
-        self._said_none = self._said_none or not any(anywhere)
-        return anywhere
+    def _has_gradients(self) -> bool:
+        """Whether a gradient on this rank is not zero."""
+        given = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        return given or (self._tables is not None and self._tables.has_gradients)
 
     def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
         """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
@@ -744,25 +450,6 @@ class DistributedOptimizer(WrappedOptimizer):
             for flag in found.values():
                 flag.fill_(1.0)
         return skipped
-
-    def _given(self, measure: bool, problem: str) -> Any:
-        """The gradients as the next step of the reducer takes them; zeros where a problem is to be raised."""
-        assert isinstance(self.reducer, GradientAllreduce)
-        if self.reducer.reads_tensors(measure):
-            return self._gradients.tensors(problem=problem)[0]
-        vector = self._gradients.collect(problem=problem)
-        if self._array is None:
-            self._array = self._memory.array(vector)
-        return self._array
-
-    def _changed(self) -> str:
-        """What has changed since the optimizer was wrapped that a step cannot go on with, in a sentence; "" if nothing has."""
-        watched = self._gradients.as_wrapped
-        watched.look()
-        if watched.changes != self._changes:  # `Module.to` may have given what each p.grad was other memory
-            self._changes = watched.changes
-            self._updates = dense_views(self._applied, self._like, self._starts)
-        return watched.problem or self._unwrapped_parameters()
 
     def _unwrapped_parameters(self) -> str:
         """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
@@ -825,49 +512,82 @@ class DistributedOptimizer(WrappedOptimizer):
         if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
         super().load_state_dict(given)
-        if self._shards is not None:
-            self._shards.reshard()
+        self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:
-        own = {"reducer": as_tensors(self.reducer.state_dict())}
-        if self._layout is not None:
-            own["reducer"]["order"] = list(self._order)
+        own = {"reducer": as_tensors(self._reducer_state())}
         own |= {} if self._tables is None else {"tables": self._tables.state()}
         rank = self.reducer.transport.rank
         return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
-    def _load(self, state: dict[str, Any], empty: str = "") -> None:
-        """As `load_state_dict`. empty: why residuals start empty, in a sentence, where the state has none."""
+    def _reducer_state(self) -> dict[str, Any]:
+        return self.reducer.state_dict()
+
+    def _load(self, state: dict[str, Any]) -> None:
         if state.pop("updates", None) is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
-        saved = saved_rank(state)
+        self._load_parts(state)
+
+    def _load_parts(
+        self,
+        state: dict[str, Any],
+        problem: str = "",
+        told: dict[str, Any] | None = None,
+        alike: dict[str, Any] | None = None,
+        empty: str = "",
+    ) -> None:
+        """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
+
+        Args:
+            state: as `_state` returns it.
+            problem: why this rank cannot load it, in a sentence.
+            told, alike: name -> what of it is to be equal on all ranks; on those of a replica.
+            empty: why residuals start empty, in a sentence, where the state has none.
+
+        Raises:
+            ValueError: on every rank alike. What the ranks have not found before the first part is loaded leaves parts loaded.
+        """
+        what, saved = "load_state_dict", saved_rank(state)
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
-        self.reducer.meet("load_state_dict")
-        not_saved = self._not_saved_of(saved)
-        if not_saved:
-            transport = self.reducer.transport
-            reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
-            tables = None
-        problem = self._parts_problem(state, reducer, tables)
-        given = {"whether the state has residuals": reducer is not None}
-        self.reducer.transport.agree(given | {"whether the state has tables": tables is not None}, problem)
-        if problem := self._states_difference(state):
-            raise ValueError(problem)
-        if reducer is None:
-            self.reducer.reset()
-            if self.reducer.transport.rank == 0:
-                empty = empty or "the state is that of an optimizer that was not wrapped"
-                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=4)
-        else:
-            self.reducer.load_state_dict(as_arrays(reducer))
-        if self._tables is not None:
-            self._tables.load(tables)
-        problem = ""
-        try:
-            load_state(self.inner, state)
-        except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
-            problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
-        self.reducer.transport.agree({}, problem)
+        transport = self.reducer.transport
+        with self._replica.together(what, lambda: None):
+            self.reducer.meet(what)
+            not_saved = self._not_saved_of(saved)
+            if not_saved:
+                reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
+                tables = None
+            reducer = None if reducer is None else as_arrays(reducer)
+            problem = problem or self._parts_problem(state, reducer, tables)
+            if self._replica.sharded:  # the ranks that have another shard must not load theirs either
+                assert isinstance(self.reducer, GradientAllreduce)
+                if not problem and reducer is not None:
+                    problem = state_problem(reducer, self.reducer)
+                if not problem:
+                    alike = {**(alike or {}), "the groups of the state": numbers_of(state["param_groups"])}
+                problem = self._replica.sentence(problem, what, alike)
+            given = {**(told or {}), "whether the state has residuals": reducer is not None}
+            transport.agree(given | {"whether the state has tables": tables is not None}, problem)
+            if problem := self._states_difference(state):
+                raise ValueError(problem)
+            if reducer is not None and self._replica.sharded:
+                assert isinstance(self.reducer, GradientAllreduce)
+                self.reducer.agree_on_state(reducer)
+        with self._replica.together(what, lambda: None):  # what raised above has changed no shard
+            if reducer is None:
+                self.reducer.reset()
+                if transport.rank == 0:
+                    empty = empty or "the state is that of an optimizer that was not wrapped"
+                    warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
+            else:
+                self.reducer.load_state_dict(reducer)
+            if self._tables is not None:
+                self._tables.load(tables)
+            problem = ""
+            try:
+                load_state(self.inner, state)
+            except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
+                problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
+            transport.agree({}, problem)
         self._not_saved = not_saved
 
     def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
@@ -875,8 +595,6 @@ class DistributedOptimizer(WrappedOptimizer):
         problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
         if tables is not None and not problem:
             problem = self._tables_state_problem(tables)
-        if reducer is not None and self._layout is not None and not problem:
-            problem = self._order_problem(reducer)
         return problem
 
     def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
@@ -901,17 +619,6 @@ class DistributedOptimizer(WrappedOptimizer):
         """How the wrapped optimizer's states that ranks are about to load differ, in a sentence; "" if they may. Collective."""
         return states_difference(self.reducer.transport, state)
 
-    def _order_problem(self, reducer: Any) -> str:
-        try:
-            if "buckets" not in reducer:
-                return ""  # the reducer says so
-            saved = list(reducer["order"])
-        except (KeyError, TypeError) as error:
-            return f"the state is damaged: {type(error).__name__} {error}"
-        if saved == self._order:
-            return ""
-        return "the state has buckets of parameters in another order: pass the order that it was taken with"
-
     def _tables_state_problem(self, state: Any) -> str:
         if self._tables is None:
             return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
@@ -924,9 +631,11 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         self.reducer.meet("deepcopy")
         inner = copy.deepcopy(self.inner, memo)
-        order = None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
         copied = type(self)(
-            inner, order=order, sparse=[memo[id(table)] for table in self._table_list], **self._arguments
+            inner,
+            order=self._copied_order(memo),
+            sparse=[memo[id(table)] for table in self._table_list],
+            **self._arguments,
         )
         copied.reducer.load_state_dict(self.reducer.state_dict())
         if self._tables is not None and copied._tables is not None:
@@ -934,14 +643,14 @@ class DistributedOptimizer(WrappedOptimizer):
         copied.report = self.report
         return copied
 
+    def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
+        """The argument `order` of a copy."""
+        return None
+
     @closes
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)
-        if self._loaded_hook is not None:
-            self._loaded_hook.remove()
-        if self._buckets is not None:
-            self._buckets.remove()
         if self._tables is not None:
             self._tables.close()
         self.reducer.close()
@@ -950,6 +659,12 @@ class DistributedOptimizer(WrappedOptimizer):
         library = self.reducer.transport.library
         return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
 
+
+_KINDS = {
+    "gradients": ("oktopk.torch.gradients_optimizer", "GradientsOptimizer"),
+    "updates": ("oktopk.torch.updates", "UpdatesOptimizer"),
+}
+"""The classes by what they send."""
 
 # of `__init__`: `inspect` and the reference would take that of `__new__`
 _OF_INIT = inspect.signature(DistributedOptimizer.__init__)
@@ -966,59 +681,7 @@ def default_sends(optimizer: Any, method: str, density: Any) -> str:
     return "updates" if scaled and not gradients else "gradients"
 
 
-def clip_(vectors: Sequence[Tensor], norm: float) -> None:
-    """Scale vectors in place so that their Euclidean norm together is at most `norm`; without waiting for a GPU."""
-    norms = [torch.linalg.vector_norm(vector, dtype=torch.float32) for vector in vectors]
-    together = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    scale = (norm / (together + 1e-6)).clamp(max=1.0)
-    for vector in vectors:
-        vector.mul_(scale)
-
-
-def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
-    """Why a state's groups are not those of the optimizer, in a sentence; "" if they are."""
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    try:
-        given = [len(group["params"]) for group in state["param_groups"]]
-    except (KeyError, TypeError) as error:
-        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
-    return "" if given == own else f"the state has groups of {given} parameters, the optimizer of {own}"
-
-
-def kept_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
-    """What of a state with the optimizer's groups has another shape than its parameter, in a sentence; "" if nothing has."""
-    try:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state["state"].get(number, {}).items():
-                if name in _SHAPED and value is not None and value.shape != parameter.shape:
-                    return f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {tuple(parameter.shape)}"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
-    return ""
-
-
-_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""What torch's optimizers keep in the shape of a parameter."""
-
-
-def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict`, and what is shaped like a parameter gets its memory layout too.
-
-    A state that was written contiguously would else meet a channels-last parameter: fused optimizers then refuse, or on the CPU
-    pair unlike elements.
-    """
-    optimizer.load_state_dict(state)
-    for parameter, held in optimizer.state.items():
-        for name, value in held.items():
-            shaped = isinstance(value, Tensor) and value.shape == parameter.shape
-            if shaped and value.stride() != parameter.stride():
-                like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
-                held[name] = like.copy_(value)
-
-
-def _may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
+def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
     return not optimizer.state and all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
 
@@ -1038,7 +701,3 @@ def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tens
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
     return f"{name} {what} already: use that one, or close() it first"
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.torch.interop import TensorMemory
-from oktopk.torch.shards import Shards
+from oktopk.torch.replica import Replica
 
 _SHARE, _LEAST, _MOST = 1000, 4096, 65536  # one element in so many; elements at least and at most
 _FOLLOWED = 0.2  # weight of a new measurement
@@ -29,23 +27,23 @@ class SampledRatio:
     and what it was divided by is not.
 
     Args:
-        parameters: whose gradients are sampled: every m-th element, other ones in each measurement.
+        replica: whose gradients are sampled: every m-th element of this rank's tensors, other ones in each measurement. Where it
+            is sharded, the norms are those of its whole gradient.
         reducer: of the ranks. Collective.
         memory: of both.
-        shards: of the parameters, where they are sharded: of each replica, then, the norms are those of its whole gradient.
 
     Memory and traffic: 4 bytes for each of a thousandth of the elements, 4,096 to 65,536; `measure` sums them densely, in two
-        levels between the first ranks of the hosts, which tell the others of their host, and as `Shards.sums` over shards.
+        levels between the first ranks of the hosts, which tell the others of their host, and as `Replica.sums` of it.
     """
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        replica: Replica,
         reducer: GradientAllreduce,
         memory: TensorMemory,
-        shards: Shards | None = None,
     ) -> None:
-        self._parameters, self._memory, self._shards = parameters, memory, shards
+        self._replica, self._memory = replica, memory
+        parameters = replica.tensors
         # of noise alone, also where hosts have unlike numbers of ranks
         self._least = 1 / len(set(reducer.hosts or range(reducer.transport.size)))
         self._host: Transport | None = None
@@ -89,7 +87,7 @@ class SampledRatio:
         """Sum the samples of those that take part. Collective among them."""
         sample, offset = self._sample, self.measured * 7919 % self._stride
         pieces = []
-        for parameter, start in zip(self._parameters, self._starts, strict=True):
+        for parameter, start in zip(self._replica.tensors, self._starts, strict=True):
             first, size = (offset - start) % self._stride, parameter.numel()
             if parameter.grad is not None:
                 pieces.append(parameter.grad.reshape(-1)[first :: self._stride].float())
@@ -107,10 +105,10 @@ class SampledRatio:
             self._sum.run()
         total, ranks = sample[-2:].tolist()
         of_sum = float(sample[:-2].square().sum())
-        if self._shards is not None and self._shards.several:
+        if self._replica.sharded:
             # each sample stands for as many elements of its shard
             parts = [of_sum * self._stride, total * self._stride, ranks]
-            (of_sum, total), alike = self._shards.sums(parts, f"measurement {self.measured}")
+            (of_sum, total), alike = self._replica.sums(parts, f"measurement {self.measured}")
             if not alike:  # a shard of some replica is not finite
                 return
         if not ranks or not math.isfinite(total):

@@ -44,3 +44,46 @@ def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(state, dict):
         return {name: _converted(value, kind, convert) for name, value in state.items()}
     return convert(state) if isinstance(state, kind) else state
+
+
+def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+    """Why a state's groups are not those of the optimizer, in a sentence; "" if they are."""
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    try:
+        given = [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError) as error:
+        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
+    return "" if given == own else f"the state has groups of {given} parameters, the optimizer of {own}"
+
+
+def kept_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
+    """What of a state with the optimizer's groups has another shape than its parameter, in a sentence; "" if nothing has."""
+    try:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state["state"].get(number, {}).items():
+                if name in _SHAPED and value is not None and value.shape != parameter.shape:
+                    return f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {tuple(parameter.shape)}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
+    return ""
+
+
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""What torch's optimizers keep in the shape of a parameter."""
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, and what is shaped like a parameter gets its memory layout too.
+
+    A state that was written contiguously would else meet a channels-last parameter: fused optimizers then refuse, or on the CPU
+    pair unlike elements.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, held in optimizer.state.items():
+        for name, value in held.items():
+            shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+            if shaped and value.stride() != parameter.stride():
+                like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                held[name] = like.copy_(value)

@@ -18,24 +18,20 @@ from collectives.traffic import Traffic
 from collectives.transport import MissingRanksError
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.displacement import Displacement
-from oktopk.elastic import between_exchanges, of_rank, problem_of, saved_rank, without_residual
+from oktopk.elastic import between_exchanges, of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE, Settings
-from oktopk.state import state_problem
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
-from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import missing_spans
-from oktopk.torch.host_mean import HostMean, unequal_in_host
-from oktopk.torch.optimizer import DistributedOptimizer, groups_problem
+from oktopk.torch.host_replica import HostReplica, SummedReplica
+from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
+from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.shards import Ready, kept_locally, laid_out_as_parameter
-from oktopk.torch.states import as_arrays, by_rank, on_host
+from oktopk.torch.states import by_rank, groups_problem, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
-
-__all__ = ["DistributedOptimizer", "UpdatesOptimizer"]
 
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
 _FIRST, _EVERY = 20, 10
@@ -44,7 +40,7 @@ _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
 
-class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
+class UpdatesOptimizer(DistributedOptimizer):
     """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
@@ -114,6 +110,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
+    _sends = "updates"
     reducer: GradientAllreduce
 
     def _refused(self, settings: dict[str, Any]) -> str:
@@ -143,7 +140,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _options(self) -> dict[str, Any]:
         replica = self._arguments["replica"]
-        if self._shards is not None:
+        if not self._replica.plain:
             return {"levels": "flat"}
         if replica == "auto":
             return {}
@@ -153,24 +150,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return "float32"
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
-        self._buckets = None
         self._interval: int = self._arguments["every"]
         self._sizes = [parameter.numel() for parameter in self._parameters]
         share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
-        self._as_wrapped = AsWrapped(self._parameters) if self._shards is None else self._shards.watched()
         # the residual is in sums over ranks
         share = 1 / size if share is None else share / (1 if group is None else group.host.size)
-        self.replica, self._replicas = self._arguments["replica"], float(size)
-        if self.replica == "auto":
-            self.replica = "rank" if group is None else "host"
-        if self._shards is not None:
-            self.replica = "shards"
-            self._shards.share_limits(self.reducer.transport, self.reducer.advice)
-        if group is not None:
-            self._replicas = size**2 / sum(ranks**2 for ranks in Counter(group.layout.hosts).values())
-        self._in_host: HostMean | None = None
-        if group is not None and self.replica == "host" and group.host.size > 1:
-            self._in_host = HostMean(self._parameters, self.reducer, self._memory)
+        ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
+        self._replicas = len(ranks)
+        self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
+        self._replica = self._replica_in_levels()
+        self._as_wrapped = self._replica.watched()
         try:
             self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
             self._selecting = self._new_selecting_step()
@@ -181,7 +170,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
         if _adaptive(self.inner):
-            self._ratio = SampledRatio(self._parameters, self.reducer, self._memory, self._shards)
+            self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
@@ -191,7 +180,20 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
         self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
-        self._numbers = StepAgreement(groups)  # told to the ranks that shard the model
+        self._replica.meet(self.reducer.transport, self.reducer.advice, groups)
+
+    def _replica_in_levels(self) -> Replica:
+        """What this rank is a part of, now that it is known which ranks share a host."""
+        if self.reducer.group is None:
+            return self._replica
+        if self._arguments["replica"] == "summed":
+            return SummedReplica(self._parameters, self.reducer)
+        return HostReplica(self._parameters, self.reducer, self._memory)
+
+    @property
+    def replica(self) -> str:
+        """What has a reference of its own: "rank", "host", "summed" or "shards"."""
+        return self._replica.name
 
     def _new_selecting_step(self) -> SelectingStep | None:
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Collective."""
@@ -199,11 +201,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         reducer.transport.agree({"whether the optimizer is an oktopk.torch.AdamW": takes_steps(inner)})
         if self._interval > 1 or reducer.group is not None or self._tables is not None:
             return None
-        if self._shards is not None:  # gradients and moments are DTensors
+        if not (self._replica.plain and takes_steps(inner)):
             return None
-        return (
-            SelectingStep(inner, self._parameters, reducer, self._as_wrapped) if takes_steps(inner) else None
-        )
+        return SelectingStep(inner, self._parameters, reducer, self._as_wrapped)
 
     def _begin_window(self) -> None:
         self._steps = 0  # since the last exchange
@@ -262,7 +262,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise RuntimeError(
                 "step() within `with optimizer.agreed():`, where parameters are not this rank's own: leave it first"
             )
-        with nullcontext("") if self._shards is None else self._shards.gradients() as unreadable:
+        with self._replica.gradients() as unreadable:
             self._step(measure, grad_scaler, unreadable)
         return loss
 
@@ -285,15 +285,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 return
         elif problem and grad_scaler is not None:
             self._answer(grad_scaler)
-        if problem and self._in_host is not None:
-            self._in_host.take(problem=True)
-        if self._shards is not None:
-            # before a DTensor is unscaled, for which torch communicates
-            told = grad_scaler is not None and self._shards.any(bool(problem), f"step {self.reducer.steps}")
-            if problem or told:
-                self._ready()
+        scaled = grad_scaler is not None
+        self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
         finite = not self._problem and self._finite(grad_scaler)
-        problem = self._problem  # perhaps of another shard
+        problem = self._problem  # perhaps of another rank of the replica
         if self._tables is None:
             if finite:
                 self._step_alone()
@@ -305,19 +300,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._exchange(measure, problem or self._own_weights())
         else:
             self._reference.watch()
-
-    def _ready(self, overflowed: bool = False, finite: bool = False, square: float = 0.0) -> Ready:
-        """What the ranks that shard the model agree on before they step; problems of others become this rank's. Collective."""
-        assert self._shards is not None
-        what = f"step {self.reducer.steps}"
-        numbers = self._numbers.tell()
-        ready = self._shards.ready(
-            what, bool(self._problem), overflowed, finite, square, self._steps, numbers
-        )
-        if ready.problem or not ready.alike:
-            groups = {"the numbers of the optimizer's groups": numbers_of(self.param_groups)}
-            self._problem = self._shards.sentence(self._problem, what, groups)
-        return ready._replace(problem=bool(self._problem))
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
@@ -343,10 +325,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _finite(self, scaler: GradScaler | None) -> bool:
         """Whether this rank's gradients are finite, after unscaling; then they are clipped. What was written to is taken before.
 
-        Where the ranks of a host step together, of the mean of their gradients, which becomes each `p.grad`; False where one of
-        them has a problem. Where ranks shard the model, of all shards, and collective. A GPU is waited for once, for both.
+        Where several ranks are a replica, of its gradient; False, too, where another of them has a problem. A GPU is waited for
+        once, for both.
         """
-        flags, together = [self._reference.changed()], True
+        replica = self._replica
+        flags = [self._reference.changed()]
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
@@ -355,47 +338,44 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
             )
-        if self._in_host is not None:
-            together = self._in_host.take(problem=False)
+        healthy = replica.take_mean()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norms = flags[0].new_zeros(1, dtype=torch.float32)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
         flags.append(torch.isfinite(norms).all())
-        several, square = self._shards is not None and self._shards.several, 0.0
-        if several:  # told beside the flags, so that a GPU is waited for once
-            flags = [*(flag.double() for flag in flags), norms.double().square().sum()]
-        changed, *overflowed, finite = torch.stack(flags).tolist()
-        if several:
-            finite, square = overflowed.pop(), finite
-        changed, finite = bool(changed), bool(finite)
+        square = 0.0
+        if replica.sharded:  # told beside the flags, so that a GPU is waited for once
+            *flags, square = torch.stack(
+                [*(flag.double() for flag in flags), norms.double().square().sum()]
+            ).tolist()
+            changed, *overflows, finite = map(bool, flags)
+        else:
+            changed, *overflows, finite = torch.stack(flags).tolist()
         self._take_written(changed)
         loaded, self._loaded = self._loaded, None
-        overflow = any(overflowed) or not together
-        if not overflow and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
+        if not healthy:  # the exchange raises
+            return False
+        overflowed = any(overflows)
+        if not overflowed and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
             finite, square = bool(torch.isfinite(norms).all()), float(norms.square().sum())
-        whole: float | None = None  # norm of the replica's gradient, where it has several shards
-        if several:
-            ready = self._ready(overflow, finite, square)
-            if loaded is not None and self._steps < ready.steps and self._fits(loaded):
-                self._go_on(loaded)  # of this shard nothing was written
-            if ready.problem:
-                return False
-            overflow, finite = ready.overflowed, ready.finite
-            whole = ready.norm
-        if overflow and self._shards is None:
+        ready = replica.ready("", f"step {self.reducer.steps}", overflowed, finite, square, self._steps)
+        self._problem = ready.problem
+        if loaded is not None and self._steps < ready.steps and self._fits(loaded):
+            self._go_on(loaded)  # of this shard nothing was written
+        if ready.problem:
             return False
-        alone = self._in_host is None and self._shards is None
-        if (overflow or not finite) and scaler is not None and not alone:  # another rank's Inf
-            for flag in self._answer(scaler).values():
+        if ready.overflowed or (not ready.finite and scaler is not None and replica.several):
+            assert scaler is not None
+            for flag in self._answer(scaler).values():  # the Inf may be another rank's
                 flag.fill_(1.0)
             return False
-        if not finite:
+        if not ready.finite:
             self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
             return False
         if self.clip_norm and gradients:
-            norm = norms.norm() if whole is None else norms.new_tensor(whole, dtype=torch.float64)
+            norm = norms.norm() if ready.norm is None else norms.new_tensor(ready.norm, dtype=torch.float64)
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
@@ -444,7 +424,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     group["weight_decay"] = 0.0
                 if self._ratio is not None and "betas" in group:
                     first, second = group["betas"]
-                    group["betas"] = (first, second ** (1 / self._replicas))
+                    group["betas"] = (first, second ** (1 / self._equal_replicas))
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
                 self._selected = self._selecting is not None and self._selecting.run()
                 if not self._selected:
@@ -468,13 +448,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed:
             self._hash[REFERENCE] = reference.digest()
-        if new and self.replica == "summed":
-            problem = unequal_in_host(self._parameters, self.reducer, problem)
-        group = self.reducer.group
-        ranks = group.host.size if group is not None and self.replica == "summed" else 1
+        if new:
+            problem = self._replica.unequal(problem)
         self._warn_of_lost()
         first = self.report is None and transport.rank == 0
-        if first and (warning := reduced_twice_warning(self._trained, "updates", ranks)):
+        if first and (warning := reduced_twice_warning(self._trained, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
         tables = [table.grad is not None for table in self._table_list]
         token = self._agreement.tell(bytes([*self._present, *tables]))
@@ -498,12 +476,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if applied:
                 anywhere = self._agreement.hear(self.reducer.tokens, transport)
         except (NonFiniteGradientError, ValueError) as error:
-            failed = error if self._shards is None else self._shards.of_world(error)
+            failed = self._replica.of_world(error)
         except MissingRanksError as error:
-            raise (error if self._shards is None else self._shards.of_world(error)) from None
-        skipped = not applied
-        if self._shards is not None:  # what the ranks that have another shard met
-            failed, skipped = self._shards.outcome(failed, what, skipped)
+            raise self._replica.of_world(error) from None
+        failed, skipped = self._replica.outcome(failed, what, not applied)
         if applied and (skipped or failed is not None):
             self.reducer.take_back()
         if failed is not None:
@@ -519,7 +495,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise failed
         assert report is not None
         report.every = self._interval
-        report.replicas = transport.size if group is None else len(set(group.layout.hosts))
+        report.replicas = self._replicas
         factors, report.skipped = None, skipped
         if not skipped:
             reference.subtract_update()
@@ -531,8 +507,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if new and self._ratio is not None:
             self._ratio.measure()
             _count(report, self.reducer.take_traffic())
-        if self._shards is not None:
-            _count(report, self._shards.take_traffic())
+        _count(report, self._replica.take_traffic())
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
@@ -550,7 +525,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             for group, factor in zip(self.param_groups, self._factors, strict=True)
             for p in group["params"]
         }
-        owned = self._parameters if self._shards is None else self._shards.parameters
+        owned = self._replica.parameters
         return [
             factors.get(id(parameter), 1.0) if here else 1.0
             for parameter, here in zip(owned, anywhere[: len(owned)], strict=True)
@@ -588,23 +563,21 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         with torch.no_grad():
             self._take_written()
             self._kept = self._reference.show_agreed()
-        if self._shards is not None:
-            self._shards.reshard()
+        self._replica.reshard()
         try:
             yield
         finally:
             kept, self._kept = self._kept, None
             with torch.no_grad():
                 self._reference.leave_agreed(kept)
-            if self._shards is not None:
-                self._shards.reshard()
+            self._replica.reshard()
 
     # state
 
     @property
     def gradient(self) -> Any:
         """float32[n]: this rank's gradient as it is now, on the host; zero where there is none."""
-        with nullcontext() if self._shards is None else self._shards.gradients():
+        with self._replica.gradients():
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
             return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
 
@@ -624,30 +597,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         state = super()._state()
         state["state"] = on_host(state["state"])
         optimizer = {name: state[name] for name in ("state", "param_groups")}
-        if self._shards is not None:  # the mesh of a DTensor is of these ranks alone
-            optimizer["state"] = self._kept_by_number(optimizer, kept_locally)
+        optimizer["state"] = self._replica.saved(optimizer, self.param_groups)
         own = self._own_state() | {"optimizer": optimizer}
         return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
-
-    def _kept_by_number(
-        self, optimizer: dict[str, Any], convert: Callable[[Any, Any], Any]
-    ) -> dict[Any, Any]:
-        """A state of the wrapped optimizer by the numbers of its parameters, converted.
-
-        Args:
-            optimizer: "state" and "param_groups".
-            convert: (value, parameter) -> what becomes of a value that the optimizer keeps of a parameter, but for its steps.
-        """
-        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        of = dict(zip(numbers, parameters, strict=True))
-        return {
-            number: {
-                name: value if name == "step" else convert(value, of.get(number))
-                for name, value in kept.items()
-            }
-            for number, kept in optimizer["state"].items()
-        }
 
     @torch.no_grad()
     def _own_state(self) -> dict[str, Any]:
@@ -661,67 +613,42 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "present": list(self._present),
             "factors": list(self._factors),
             "ratio": None if self._ratio is None else self._ratio.state(),
-            "shard": self._shard(),
+            "shard": self._replica.shard,
         }
 
-    def _shard(self) -> list[int]:
-        """[number of this rank's shard, number of shards]."""
-        return [0, 1] if self._shards is None else [self._shards.rank, len(self._shards.ranks)]
-
-    def _load(self, state: dict[str, Any], empty: str = "") -> None:
+    def _load(self, state: dict[str, Any]) -> None:
         own = of_rank(state.pop("updates", None))
         transport = self.reducer.transport
-        problem = problem_of(state)
+        problem, empty = problem_of(state), ""
         if own is not None and not problem:
             problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
         if own is not None and not problem:  # torch's distributed checkpoint has those of one rank beside it
-            state["state"] = own["optimizer"]["state"]
             state.setdefault("param_groups", own["optimizer"]["param_groups"])
             problem = groups_problem(self.inner, own["optimizer"])
             try:
-                if self._shards is not None and not problem:
-                    state["state"] = self._kept_by_number(own["optimizer"], laid_out_as_parameter)
+                if not problem:
+                    state["state"] = self._replica.loaded(own["optimizer"], self.param_groups)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 problem = f"the state is not that of an optimizer: {type(error).__name__} {error}"
-        with self._together("load_state_dict", lambda: None):
-            transport.expect_all("load_state_dict", self.reducer.settings.timeout)
-            reducer: Any = None  # of a shard: the ranks that have another one must not load theirs either
-            if self._shards is not None:
-                reducer = None if own is None else of_rank(state.get("reducer"))
-                lost, tables = self._not_saved_of(saved_rank(state)), of_rank(state.get("tables"))
-                if reducer is not None:
-                    reducer = as_arrays(reducer)
-                    if lost:
-                        reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
-                    problem = problem or state_problem(reducer, self.reducer)
-                problem = problem or self._parts_problem(state, reducer, None if lost else tables)
-                moment = None if own is None or problem else (own["exchanges"], own["steps"])
-                alike: dict[str, Any] = {"the exchanges of the state, and steps since": moment}
-                if not problem:
-                    alike["the groups of the state"] = numbers_of(state["param_groups"])
-                problem = self._shards.sentence(problem, "load_state_dict", alike)
-            given = {"whether the state is of updates": own is not None}
-            transport.agree(given | {"whether the state has residuals": reducer is not None}, problem)
-            if reducer is not None:
-                self.reducer.agree_on_state(reducer)
-        with self._together("load_state_dict", lambda: None):  # what raised above has changed no shard
-            if own is None and state.get("reducer") is not None:
-                # residuals of gradients are of another size, and those of updates belong to a reference
-                state.pop("reducer")
-                empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
-            unwritten = not self._reference.written(by_version=not self._steps)
-            super()._load(state, empty)
+        if own is None and state.get("reducer") is not None:
+            # residuals of gradients are of another size, and those of updates belong to a reference
+            state.pop("reducer")
+            empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
+        told = {"whether the state is of updates": own is not None}
+        moment = None if own is None or problem else (own["exchanges"], own["steps"])
+        alike = {"the exchanges of the state, and steps since": moment}
+        unwritten = not self._reference.written(by_version=not self._steps)
+        self._load_parts(state, problem, told, alike, empty)
         with torch.no_grad():
             self._reference.gather_residual()
             self._begin_window()
             fits = own is not None and all(transport.allgather_objects(self._fits(own)))
-            if self._shards is not None:
-                fits = not self._shards.any(not fits, "load_state_dict")
+            fits = not self._replica.any(not fits, "load_state_dict")
             if own is not None and self._not_saved:
                 own = between_exchanges(own)
             if (
                 own is not None
-            ):  # the moments are loaded; kept on, they would take 8n bytes until the next step
+            ):  # without moments: they are loaded, and would take 8n bytes until the next step
                 own = {name: held for name, held in own.items() if name != "optimizer"}
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
@@ -756,8 +683,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
         length = self.length
         try:
-            if list(own["shard"]) != self._shard():
-                (saved, shards), (rank, ranks) = own["shard"], self._shard()
+            if list(own["shard"]) != self._replica.shard:
+                (saved, shards), (rank, ranks) = own["shard"], self._replica.shard
                 return (
                     f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
                     "loads its own"
@@ -797,7 +724,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
         """As `DistributedOptimizer.__deepcopy__`. Collective."""
-        if self._shards is not None:
+        if not self._replica.plain:
             raise RuntimeError(
                 "a DistributedOptimizer of sharded parameters cannot be copied, as FSDP2's modules cannot: save its state_dict()"
             )
@@ -828,9 +755,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._reference.show_agreed()
         if self._ratio is not None:
             self._ratio.close()
-        if self._shards is not None:
-            self._shards.reshard()
-            self._shards.close()
+        self._replica.reshard()
+        self._replica.close()
         super().close()
 
     def __repr__(self) -> str:

@@ -18,6 +18,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         inner: as given.
     """
 
+    _called = ""  # by users, where that is not the name of the class
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         # what the base class sets up beside groups, state and defaults: hooks, and the `step` that calls them
@@ -77,5 +79,5 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, as it belongs to this process: save its state_dict()"
+            f"a {self._called or type(self).__name__} cannot be pickled, as it belongs to this process: save its state_dict()"
         )

@@ -28,8 +28,8 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     assert re.search(r"^Method +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
     assert {"dense.h5", "oktopk.h5", "index.html", "summary.csv"} <= made
-    assert re.search(r"^Ok-Topk: .* times fewer words; .*at 1 Gb/s \(projection\)$", said, re.MULTILINE)
-    assert "It was not measured: the demo was started with --no-links." in said
+    assert re.search(r"^Ok-Topk: .* times fewer words; .*(here|steps here not compared)$", said, re.MULTILINE)
+    assert "A step at 1 Gb/s was not measured: the demo was started with --no-links." in said
     (first,) = read_runs([folder / "oktopk.h5"])
     assert first.measures["step"].tolist() == [20]
     assert (first.steps["seconds_reduction"] > 0).all()

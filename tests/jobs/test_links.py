@@ -12,11 +12,12 @@ import pytest
 
 from data.durable import create, exclusive, replaced, take_lock
 from data.images.file import LAYOUT
-from jobs.bench import bandwidth, tables
+from jobs.bench import tables
+from jobs.bench.bandwidth import chart
 from jobs.bench.document import BenchError, Output
-from jobs.bench.figures import report_bench
+from jobs.bench.figures import draw, report_bench
 from jobs.experiment.worker import Outcome
-from jobs.report.panels import write_columns
+from jobs.render.table import write_columns
 from jobs.report.write import report
 from jobs.restart.start import FolderLock
 from jobs.run.file import RunFile, RunFileError
@@ -54,7 +55,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     ".bench.json.part": lambda folder: Output(folder / "bench.json"),
     "bench.json": lambda folder: Output(folder / "bench.json"),
     "sweep.png": lambda folder: report_bench(SWEEP, folder),
-    "line.png": lambda folder: bandwidth.draw([at_rate("1gbit", 1.0)], ["oktopk"], folder / "line.png"),
+    "line.png": lambda folder: draw([chart([at_rate("1gbit", 1.0)])], folder / "line.png"),
     "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
     "text.md": lambda folder: sys.exit(tables.main([str(SWEEP), "--into", str(folder / "text.md")])),
 }

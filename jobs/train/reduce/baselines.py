@@ -24,8 +24,8 @@ from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_g
 from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
 from oktopk.torch.interop import TensorMemory
-from oktopk.torch.optimizer import load_state
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout
+from oktopk.torch.states import load_state
 
 
 class DenseTraining(ABC):

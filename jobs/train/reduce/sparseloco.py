@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from collectives.traffic import Traffic
 from jobs.train.reduce.background import stop_process_group
 from jobs.train.reduce.baselines import DenseTraining
-from oktopk.torch.optimizer import load_state
+from oktopk.torch.states import load_state
 
 CHUNK = 4096
 KEPT = 64

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from collectives.cpu.rows import HostRowKernels
 from collectives.rows import Rows, row_sparse_allreduce
 from collectives.transport import Transport
-from jobs.bench.format import Record, columns_table, figure
 from jobs.bench.gradients import SKEWS, RowSource
+from jobs.render.table import Column, figure, table
 
 _WAIT = 120.0
 """Seconds that a thread waits for another."""
@@ -61,7 +61,7 @@ class _ThreadTransport:
         return self.allgather_control(array).sum(axis=0)
 
 
-def row_volume(source: RowSource, length: int, ranks: int) -> Record:
+def row_volume(source: RowSource, length: int, ranks: int) -> dict[str, Any]:
     """Rows that `row_sparse_allreduce` sends in a step.
 
     Returns:
@@ -101,7 +101,7 @@ def volume_table(length: int, touched: int, ranks: tuple[int, ...] = (2, 3, 4, 6
         for skew in SKEWS
         for size in ranks
     ]
-    columns = [("rows", figure("skew", "{}")), ("ranks", figure("ranks"))]
-    columns += [("own, distinct", figure("own")), ("in the sum", figure("summed"))]
-    columns += [(f"{part} / (r + u)(P−1)/P", figure(part, "{:.3f}")) for part in ("mean", "busiest")]
-    return columns_table(columns, counted, "pipe")
+    columns = [Column("rows", figure("skew", "{}")), Column("ranks", figure("ranks"))]
+    columns += [Column("own, distinct", figure("own")), Column("in the sum", figure("summed"))]
+    columns += [Column(f"{part} / (r + u)(P−1)/P", figure(part, "{:.3f}")) for part in ("mean", "busiest")]
+    return table(columns, counted).markdown()

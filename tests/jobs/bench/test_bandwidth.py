@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from jobs.bench import hook_figure
-from jobs.bench.bandwidth import bandwidth, byte_lines, lines, look, main
+from jobs.bench.bandwidth import bandwidth, main, points
 from jobs.bench.document import BenchError, read
+from jobs.bench.figures import look
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def at_rate(rate: str, factor: float) -> dict[str, Any]:
     """The published document at 1 Gb/s as if measured at another rate, every step longer by a factor."""
-    document = json.loads((RESULTS / "network-1gbit.json").read_text(encoding="utf-8"))
+    document = read(RESULTS / "network-1gbit.json")
     (run,) = document["runs"]
     run["network"] = f"4 hosts, TCP over {rate} links"
     for method in run["methods"]:
@@ -26,23 +27,9 @@ def at_rate(rate: str, factor: float) -> dict[str, Any]:
     return document
 
 
-def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> None:
-    found = lines([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)])
-    assert len(found) == 9
-    for points in found.values():
-        assert [rate for rate, _ in points] == [0.1, 1.0, 2.5]
-        middle = points[1][1]
-        assert [seconds for _, seconds in points] == pytest.approx([8 * middle, middle, middle / 2])
-
-
-def test_links_without_a_rate_are_refused_by_name() -> None:
-    with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
-        bandwidth({"network": "shared memory"})
-
-
 def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
     """The published document of four hosts as if measured with other ranks, each of which sends more by a factor."""
-    document = json.loads((RESULTS / "hosts-1gbit.json").read_text(encoding="utf-8"))
+    document = read(RESULTS / "hosts-1gbit.json")
     (run,) = document["runs"]
     run["ranks"] = ranks
     for method in run["methods"]:
@@ -50,21 +37,40 @@ def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
     return document
 
 
-def test_unshaped_links_are_the_fastest() -> None:
+def write(folder: Path, *documents: dict[str, Any]) -> list[str]:
+    """The paths of documents that were put into files."""
+    paths = [folder / f"{number}.json" for number in range(len(documents))]
+    for path, document in zip(paths, documents, strict=True):
+        path.write_text(json.dumps(document), encoding="utf-8")
+    return list(map(str, paths))
+
+
+def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> None:
+    found = points([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)])
+    assert len(found) == 9
+    for line in found.values():
+        assert [rate for rate, _ in line] == [0.1, 1.0, 2.5]
+        middle = line[1][1]
+        assert [seconds for _, seconds in line] == pytest.approx([8 * middle, middle, middle / 2])
+
+
+def test_the_rate_of_links_is_read_from_the_network() -> None:
     assert bandwidth({"network": "2 hosts, TCP over unshaped links, staged through host memory"}) == math.inf
     assert bandwidth({"network": "2 hosts, TCP over 25gbit links, device memory over UCX"}) == 25
+    with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
+        bandwidth({"network": "shared memory"})
 
 
 def test_a_host_sends_what_all_its_ranks_send() -> None:
     one, two = hosts_document(4, 2.0), hosts_document(8, 1.0)
-    found = byte_lines([two, one])
+    found = points([two, one], bytes_sent=True)
     assert "mpi" not in found
     for method in two["runs"][0]["methods"]:
         if method["counted"]:
             mean = 2 * method["bytes_between"]["mean"]
             assert found[method["name"]] == [(1.0, mean), (2.0, mean)]
     with pytest.raises(BenchError, match="network 'shared memory' names no hosts"):
-        byte_lines([{"runs": [two["runs"][0] | {"network": "shared memory"}]}])
+        points([{"runs": [two["runs"][0] | {"network": "shared memory"}]}], bytes_sent=True)
 
 
 def test_of_several_lengths_one_is_chosen() -> None:
@@ -72,49 +78,24 @@ def test_of_several_lengths_one_is_chosen() -> None:
     (run,) = document["runs"]
     document["runs"].append(run | {"length": 99})
     with pytest.raises(BenchError, match=r"several lengths: choose one of \[14728266, 99\] by --length"):
-        lines([document])
-    assert lines([document], 99) == lines([{"runs": [run]}])
+        points([document])
+    assert points([document], 99) == points([{"runs": [run]}])
     with pytest.raises(BenchError, match="length 5 is in none of the documents"):
-        lines([document], 5)
+        points([document], 5)
 
 
 def test_rows_of_hosts_are_told_apart() -> None:
     names = [f"oktopk-{levels}-{wire}" for levels in ("flat", "hosts") for wire in ("plain", "int4")]
     looks = [look(name) for name in [*names, "nccl", "nccl-bf16", "oktopk"]]
     assert looks[1]["label"] == "flat, int4" and looks[2]["label"] == "two levels, plain"
-    assert len({(one["color"], str(one["linestyle"])) for one in looks}) == len(looks)
-
-
-@pytest.mark.pictures
-def test_bytes_over_ranks_per_host_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = []
-    for ranks, factor in ((4, 2.0), (8, 1.0)):
-        files.append(str(tmp_path / f"{ranks}.json"))
-        Path(files[-1]).write_text(json.dumps(hosts_document(ranks, factor)), encoding="utf-8")
-    picture = tmp_path / "bytes.svg"
-    words = [
-        *files,
-        "--bytes",
-        "--output",
-        str(picture),
-        "--methods",
-        "oktopk-flat-plain",
-        "oktopk-hosts-int4",
-    ]
-    assert main(words) == 0
-    assert picture.read_bytes().count(b"<path") > 10
-    assert main([*words, "--length", "7"]) == 2
-    assert "length 7 is in none of the documents" in capsys.readouterr().err
+    assert len({(one["colour"], str(one["dashes"])) for one in looks}) == len(looks)
 
 
 @pytest.mark.pictures
 def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = []
-    for rate, factor in (("100mbit", 9.0), ("1gbit", 1.0)):
-        files.append(str(tmp_path / f"{rate}.json"))
-        Path(files[-1]).write_text(json.dumps(at_rate(rate, factor)), encoding="utf-8")
+    files = write(tmp_path, at_rate("100mbit", 9.0), at_rate("1gbit", 1.0))
     pictures = [tmp_path / "first.svg", tmp_path / "second.svg"]
     for picture in pictures:
         assert main([*files, "--output", str(picture)]) == 0
@@ -124,6 +105,20 @@ def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     assert "method 'nccl' is in none of the documents: dense, oktopk" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), "--output", str(pictures[0])]) == 2
     assert "none.json" in capsys.readouterr().err
+    hosts = write(tmp_path, hosts_document(4, 2.0), hosts_document(8, 1.0))
+    words = [
+        *hosts,
+        "--bytes",
+        "--methods",
+        "oktopk-flat-plain",
+        "oktopk-hosts-int4",
+        "--output",
+        str(pictures[1]),
+    ]
+    assert main(words) == 0
+    assert pictures[1].read_bytes() != first
+    assert main([*words, "--length", "7"]) == 2
+    assert "length 7 is in none of the documents" in capsys.readouterr().err
 
 
 @pytest.mark.pictures
@@ -133,9 +128,10 @@ def test_steps_with_hooks_are_drawn_from_the_documents_that_readme_shows(
     files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
     assert hook_figure.main([*files, "--output", str(tmp_path / "hook.svg")]) == 0
     assert (tmp_path / "hook.svg").read_bytes() == (RESULTS / "hook.svg").read_bytes()
-    steps = hook_figure.bars(read(files[0])["runs"][0])
-    assert list(steps) == ["compute", "ddp", "powersgd", "oktopk"]
-    assert [round(1e3 * median) for _, median, _ in steps.values()] == [137, 952, 510, 390]
-    assert all(least < median < most for least, median, most in steps.values())
+    bars = hook_figure.bars([read(files[0])]).bars
+    assert [bar.label.removesuffix(", 1 Gb/s") for bar in bars] == ["DDP", "PowerSGD, rank 1", "Ok-Topk"]
+    assert [round(1e3 * (bar.compute + bar.reduction)) for bar in bars] == [952, 510, 390]
+    assert {round(1e3 * bar.compute) for bar in bars} == {137}
+    assert all(bar.least < bar.compute + bar.reduction < bar.most for bar in bars if bar.least and bar.most)
     assert hook_figure.main([str(RESULTS / "sweep.json"), "--output", str(tmp_path / "other.svg")]) == 2
     assert "it is not one of jobs.bench --table hook" in capsys.readouterr().err

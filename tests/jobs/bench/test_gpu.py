@@ -13,12 +13,12 @@ from mpi4py import MPI
 
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
-from jobs.bench.gpu.markdown import gpu_tables
 from jobs.bench.gpu.table import Cell, chosen, measure_cell
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import measure_all, run
 from jobs.bench.nccl import require_nccl, torch_problem
 from jobs.bench.run import open_device
+from jobs.bench.tables import document_tables
 from tests.devices import gpus
 
 TINY = (Cell(300_000, 0.01, 8, 16, {"float32": 1.0, "bfloat16": 1.0}),)
@@ -71,7 +71,7 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
         assert entry["select"]["nnz"] >= entry["k"]
         assert entry["speeds"]["memory"] > 1e11
     assert found["format"] == "oktopk bench 1"
-    assert found["gpu"]["name"] in gpu_tables(found)
+    assert found["gpu"]["name"] in document_tables(found)
 
 
 def _host(array: Any) -> np.ndarray:

@@ -16,13 +16,13 @@ from mpi4py import MPI
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.gpu.markdown import gpu_tables, verdict
 from jobs.bench.gpu.table import CELLS, Cell, chosen, measure_cell, target
+from jobs.bench.gpu.tables import verdict
 from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options
 from jobs.bench.summary import device_stages
-from jobs.bench.tables import insert, main
+from jobs.bench.tables import document_tables, insert, main
 from oktopk import METHODS
 
 ROOT = Path(__file__).parents[3]
@@ -164,7 +164,7 @@ def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
         assert run["target"] is None  # one rank
         assert run["seconds_taken"] > 0
     assert content["runs"][0]["length"] == 3000
-    tables = gpu_tables(found)
+    tables = document_tables(found, markdown=True)
     assert "| 3,000, 5 %, float32 |" in tables
     assert "\n\n" in tables
 
@@ -184,7 +184,7 @@ def test_a_table_over_its_budget_keeps_what_is_done(
     found = read(path)
     assert (len(found["runs"]), found["cells"]) == (1, 2)
     assert "1 of 2 cells were not begun" in capsys.readouterr().err
-    assert "1 of 2 cells, " in gpu_tables(found)
+    assert "1 of 2 cells, " in document_tables(found)
 
 
 def test_a_target_is_met_by_the_ratio_of_means() -> None:
@@ -197,27 +197,6 @@ def test_a_target_is_met_by_the_ratio_of_means() -> None:
     assert verdict(run | {"methods": run["methods"][:1]}) == (None, None)
 
 
-def test_the_table_says_what_was_missed_and_of_which_commit() -> None:
-    """What it says where all is met: the page of results."""
-    content = read(PUBLISHED)
-    content |= {"dirty": True, "runs": content["runs"][:1]}
-    (run,) = content["runs"]
-    ours = next(method for method in run["methods"] if method["name"] == "oktopk")
-    ours |= {"words": {"mean": run["bounds"]["upper"] + 1}, "agreed": False}
-    ours["memory"]["regular"] |= {"synchronizations": 3, "allocated": 8}
-    run["target"]["at_least"], run["select"]["share"] = 9.0, 0.5
-    run["left_out"] = {"oktopk-mpi": "there is but one transport"}
-    text = gpu_tables(content)
-    for words in ("≥ 9.00x | missed", "3 (missed) |", "8 B |", "NO |", "1 of 10 cells, "):
-        assert words in re.sub(" +", " ", text)
-    assert text.count("missed") == 4
-    assert "Without `oktopk-mpi`: there is but one transport." in text
-    assert f"commit {content['commit'][:12]} with changes" in text
-    assert f"commit {content['commit'][:12]} (as told)" in gpu_tables(content | {"dirty": None})
-    with pytest.raises(BenchError, match="the document is a 'sweep', not a 'gpu table'"):
-        gpu_tables(content | {"kind": "sweep"})
-
-
 def test_tables_are_put_between_their_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme, begin, end = (
         tmp_path / "README.md",
@@ -226,7 +205,8 @@ def test_tables_are_put_between_their_marks(tmp_path: Path, capsys: pytest.Captu
     )
     assert main([str(PUBLISHED)]) == 0
     tables = capsys.readouterr().out.rstrip("\n")
-    assert tables == gpu_tables(read(PUBLISHED))
+    assert tables == document_tables(read(PUBLISHED))
+    tables = document_tables(read(PUBLISHED), markdown=True)
     readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for _ in range(2):
         assert main([str(PUBLISHED), "--into", str(readme)]) == 0
@@ -244,7 +224,7 @@ def test_the_results_page_shows_what_the_bench_wrote() -> None:
     page = (RESULTS / "gpu.md").read_text(encoding="utf-8")
     tables = [path for path in RESULTS.glob("*.json") if read(path)["kind"] == "gpu table"]
     for path in tables:
-        assert insert(page, path.name, gpu_tables(read(path))) == page, (
+        assert insert(page, path.name, document_tables(read(path), markdown=True)) == page, (
             f"run jobs.bench.tables {path} --into docs/results/gpu.md"
         )
     shown = re.findall(r"<!-- end of (\S+\.json) -->", page)

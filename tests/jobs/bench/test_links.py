@@ -134,31 +134,6 @@ def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
     assert printed.out.count(f"{hosts} hosts, links: 1kbit; ") == 2
 
 
-def test_one_table_shows_steps_bytes_floors_and_what_passed_unshaped() -> None:
-    content = read(RESULTS / "gpu-net-10gbit.json")
-    (run, *_) = content["runs"]
-    run["link"]["transfer"] |= {"tcp_seconds": 1e-3, "tcp_share": 0.94}
-    run["methods"][-1]["link"]["transfer"] |= {"share": 1.6, "holds": False}
-    text = document_tables(content | {"runs": [run]})
-    assert "2 hosts, links: 10gbit; 1,178,264 bytes after a pause took 1.175 ms, 0.80 of that rate" in text
-    assert "of that rate; by TCP alone 1.000 ms, 0.94" in text
-    rows = {line.split()[0]: line for line in text.splitlines() if line.startswith(("nccl", "oktopk"))}
-    plain = rows["oktopk-flat-plain"].split()
-    # mean, median, bytes, floor, above, of the rate, NCCL's times over its
-    assert plain[1:9] == ["2.386", "2.342", "1,184,949", "0.948", "1.438", "0.83", "22.5", "11.2"]
-    assert "58,913,064 by formula" in rows["nccl"]
-    (note,) = [line for line in text.splitlines() if "passed unshaped" in line]
-    assert note.startswith("oktopk-flat-int4: 237,358 bytes after a pause ran at 1.60 times 10gbit: ")
-
-
-def test_unshaped_links_have_no_floor() -> None:
-    text = document_tables(read(RESULTS / "gpu-net-none.json"))
-    assert "links: none; 1,178,264 bytes after a pause took 0.856 ms\n" in text
-    plain = next(line for line in text.splitlines() if line.startswith("oktopk-flat-plain")).split()
-    assert plain[4:7] == ["–", "–", "–"]
-    assert "passed unshaped" not in text
-
-
 @pytest.mark.parametrize(("sharers", "allowed"), [(1, None), (2, True)])
 def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
     sharers: int, allowed: bool | None, monkeypatch: pytest.MonkeyPatch

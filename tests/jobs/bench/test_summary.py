@@ -15,7 +15,6 @@ from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples
 from jobs.bench.summary import formulas, summarize
-from jobs.bench.tables import run_tables
 from jobs.run.provenance import environment
 from oktopk.methods.gtopk import gtopk_busiest_words
 from oktopk.methods.topkdsa import topkdsa_words
@@ -157,18 +156,6 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert name in found
     assert found["machine"]["cores"] >= 1
     assert found["machine"]["cpu"]
-
-
-def test_tables_name_every_method_and_compare_with_mpi() -> None:
-    content = read(Path(__file__).parents[3] / "docs" / "results" / "shared-memory.json")
-    (run,) = content["runs"]
-    text = run_tables(run, {"cpu": "Abacus", "vector_bits": 512})
-    assert "Abacus, vectors of 512 bits" in text
-    assert f"{run['ranks']} ranks, n = {run['length']:,}, density {run['density']}, k = {run['k']:,}" in text
-    assert "mean / mpi's" in text
-    for method in run["methods"]:
-        row = next(line for line in text.splitlines() if line.split()[:1] == [method["name"]])
-        assert row.split()[1] == f"{1e3 * method['seconds']['all']['mean']:.2f}"
 
 
 def test_the_environment_is_what_tunes_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,15 +14,15 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from jobs.report import panels, pictures
+from jobs.render.chart import Chart
+from jobs.render.draw import PAGE, draw, svg
+from jobs.render.style import METHODS, STAGES
+from jobs.report import lines, pictures
 from jobs.report.__main__ import main
-from jobs.report.draw import PAGE, draw, svg
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
-from jobs.report.speed_tables import speed_tables
-from jobs.report.style import METHODS, STAGES
 from jobs.report.summary import WARM_STEPS, read_runs
-from jobs.report.tables import markdown, method_figures, methods_table
+from jobs.report.tables import method_figures
 from jobs.report.write import report
 from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
 
@@ -111,9 +110,7 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     assert "jobs.train oktopk-1.toml" in text
 
 
-def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat16_ring_sends(
-    tmp_path: Path,
-) -> None:
+def test_losses_of_text_are_drawn_over_tokens_bytes_and_time(tmp_path: Path) -> None:
     more = {"positions": 512, "control_words": np.full(50, 15.0), "row_bytes": np.full(50, 8.0)}
     paths = [write_run(tmp_path / f"{method}.h5", method=method, **more) for method in ("dense", "oktopk")]
     report(paths, tmp_path / "out")
@@ -127,8 +124,6 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat1
     last = rows(tmp_path / "out" / "held-out-loss-over-bytes.csv")[-1]
     sent = 50 * (4 * (60 + 15) + 8)
     assert (last["series"], float(last["bytes_sent"]), float(last["loss"])) == ("Ok-Topk", sent, 0.5)
-    table = markdown(methods_table(group_runs(read_runs(paths))))
-    assert f"{sent / 1e6:.1f} ({sent / (50 * 2 * DENSE_WORDS):.2%} of a bfloat16 ring's)" in table
     # where one run does not tell its tokens, steps are compared
     report([*paths, write_run(tmp_path / "untold.h5", method="topka")], tmp_path / "steps")
     assert (tmp_path / "steps" / "loss-over-steps.csv").exists()
@@ -139,7 +134,7 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time_with_what_a_bfloat1
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
-    panel = pictures.accuracy([group], pictures.STEPS, target=0.9)
+    panel = pictures.held_out([group], pictures.STEPS, "accuracy", target=0.9)
     with mpl.rc_context(PAGE):
         axes = Figure().subplots()
         draw(axes, panel)
@@ -237,13 +232,13 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
     groups = group_runs(read_runs(write_experiment(tmp_path)[:5]))
-    panel = pictures.accuracy(groups, pictures.STEPS, target=0.9)
+    panel = pictures.held_out(groups, pictures.STEPS, "accuracy", target=0.9)
     dense = panel.lines[0]
     assert (dense.x.tolist(), dense.y.tolist()) == ([1.0, 50.0], pytest.approx([0.5, 0.91]))
     assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
     assert panel.rows()[-1] == {"series": "target 90%", "accuracy": 0.9}
     measured = pictures.measure(groups, "xi").lines
-    assert [line.group.label for line in measured] == ["Ok-Topk"]
+    assert [line.label for line in measured] == ["Ok-Topk"]
     assert measured[0].x.tolist() == [5.0, 15.0, 25.0]
     assert measured[0].y.tolist() == [1.0, 2.0, 2.0]
     assert (measured[0].low[1], measured[0].high[1]) == (1.5, 2.5)
@@ -253,7 +248,7 @@ def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
         "6k(P−1)/P": 6 * K * 3 / 4,
         "2k(P−1)/P": 2 * K * 3 / 4,
     }
-    nothing = pictures.threshold(groups, "global")
+    nothing = pictures.selection(groups, "global_threshold")
     assert nothing.lines == ()
     assert nothing.rows() == []
 
@@ -261,7 +256,7 @@ def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
 def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4800, loss=np.arange(4800.0))]))
     (line,) = pictures.loss([group], pictures.STEPS).lines
-    assert len(line.x) == panels.POINTS
+    assert len(line.x) == lines.POINTS
     assert line.y.mean() == pytest.approx(4799 / 2)
     assert line.x - 1 == pytest.approx(line.y)
     assert line.x[0] == pytest.approx(np.arange(1, 21).mean())
@@ -280,19 +275,6 @@ def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
     assert sorted(rates) == pytest.approx([16 * ranks / 0.006 for ranks in (1, 2, 4)])
 
 
-def test_tables_say_what_was_measured(tmp_path: Path) -> None:
-    groups = group_runs(read_runs(write_experiment(tmp_path)))
-    text = markdown(methods_table(groups, target=0.9))
-    dense, oktopk, topka = (re.split(r" *\| *", line)[1:-1] for line in text.splitlines()[2:])
-    assert dense[:2] == ["Dense (2 seeds)", "91.00% ± 1.41 (90.00% … 92.00%)"]
-    assert oktopk[0] == "Ok-Topk (3 seeds, 1 of 3 unfinished)"
-    assert oktopk[2].endswith("s (50 steps)")
-    assert oktopk[3] == "60 (4.0% of dense)"
-    assert oktopk[-1] == "1.67 (2.50)"
-    assert topka[1] == "90.00%"
-    assert dense[-1] == "–"
-
-
 def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     found = ((0.70, 0.25), (0.72, 0.21))
     paths = [
@@ -300,22 +282,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
         for seed, (a, c) in enumerate(found)
     ]
     unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
-    text = report([*paths, unheard], tmp_path / "out", target=0.691)
-    assert re.search(r"^WER \(held out, at the end\) +0\.2900 ", text, re.MULTILINE)
-    heads, _, dense, topka = (
-        re.split(r" *\| *", line)[1:-1]
-        for line in markdown(
-            methods_table(group_runs(read_runs([*paths, unheard])), target=0.691)
-        ).splitlines()
-    )
-    assert heads[1:4] == [
-        "WER (held out, at the end)",
-        "CER (held out, at the end)",
-        "To WER 0.309 (training time)",
-    ]
-    assert dense[1:3] == ["0.2900 ± 0.0141 (0.2800 … 0.3000)", "0.2300 ± 0.0283 (0.2100 … 0.2500)"]
-    assert topka[1:3] == ["–", "–"]
-    assert methods_table(group_runs(read_runs(paths))).note.endswith("of 773 words: one of them is 0.0013.")
+    report([*paths, unheard], tmp_path / "out", target=0.691)
     assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
     (row, _) = rows(tmp_path / "out" / "methods.csv")
     assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
@@ -338,39 +305,39 @@ def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
     assert "Throughput" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_throughput_tells_rivals_of_one_method_apart_on_every_number_of_ranks(tmp_path: Path) -> None:
-    runs = [
-        write_run(
-            tmp_path / f"{ranks}-{rank}.h5", method="powersgd", ranks=ranks, settings={"powersgd_rank": rank}
+def drawn_ticks(chart: Chart, which: str) -> list[str]:
+    """Texts of the ticks of axis "x" or "y" that lie within its limits."""
+    figure = Figure()
+    with mpl.rc_context(PAGE):
+        axes = figure.subplots()
+        draw(axes, chart)
+        figure.draw_without_rendering()
+    low, high = getattr(axes, f"get_{which}lim")()
+    ticks = getattr(axes, f"{which}axis")
+    return [
+        label.get_text()
+        for minor in (False, True)
+        for label, place in zip(
+            ticks.get_ticklabels(minor=minor), ticks.get_ticklocs(minor=minor), strict=True
         )
-        for ranks in (1, 2)
-        for rank in (1, 4)
+        if low <= place <= high and label.get_text()
     ]
-    groups = group_runs(read_runs(runs))
-    labels = ["PowerSGD (powersgd_rank 1)", "PowerSGD (powersgd_rank 4)"]
-    (throughput,) = [each for each in speed_tables(groups) if each.title == "Throughput"]
-    assert [row[0].text for row in throughput.rows] == labels
-    assert [len(row) for row in throughput.rows] == [3, 3]
 
 
 @pytest.mark.parametrize("growth", [0.1, 5.0, 1000.0])
 def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growth: float) -> None:
     words = np.full(50, 1.2e6 * growth / 49)
     words[0] = 1.2e6
-    run = write_run(tmp_path / "a.h5", words=words)
-    figure = Figure()
-    with mpl.rc_context(PAGE):
-        axes = figure.subplots()
-        draw(axes, pictures.loss(group_runs(read_runs([run])), pictures.BYTES))
-        figure.draw_without_rendering()
-    low, high = axes.get_xlim()
-    shown = [
-        label.get_text()
-        for minor in (False, True)
-        for label, place in zip(axes.get_xticklabels(minor=minor), axes.get_xticks(minor=minor), strict=True)
-        if low <= place <= high and label.get_text()
-    ]
-    assert len(shown) >= 2, (low, high)
+    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", words=words)]))
+    assert len(drawn_ticks(pictures.loss(groups, pictures.BYTES), "x")) >= 2
+
+
+@pytest.mark.parametrize("decades", [0.5, 4.0])
+def test_a_logarithmic_axis_of_thresholds_has_plain_numbers(tmp_path: Path, decades: float) -> None:
+    thresholds = np.geomspace(0.02, 0.02 * 10**decades, 50)
+    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", global_threshold=thresholds)]))
+    ticks = drawn_ticks(pictures.selection(groups, "global_threshold"), "y")
+    assert len(ticks) >= 2 and all(float(tick) > 0 for tick in ticks)
 
 
 def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:

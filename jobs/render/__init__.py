@@ -1,0 +1,1 @@
+"""Renders tables and charts: what jobs.bench and jobs.report share."""

@@ -1,0 +1,214 @@
+"""Draws charts: as SVG for a page, and into a file."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis as AnyAxis
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
+
+from data.durable import replaced
+from jobs.render.chart import Axis, Bars, Chart, Level, Picture
+from jobs.render.style import GREY, STYLE, colour_of
+
+# Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
+WIDTH, HEIGHT = 5.8, 4.1
+FILE_WIDTH = 7.2  # of a picture that is a file of its own
+BAR_HEIGHT, LEGEND_HEIGHT = 0.5, 0.24
+LEGEND_LINES = 3  # fit below a picture of HEIGHT
+CHARACTERS = 8.3  # of a legend, that fit into an inch
+NOTE_CHARACTERS = 13.0
+ACCURACY_SHOWN = 0.3  # below the best
+LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
+INFINITE = 3.0  # times the largest finite value, on an axis with a tick at each
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
+LABEL: dict[str, Any] = {"va": "center", "fontsize": "small", "color": GREY}
+PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
+
+
+def svg(picture: Picture) -> str:
+    """One picture with its legend, as an SVG document without a title: the page has that."""
+    text = io.StringIO()
+    with mpl.rc_context(PAGE):
+        figure, _ = _figure([picture], WIDTH)
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def save(pictures: Sequence[Picture], output: Path, heading: str = "") -> None:
+    """Draw pictures side by side, with their titles, into a file; its suffix is the format.
+
+    Args:
+        pictures: one or more.
+        heading: stands above all of them; of one picture, its note.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: no such format.
+    """
+    form = output.suffix.removeprefix(".")
+    with mpl.rc_context(PAGE), replaced(output) as draft:
+        width = FILE_WIDTH if len(pictures) == 1 else WIDTH * len(pictures)
+        figure, panels = _figure(pictures, width)
+        for axes, picture in zip(panels, pictures, strict=True):
+            axes.set_title(picture.title)
+        lines = textwrap.wrap(heading or pictures[0].note, int(NOTE_CHARACTERS * width))
+        figure.suptitle("\n".join(lines), fontsize=10, color=GREY)
+        figure.savefig(draft, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
+
+
+def _figure(pictures: Sequence[Picture], width: float) -> tuple[Figure, Sequence[Axes]]:
+    """The pictures side by side, without titles, above one legend."""
+    bars = max(len(picture.bars) if isinstance(picture, Bars) else 0 for picture in pictures)
+    height = 0.9 + BAR_HEIGHT * bars if bars else HEIGHT
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(1, len(pictures), squeeze=False)[0]
+    for axes, picture in zip(panels, pictures, strict=True):
+        if isinstance(picture, Bars):
+            _draw_bars(axes, picture)
+        else:
+            draw(axes, picture)
+    _legend(figure, panels)
+    return figure, panels
+
+
+def draw(axes: Axes, chart: Chart) -> None:
+    """Draw a chart without its title and its legend."""
+    axes.set_xlabel(chart.x.label)
+    axes.set_ylabel(chart.y.label)
+    places = _ticks([line.x for line in chart.lines])
+    for line in chart.lines:
+        x = [places[value] for value in line.x] if chart.x.each else line.x
+        wide = line.ours and not all(other.ours for other in chart.lines)
+        width, order = (2.6, 3) if wide else (1.6, 2)
+        look: dict[str, Any] = {
+            "linestyle": line.dashes,
+            "marker": line.marker,
+            "markersize": 4,
+            "zorder": order,
+        }
+        axes.plot(x, line.y, color=line.colour, linewidth=width, label=line.label, **look)
+        if line.low is not None and line.high is not None and np.any(line.high > line.low):
+            axes.fill_between(x, line.low, line.high, color=line.colour, alpha=0.18, linewidth=0)
+        if chart.points:
+            for at in zip(x, line.y, strict=True):
+                text = chart.points(at[1])
+                axes.annotate(text, at, (5, 7), textcoords="offset points", color=line.colour, fontsize=9)
+    if chart.x.log:
+        axes.set_xscale("log", base=chart.x.log)
+    if chart.y.log:
+        axes.set_yscale("log", base=chart.y.log)
+    for level in chart.levels:
+        axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
+    if chart.x.each:
+        form = chart.x.form or "{:g}".format
+        axes.set_xticks(list(places.values()), [form(value) for value in places])
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        _count(axes.xaxis, chart.x, axes.get_xlim(), max(places))
+        if not chart.x.log:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x.column == "step"))
+    largest = max(float(np.nanmax(line.y)) for line in chart.lines)
+    if chart.y.percent:
+        # what tells methods apart is how they end, not that they began at chance
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], largest - ACCURACY_SHOWN))
+    if chart.y.zero:
+        axes.set_ylim(bottom=0)
+    _count(axes.yaxis, chart.y, axes.get_ylim(), largest)
+    _name_levels(axes, chart.levels)
+
+
+def _ticks(columns: Sequence[Any]) -> dict[float, float]:
+    """Value of a line -> where it is drawn."""
+    values = sorted({float(value) for column in columns for value in column})
+    largest = max(filter(np.isfinite, values), default=1.0)
+    return {value: value if np.isfinite(value) else INFINITE * largest for value in values}
+
+
+def _count(ticks: AnyAxis, axis: Axis, limits: tuple[float, float], largest: float) -> None:
+    """Ticks in the units that a reader thinks in, two of them at least."""
+    form = axis.form
+    if form is not None:
+        formatter: Formatter = FuncFormatter(lambda value, _: form(value))
+    elif axis.prefixes or largest >= 10_000:
+        formatter = EngFormatter(sep="")
+    elif axis.percent:
+        formatter = PERCENT
+    elif axis.log:
+        formatter = FuncFormatter(lambda value, _: f"{value:g}")  # matplotlib's own writes mathematics
+    else:
+        return
+    ticks.set_major_formatter(formatter)
+    if axis.log:
+        low, high = np.log10(limits)
+        few = np.floor(high) - np.ceil(low) < 1  # not two powers of ten to tell the scale by
+        ticks.set_minor_formatter(formatter if few else NullFormatter())
+        if few:
+            ticks.set_minor_locator(LogLocator(subs=(2, 5)))
+
+
+def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Name dotted lines at the right of the axes, where no curve runs; the limits are set."""
+    low, high = axes.get_ylim()
+    transform = axes.transData
+    bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))
+    lowest = -1.0
+    for level in sorted(levels, key=lambda level: level.value):
+        # a label gives way to the one below it
+        height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
+        lowest = max(height, lowest + LABEL_ROOM)
+        axes.annotate(
+            level.label, (1.01, lowest), xycoords="axes fraction", ha="left", annotation_clip=False, **LABEL
+        )
+
+
+def _draw_bars(axes: Axes, chart: Bars) -> None:
+    """A bar of a step's time for each, the first one on top: computation pale, reduction dark, whiskers."""
+    for place, bar in enumerate(reversed(chart.bars)):
+        compute, reduction = 1e3 * bar.compute, 1e3 * bar.reduction
+        end, colour = compute + reduction, colour_of(bar.method)
+        axes.barh(place, compute, color=colour, alpha=0.3)
+        axes.barh(place, reduction, left=compute, color=colour)
+        if bar.least is not None and bar.most is not None:
+            spread = [[end - 1e3 * bar.least], [1e3 * bar.most - end]]
+            axes.errorbar(end, place, xerr=spread, color="#999999", capsize=3, linewidth=1.2)
+            end = 1e3 * bar.most
+        text = f"{compute:.0f} + {reduction:.0f} ms"
+        axes.annotate(text, (end, place), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(chart.bars)), [bar.label for bar in reversed(chart.bars)])
+    axes.margins(x=0.4)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("step, ms")
+
+
+def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One legend below all panels; a picture with a long one is higher."""
+    named: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    if not named:
+        return
+    width, height = figure.get_size_inches()
+    columns = max(1, min(len(named), int(CHARACTERS * width) // (max(map(len, named)) + 4)))
+    further = max(0, math.ceil(len(named) / columns) - LEGEND_LINES)
+    figure.set_size_inches(width, height + LEGEND_HEIGHT * further)
+    look: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "columnspacing": 1.4}
+    figure.legend(named.values(), named.keys(), ncols=columns, handlelength=3.0, **look)

@@ -1,0 +1,459 @@
+"""Gradients of all ranks are reduced, then the wrapped optimizer steps on the mean."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from collectives.closing import closes
+from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.buckets import BucketedAllreduce
+from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.results import StepReport
+from oktopk.torch.agreement import GRADIENT_TYPES, groups_of, reduced_twice_warning, state_digest
+from oktopk.torch.gradients import GradientsInPlace, dense_views
+from oktopk.torch.interop import TensorMemory
+from oktopk.torch.optimizer import DistributedOptimizer, may_only_set_up
+from oktopk.torch.overlap import BackwardBuckets, BucketLayout
+from oktopk.torch.step_agreement import StepAgreement
+
+
+class GradientsOptimizer(DistributedOptimizer):
+    """What `DistributedOptimizer(optimizer, sends="gradients")` makes, and by default of SGD.
+
+    The gradients of all ranks are reduced, then the wrapped optimizer steps on the average, on which momentum, weight decay and
+    Adam act. `step` copies the gradients into one flat buffer of `gradient_type`. Where Ok-Topk's kernels read each other's
+    memory, they read each `p.grad` where autograd left it, and round on the way: only a step that is dense or measured fills the
+    buffer.
+    Residual and update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a
+    gradient on this rank counts as zero, and its residual stays here; where no rank has one, its `p.grad` is None for the wrapped
+    optimizer, as in torch alone: neither momentum nor decay moves it.
+
+    Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
+        step uses the buffer); n more of updates where parameters are not float32.
+    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
+        in place.
+    Source: Li & Hoefler, PPoPP 2022, algorithm 2.
+    """
+
+    _sends = "gradients"
+    _layout: BucketLayout | None = None
+    _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
+
+    def _refused(self, settings: dict[str, Any]) -> str:
+        if settings["replica"] != "auto":
+            return (
+                f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
+            )
+        return ""
+
+    def _make_reducer(
+        self, comm: Any, method: str, memory: TensorMemory, options: dict[str, Any], bucket_mb: float | None
+    ) -> None:
+        if bucket_mb is None:
+            super()._make_reducer(comm, method, memory, options, bucket_mb)
+            return
+        self._layout = BucketLayout(self._parameters, bucket_mb)
+        self._update = torch.zeros(self._layout.length, device=self._parameters[0].device)
+        updates = [memory.array(self._update[each]) for each in self._layout.slices]
+        options = options | {"updates": updates, "share": self._arguments["share"]}
+        self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, **options)
+
+    def _selected_type(self) -> str:
+        """The type of what is selected, where the user names none."""
+        return _type_name(self._parameters[0].dtype)
+
+    def _prepare(self, gradient_type: str, overlap: bool) -> None:
+        """Set up what a step reads and writes, once there is a reducer. Collective."""
+        self._buckets: BackwardBuckets | None = None
+        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
+        self._array: Any = None  # of the vector, once a step takes it
+        # what the wrapped optimizer sees must be of the parameters' type
+        self._applied = self._update.to(self._parameters[0].dtype)
+        self._starts = None if self._layout is None else self._layout.starts
+        self._like = [self._gradients.as_wrapped.like(n, "meta") for n in range(len(self._parameters))]
+        self._updates: list[Tensor] = []  # views of what is applied, made by the first step
+        self._said_none = False
+        self._changes = 0  # of the parameters, when they were made
+        self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
+        self._agreement = agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
+
+        def loaded(inner: torch.optim.Optimizer) -> None:
+            # it keeps the agreement alone: the optimizer outlives this one. Torch's ZeRO has a part of the state on each rank
+            if not hasattr(inner, "consolidate_state_dict"):
+                agreement.state = state_digest(inner.state_dict())
+
+        self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
+        self._version = -1  # of the update, when it was handed out; -1: it is not
+
+    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> GradientsInPlace:
+        """What holds the gradients. Collective."""
+        reducer, layout, tensors = self.reducer, self._layout, []
+        if layout is None:
+            assert isinstance(reducer, GradientAllreduce)
+            if reducer.can_read_tensors:
+                tensors = self._tensor_lists([reducer], [slice(None)])
+            shared = reducer.gradient_buffer
+            whole = None if shared is None else self._memory.tensor(shared).view(dtype)
+            return GradientsInPlace(self._parameters, dtype, tensors, vector=whole)
+        assert isinstance(reducer, BucketedAllreduce)
+        if reducer.can_read_tensors:
+            tensors = self._tensor_lists(reducer.buckets, layout.ranges)
+        gradients = GradientsInPlace(
+            self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length
+        )
+        # not of this instance, which the buckets would keep alive
+        postponed = partial(may_only_set_up, self.inner)
+        self._buckets = BackwardBuckets(
+            self._parameters, gradients, layout, reducer, self._memory, overlap, postponed
+        )
+        return gradients
+
+    def _tensor_lists(
+        self, reducers: Sequence[GradientAllreduce], ranges: Sequence[slice]
+    ) -> list[GradientTensors]:
+        """For each reducer a list of its parameters' gradients. Collective."""
+        kind = _type_name(self._parameters[0].dtype)
+        try:
+            return [
+                reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
+                for reducer, each in zip(reducers, ranges, strict=True)
+            ]
+        except ValueError:
+            self.reducer.close()  # on every rank alike, as the error is
+            raise
+
+    @property
+    def gradient(self) -> NDArray[np.float32]:
+        """float32[n]: this rank's flat gradient, as the last step took it, on the host.
+
+        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU, and of
+        buckets, a copy.
+        """
+        vector = self._gradients.vector
+        if self._layout is not None:
+            vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
+        return vector.float().cpu().numpy()
+
+    @property
+    def overlapped(self) -> BackwardBuckets | None:
+        """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
+        return self._buckets if self._arguments["overlap"] else None
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as torch's optimizers; those of tables become None in any case.
+
+        With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
+        """
+        if self._buckets is not None and self._buckets.started:
+            self.abandon()
+        self._gradients.zero(set_to_none)
+        if self._tables is not None:
+            self._tables.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
+        return nullcontext() if self._buckets is None else self._buckets.no_sync()
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
+        if self._buckets is not None:
+            with self._memory.before_torch():
+                self._buckets.abandon()
+
+    @torch._disable_dynamo
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
+
+        A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
+        (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
+        optimizer has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on
+        the updates of the others, and a parameter that had no gradient on any rank in the step before stays as it is. A step at a
+        learning rate of 0, without state and with gradients of zero on all ranks, reduces nothing.
+
+        Args:
+            closure: computes the gradients first, if given. It is called once.
+            measure: take the paper's measures of this step, see `GradientAllreduce.step`.
+            grad_scaler: passed by `GradScaler.step(optimizer)`: gradients are unscaled before they are accumulated. An Inf on one
+                rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one control
+                allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
+                deferred and it is that one's, it was stepped on an update of zero, in buckets on those of the other buckets: to
+                go back, load a state of before that step.
+            ValueError: on every rank: on some rank a parameter needs a gradient that did not when the optimizer was wrapped, has
+                another type, shape or device, or a gradient that is sparse or of another shape; or the groups' numbers differ.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._only_sets_up_state():
+            if self._buckets is not None:
+                self._buckets.forget()
+            self.inner.step()
+        else:
+            self.reduce(measure=measure, grad_scaler=grad_scaler)
+            self.apply()
+        return loss
+
+    @torch._disable_dynamo
+    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
+        """The first half of a step: from here to `apply`, each `p.grad` is its piece of the update. Collective.
+
+        In between the update may be looked at or changed, as long as all ranks change it alike; a skipped step has none, and a
+        deferred one that is skipped or stopped has zeros; in buckets only those have that were.
+
+        Args:
+            measure, grad_scaler: as `step`.
+
+        Returns:
+            The step's `report`.
+
+        Raises:
+            NonFiniteGradientError: as `step`.
+            RuntimeError: the last update was not applied.
+        """
+        if self._version >= 0:
+            raise RuntimeError(
+                "reduce() again before apply(): each p.grad still is its piece of the last update"
+            )
+        if grad_scaler is not None and (skipped := self._unscale(grad_scaler)) is not None:
+            self.report = skipped
+            return skipped
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"no GradScaler was passed to step(): torch {torch.__version__} does not pass it, or something has replaced the "
+                "optimizer's step(), as Accelerate does for float16: take bfloat16 there, or in place of GradScaler.step() call "
+                "reduce(grad_scaler=...) and apply()"
+            )
+        self.report = report = self._reduced(measure)
+        if report.skipped:
+            return report
+        anywhere = self._heard(report)
+        if self.clip_norm:
+            clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
+        if self._applied is not self._update:
+            self._applied.copy_(self._update)
+        self._gradients.lay_aside()
+        for parameter, update, used in zip(
+            self._parameters, self._updates, anywhere[: len(self._parameters)], strict=True
+        ):
+            parameter.grad = update if used else None
+        for number in self._gradients.as_wrapped.relaid:
+            parameter = self._parameters[number]
+            if parameter.grad is not None:  # as the optimizer's own state is laid out
+                parameter.grad = torch.empty_like(parameter).copy_(self._updates[number])
+        if self._tables is not None:
+            self._tables.leave_out(anywhere[len(self._parameters) :])
+        self._version = self._update._version
+        return report
+
+    @torch._disable_dynamo
+    def apply(self) -> None:
+        """The second half of a step: the wrapped optimizer's own, unless the step was skipped."""
+        if self._version < 0:
+            return
+        try:
+            self.inner.step()
+        finally:
+            self._gradients.attach()
+            if self._tables is not None:
+                self._tables.put_back()
+            if self._update._version != self._version:  # some optimizers work in place on p.grad
+                self.reducer.forget_support()
+            self._version = -1
+
+    def _reduced(self, measure: bool) -> StepReport:
+        """Reduce the tables, which can be undone without traffic, then the vector: both or neither.
+
+        Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
+        one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
+        """
+        problem = self._changed()
+        self._warn_of_lost()
+        first = self.report is None and self.reducer.transport.rank == 0
+        if first and (warning := reduced_twice_warning(self._trained)):
+            warnings.warn(warning, stacklevel=4)
+        present = bytes(parameter.grad is not None for parameter in self._counted)
+        token = self._agreement.tell(present)
+        if self._buckets is not None:
+            self._start_rest(measure, "" if self._tables is not None else problem, token)
+        if self._tables is None:
+            return self._reduced_vector(measure, problem, token)
+        try:
+            reduced = self._reduce_tables(problem)
+        except (NonFiniteGradientError, ValueError):
+            if self._buckets is not None:
+                self._discard_buckets()
+            raise
+        if not reduced:
+            if self._buckets is not None:
+                return self._discard_buckets()
+            skipped = self.reducer.skip_together(True)
+            assert skipped is not None
+            return skipped
+        try:
+            report = self._reduced_vector(measure, problem, token)
+        except BaseException:
+            self._tables.take_back()
+            raise
+        if report.skipped:
+            self._tables.take_back()
+        report.row_bytes = sum(each.bytes for each in self._tables.reports)
+        return report
+
+    def _reduce_tables(self, problem: str) -> bool:
+        """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
+        assert self._tables is not None
+        if not isinstance(self.reducer, BucketedAllreduce):
+            with self._memory.stream_scope():
+                return self._tables.reduce(problem)
+        ready = self._memory.after_current()
+        with self._memory.before_torch():
+            return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
+
+    def _start_rest(self, measure: bool, problem: str, token: int) -> None:
+        """Start the buckets that the backward pass has not, the last one with the token. Collective."""
+        assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
+        if measure:
+            refused = "measures are taken of one vector: pass overlap=False and bucket_mb=0"
+            if self.overlapped is not None:  # what the backward pass has started can still be stepped
+                raise ValueError(refused)
+            problem = problem or refused
+        rest = self._buckets.rest(problem)
+        ready = self._memory.after_current()
+        last = len(self.reducer.buckets) - 1
+        for gradient, more in rest:
+            number = self.reducer.started
+            beside = {**more, "absent": self._gradients.missing(number)}
+            self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
+
+    def _discard_buckets(self) -> StepReport:
+        """End a step whose tables were not reduced. Collective."""
+        assert isinstance(self.reducer, BucketedAllreduce)
+        with self._memory.before_torch():
+            return self.reducer.discard([])
+
+    def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
+        if isinstance(self.reducer, BucketedAllreduce):
+            with self._memory.before_torch():
+                return self.reducer.finish()
+        assert isinstance(self.reducer, GradientAllreduce)
+        absent = self._gradients.missing()
+        try:
+            gradient = self._given(measure, problem)
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # on this rank alone, perhaps: a gradient is sparse, or of another shape
+            problem = str(error).splitlines()[0]
+            gradient = self._given(measure, problem)
+        with self._memory.stream_scope():
+            return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
+
+    def _heard(self, report: StepReport) -> bytes:
+        """As `StepAgreement.hear`, of a step that was reduced, which is undone where ranks differ in the groups' numbers."""
+        transport = self.reducer.transport
+        try:
+            anywhere = self._agreement.hear(self.reducer.tokens, transport, not report.complete)
+        except ValueError:
+            self.reducer.take_back()
+            if self._tables is not None:
+                self._tables.take_back()
+            raise
+        if not (any(anywhere) or self._said_none) and transport.rank == 0:
+            warnings.warn(
+                f"no parameter of the optimizer has a gradient on any rank in step {report.step}: if the model has others by "
+                "now, as after load_state_dict(assign=True) or to(device), change it first, then wrap",
+                stacklevel=4,
+            )
+        self._said_none = self._said_none or not any(anywhere)
+        return anywhere
+
+    def _given(self, measure: bool, problem: str) -> Any:
+        """The gradients as the next step of the reducer takes them; zeros where a problem is to be raised."""
+        assert isinstance(self.reducer, GradientAllreduce)
+        if self.reducer.reads_tensors(measure):
+            return self._gradients.tensors(problem=problem)[0]
+        vector = self._gradients.collect(problem=problem)
+        if self._array is None:
+            self._array = self._memory.array(vector)
+        return self._array
+
+    def _changed(self) -> str:
+        """What has changed since the optimizer was wrapped that a step cannot go on with, in a sentence; "" if nothing has."""
+        watched = self._gradients.as_wrapped
+        watched.look()
+        if watched.changes != self._changes:  # `Module.to` may have given what each p.grad was other memory
+            self._changes = watched.changes
+            self._updates = dense_views(self._applied, self._like, self._starts)
+        return watched.problem or self._unwrapped_parameters()
+
+    def _has_gradients(self) -> bool:
+        return super()._has_gradients() or (self._buckets is not None and self._buckets.started > 0)
+
+    def _reducer_state(self) -> dict[str, Any]:
+        state = super()._reducer_state()
+        return state if self._layout is None else {**state, "order": list(self._order)}
+
+    def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
+        problem = super()._parts_problem(state, reducer, tables)
+        if reducer is not None and self._layout is not None and not problem:
+            problem = self._order_problem(reducer)
+        return problem
+
+    def _order_problem(self, reducer: Any) -> str:
+        try:
+            if "buckets" not in reducer:
+                return ""  # the reducer says so
+            saved = list(reducer["order"])
+        except (KeyError, TypeError) as error:
+            return f"the state is damaged: {type(error).__name__} {error}"
+        if saved == self._order:
+            return ""
+        return "the state has buckets of parameters in another order: pass the order that it was taken with"
+
+    def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
+        return None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
+
+    @closes
+    def close(self) -> None:
+        if self._loaded_hook is not None:
+            self._loaded_hook.remove()
+        if self._buckets is not None:
+            self._buckets.remove()
+        super().close()
+
+
+def clip_(vectors: Sequence[Tensor], norm: float) -> None:
+    """Scale vectors in place so that their Euclidean norm together is at most `norm`; without waiting for a GPU."""
+    norms = [torch.linalg.vector_norm(vector, dtype=torch.float32) for vector in vectors]
+    together = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    scale = (norm / (together + 1e-6)).clamp(max=1.0)
+    for vector in vectors:
+        vector.mul_(scale)
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)
