@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data.images.file import write_image_file
-from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.experiments import EXPERIMENTS
 
 VGG = EXPERIMENTS["vgg"]
 

@@ -5,7 +5,6 @@
     python -m jobs.bench --sweep-ranks 2,4,8,16,32,64 --json FILE
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json FILE    against NCCL, on 4 GPUs
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table hook --json FILE   training steps with communication hooks of DDP
-    mpiexec -n 4 python -m mpi4py -m jobs.bench --table rows --json FILE   sums of the rows that ranks touched of a table
 
 Rank 0 prints the tables and writes the JSON. jobs.report draws that of a sweep and of dense allreduces.
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from collectives.sparse import check_length
 from jobs.bench.device import DEVICES
 from jobs.bench.document import NCCL_ROWS, BenchError, bits_per_second
-from jobs.bench.gradients import PROFILES, SKEWS
+from jobs.bench.gradients import PROFILES
 from jobs.bench.options import ABLATION_RANKS, DEFAULTS, JOB, KNOWN, OF_EVERY_BENCH, TABLES, Options
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -58,13 +58,11 @@ def _option(name: str) -> str:
 
 def _checked_table(options: Options) -> Options:
     """The options of a table that has its own lengths."""
-    table, rows = options.table, options.rows
-    if table != "rows" and options.device != "cuda":
+    table = options.table
+    if options.device != "cuda":
         raise BenchError(f"--table {table} is measured on --device cuda, not {options.device}")
     if table == "gpu" and options.gradient_type == "float16":
         raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
-    if table == "rows" and len(rows) > 1:
-        raise BenchError(f"--rows {','.join(map(str, rows))} is not one number, which --table rows takes")
     return options
 
 
@@ -185,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # what is told, and nothing else
     )
-    add, sweep, rows = parser.add_argument, DEFAULTS["sweep"], DEFAULTS["rows"]
+    add, sweep = parser.add_argument, DEFAULTS["sweep"]
     add(
         "--methods",
         nargs="+",
@@ -202,11 +200,9 @@ def parser() -> argparse.ArgumentParser:
     text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {Options.density}, "
     text += f"{sweep['density']} with --sweep-ranks"
     add("--density", type=float, help=text)
-    text = f"Number of steps to measure, at least the threshold interval; default: {Options.steps}, "
-    text += f"{rows['steps']} with --table rows"
+    text = f"Number of steps to measure, at least the threshold interval; default: {Options.steps}"
     add("--steps", type=number(int, 1), metavar="STEPS", help=text)
-    text = "Number of steps discarded before those, at least 0; default: 2/density, rounded up, "
-    text += f"{rows['warmup']} with --table rows"
+    text = "Number of steps discarded before those, at least 0; default: 2/density, rounded up"
     add("--warmup", type=number(int, 0), metavar="STEPS", help=text)
     text = "Number of steps to measure of dense methods, from 1 to --steps; default: --steps"
     add("--dense-steps", type=number(int, 1), metavar="STEPS", help=text)
@@ -229,18 +225,11 @@ def parser() -> argparse.ArgumentParser:
     add("--sweep-ranks", type=numbers, metavar="P,P,...", help=text)
     text = (
         "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
-        "rows, sums of the rows that ranks touched of a table; dense, dense allreduces from 4 KB to 512 MB; default: none"
+        "dense, dense allreduces from 4 KB to 512 MB; default: none"
     )
     add("--table", choices=tuple(filter(None, TABLES)), help=text)
-    text = "Numbers of the rows of --table gpu to measure, from 1; default: all. With --table rows: "
-    text += f"how many rows a rank draws in a step, at least 1; default: {rows['rows'][0]}"
+    text = "Numbers of the rows of --table gpu to measure, from 1; default: all"
     add("--rows", type=numbers, metavar="I,I", help=text)
-    text = f"Rows of the table of --table rows, at least 1; default: {Options.table_rows}"
-    add("--table-rows", type=number(int, 1), metavar="N", help=text)
-    text = f"Elements of a row of --table rows, at least 1; default: {Options.width}"
-    add("--width", type=number(int, 1), metavar="N", help=text)
-    text = "How the rows of --table rows are drawn: all alike, or row i with a chance in proportion to 1/(i + 1); "
-    add("--skew", choices=SKEWS, help=text + f"default: {SKEWS[0]}")
     text = f"Start no further cell of --table gpu after so many seconds, at least 0; default: {DEFAULTS['gpu']['budget']:g}"
     add("--budget", type=number(float, 0), metavar="SECONDS", help=text)
     text = "Commit that is measured, for the record; default: the one that git names"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from jobs.bench.document import BenchError
 from jobs.bench.options import Options
-from jobs.bench.plain_topk import PlainTopK, plain_topk_hook
+from jobs.cluster.agreement import Refused
+from jobs.train.placement import find_placement
 from jobs.train.reduce.background import WireError, ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.powersgd import EPSILON, low_rank, reduce_low_rank
 from oktopk.settings import entries_kept
@@ -47,6 +48,25 @@ def perceptron(length: int) -> nn.Sequential:
         layers += [nn.Linear(width, width), nn.ReLU()]
         nn.init.kaiming_uniform_(layers[-2].weight, nonlinearity="relu")  # type: ignore[arg-type]
     return nn.Sequential(*layers[:-1])
+
+
+@contextmanager
+def process_group(name: str, comm: MPI.Intracomm) -> Iterator[torch.device]:
+    """This rank's device, in a process group of all ranks over gloo or NCCL. Collective.
+
+    Args:
+        name: "cpu" or "cuda", whose ranks of a host get its GPUs in turn.
+
+    Raises:
+        BenchError: there is no such device, or what is done in it raises ValueError or WireError; on every rank alike.
+    """
+    try:
+        place = find_placement(name, comm)
+        start_process_group(comm, place.device, place.process_group, place.unit)
+        yield place.device
+        stop_process_group()
+    except (ValueError, WireError, Refused) as error:
+        raise BenchError(str(error)) from error
 
 
 @dataclass
@@ -99,8 +119,17 @@ class Contestant:
         return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
 
 
-def contestants(options: Options, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
+Rival = tuple[Any, object, Callable[[], int]]
+"""A communication hook, its state, and what gives the bytes that this rank sent in the last step."""
+
+
+def contestants(
+    options: Options, device: torch.device, rivals: Mapping[str, Rival]
+) -> tuple[list[Contestant], dict[str, str]]:
     """All that take part, and why others do not. Collective, in a process group.
+
+    Args:
+        rivals: further ones, by name.
 
     Raises:
         ValueError: settings that Ok-Topk does not take; on every rank alike.
@@ -131,8 +160,7 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
         found.append(Contestant("bf16", ddp(bf16_compress_hook), ring(length // 2)))
     except TypeError as error:  # torch's answer to gloo
         left_out["bf16"] = str(error)
-    plain = PlainTopK(options.density)
-    found.append(Contestant("plain-topk", ddp(plain_topk_hook, plain), _taken(plain)))
+    found += [Contestant(name, ddp(hook, state), sent) for name, (hook, state, sent) in rivals.items()]
     state = PowerSGDState(
         None, 1, start_powerSGD_iter=WHOLE_STEPS, min_compression_rate=2, orthogonalization_epsilon=EPSILON
     )
@@ -153,37 +181,23 @@ def contestants(options: Options, device: torch.device) -> tuple[list[Contestant
     return found, left_out
 
 
-def _taken(state: PlainTopK) -> Callable[[], int]:
-    def take() -> int:
-        sent, state.bytes = state.bytes, 0
-        return sent
-
-    return take
-
-
 def _reported(state: OkTopkState) -> int:
     assert state.report is not None
     return state.report.bytes
 
 
-def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """The run as it stands in the document, on rank 0. Collective.
+def measure_hooks(
+    options: Options, comm: MPI.Intracomm, rivals: Mapping[str, Rival] | None = None
+) -> dict[str, Any]:
+    """The run as it stands in the document, on rank 0; rivals: as `contestants`. Collective.
 
     Contestants take turns of BLOCK steps. A step's time is that of the slowest rank.
 
     Raises:
         BenchError: it cannot be done, or ranks ended with different parameters; on every rank alike.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cuda = options.device == "cuda"
-    device = torch.device("cuda", node.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    unit = f"{node.allgather(comm.rank)[0]}:{device.index}"
-    node.Free()
-    if cuda:
-        torch.cuda.set_device(device)
-    try:
-        start_process_group(comm, device, "nccl" if cuda else "gloo", unit)
-        found, left_out = contestants(options, device)
+    with process_group(options.device, comm) as device:
+        found, left_out = contestants(options, device, rivals or {})
         _run(found, options, comm, device)
         differing = [
             one.name for one in found if one.synchronizes and len(set(comm.allgather(one.digest()))) > 1
@@ -191,9 +205,6 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         methods = [_summary(one, found[0], comm) for one in found]
         for one in found:
             one.close()
-        stop_process_group()
-    except (ValueError, WireError) as error:  # raised on every rank alike
-        raise BenchError(str(error)) from error
     if differing:
         raise BenchError(f"the ranks ended with different parameters: {', '.join(differing)}")
     length = sum(parameter.numel() for parameter in found[0].ddp.parameters())
@@ -203,7 +214,7 @@ def measure_hooks(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
         "density": options.density,
         "k": entries_kept(options.density, length),
         "device": options.device,
-        "backend": "nccl" if cuda else "gloo",
+        "backend": "nccl" if options.device == "cuda" else "gloo",
         "threads": torch.get_num_threads(),
         "left_out": left_out,
         "network": options.network,

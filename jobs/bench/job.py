@@ -43,27 +43,36 @@ def run(options: Options | str, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
         wrong = options.startswith("jobs.bench: ")
         say(comm, options, sys.stderr if wrong else sys.stdout)
         return 2 if wrong else 0
-    status = _run(options, comm)
+    status = run_all(partial(_todo, options, comm), options, comm)
     leave()  # not after an exception: a rank that is alone would wait for the others
     return status
 
 
-def _run(options: Options, comm: MPI.Intracomm) -> int:
+Measure = Callable[[], dict[str, Any]]
+"""Measures one run, collectively, and returns it as it stands in the document, on rank 0."""
+
+
+def run_all(todo: Callable[[], tuple[str, list[Measure]]], options: Options, comm: MPI.Intracomm) -> int:
+    """Measure runs, print their tables and write the document, for the bench and for scripts beside results. Collective.
+
+    Args:
+        todo: gives the kind of the document, and its runs; may raise BenchError on every rank alike.
+        options: of these budget, json, quiet, commit, device and module are read.
+
+    Returns:
+        The exit status, the same on all ranks: 0, or 2 with one message.
+    """
     output: Output | None = None
     try:
         check_launch(comm, raises=BenchError)
         path = options.json
         if path is not None:
             output = decide_on_root(comm, lambda: Output(path), FAULTS, BenchError)
-        measure_all(*_todo(options, comm), options, comm, output)
+        measure_all(*todo(), options, comm, output)
     except (BenchError, NonFiniteGradientError) as error:
-        say(comm, f"jobs.bench: {error}", sys.stderr)
+        say(comm, f"{options.module}: {error}", sys.stderr)
         return 2
     return 0
-
-
-Measure = Callable[[], dict[str, Any]]
-"""Measures one run, collectively, and returns it as it stands in the document, on rank 0."""
 
 
 def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
@@ -74,10 +83,6 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
         from jobs.bench.hook import measure_hooks  # torch
 
         return "hook table", [partial(measure_hooks, options, comm)]
-    if options.table == "rows":
-        from jobs.bench.rows import measure_rows  # torch
-
-        return "rows table", [partial(measure_rows, options, comm)]
     if options.table == "dense":
         from jobs.bench.dense import measure_dense  # torch and CuPy
 
@@ -161,7 +166,9 @@ def drive(options: Options, words: Sequence[str]) -> int:
         if sweep:
             show(document_tables({"kind": "sweep", "runs": runs}), flush=True)
         if output is not None:
-            output.write(document("sweep" if sweep else "ablation", runs, library, command_line(None)))
+            output.write(
+                document("sweep" if sweep else "ablation", runs, library, command_line(None, options.module))
+            )
     except (BenchError, LaunchError) as error:
         show(f"jobs.bench: {error}", file=sys.stderr)
         return 2

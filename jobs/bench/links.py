@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from numpy.typing import NDArray
 
 from jobs.bench.document import BenchError, bits_per_second
 from jobs.bench.floors import ring_exchange
-from jobs.bench.tcp import TcpRing
 
 TOLERANCE = 1.15
 """Shaping holds where a transfer after a pause runs at no more than this times the rate of `--link`."""
@@ -50,7 +47,6 @@ class Links:
         first = names.index(names[comm.rank]) == comm.rank
         ring = comm.Split(0 if first else MPI.UNDEFINED, comm.rank)
         self._ring = ring if isinstance(ring, MPI.Intracomm) and ring != MPI.COMM_NULL else None
-        self._tcp = TcpRing(self._ring) if self._ring else None
 
     @property
     def count(self) -> int:
@@ -77,51 +73,25 @@ class Links:
         Returns:
             bytes: those sent.
             seconds: by MPI, until the last host has received all, the median of some tries.
-            tcp_seconds: the same by TCP itself; None where the names of the hosts do not lead to them, or a connection broke.
-            share, tcp_share: their rates over that of the links; None where these are unshaped.
+            share: its rate over that of the links; None where these are unshaped.
             holds: whether `share` is at most TOLERANCE, or links are unshaped.
         """
         sent = min(_MOST, max(1, round(nbytes)))
         outgoing, incoming = np.ones(sent, np.uint8), np.empty(sent, np.uint8)
-        by_mpi: Callable[[], None] | None = None
-        by_tcp: Callable[[], None] | None = None
-        if self._ring and self._tcp:
-            by_mpi = ring_exchange(self._ring, outgoing, incoming)
-            by_tcp = partial(self._tcp.exchange, outgoing, incoming)
-        seconds = self._after_pauses(by_mpi)
-        usable = self._comm.allreduce(self._tcp is None or self._tcp.usable, MPI.LAND)
-        tcp_seconds = self._after_pauses(by_tcp) if usable else None
-        if self._tcp and tcp_seconds is None:
-            self._tcp.usable = False
+        seconds = self._after_pauses(ring_exchange(self._ring, outgoing, incoming) if self._ring else None)
+        share = None if self.rate is None else 8 * sent / seconds / self.rate
+        return {"bytes": sent, "seconds": seconds, "share": share, "holds": (share or 0.0) <= TOLERANCE}
 
-        def share(spent: float | None) -> float | None:
-            return None if self.rate is None or spent is None else 8 * sent / spent / self.rate
-
-        return {
-            "bytes": sent,
-            "seconds": seconds,
-            "tcp_seconds": tcp_seconds,
-            "share": share(seconds),
-            "tcp_share": share(tcp_seconds),
-            "holds": (share(seconds) or 0.0) <= TOLERANCE,
-        }
-
-    def _after_pauses(self, send: Callable[[], None] | None) -> float | None:
-        """Seconds until the last rank has done its part, after a pause; the median; None where one failed. Collective."""
+    def _after_pauses(self, send: Callable[[], None] | None) -> float:
+        """Seconds until the last rank has done its part, after a pause; the median. Collective."""
         spent = []
         for _ in range(_TRIES + 1):
             time.sleep(_PAUSE)
             self._comm.Barrier()
             start = time.perf_counter()
-            failed = False
             if send is not None:
-                try:
-                    send()
-                except OSError:
-                    failed = True
-            spent.append(self._comm.allreduce(math.inf if failed else time.perf_counter() - start, MPI.MAX))
-            if spent[-1] == math.inf:
-                return None
+                send()
+            spent.append(self._comm.allreduce(time.perf_counter() - start, MPI.MAX))
         return statistics.median(spent[1:])
 
     def record(self, host_bytes: float, mean: float) -> dict[str, Any]:
@@ -147,6 +117,5 @@ class Links:
 
     def close(self) -> None:
         """Give the communicator back."""
-        if self._ring and self._tcp:
-            self._tcp.close()
+        if self._ring:
             self._ring.Free()

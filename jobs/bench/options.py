@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS
-from jobs.bench.gradients import SKEWS
 from jobs.bench.mpi import ALGORITHMS
 from oktopk import METHODS, Settings
 
@@ -39,7 +38,8 @@ class Options:
         memory: watch allocations in the last steps of the warm-up.
         link: rate of each host's link, as `jobs.bench.document.bits_per_second` takes it; "" where it is not given.
         table: a name in TABLES; "" for none.
-        rows: numbers of the GPU table's rows from 1, empty for all; of the table of rows how many a rank draws in a step.
+        rows: numbers of the GPU table's rows from 1, empty for all.
+        module: that the command of the document names.
     """
 
     methods: tuple[str, ...] = ()
@@ -64,20 +64,13 @@ class Options:
     table: str = ""
     rows: tuple[int, ...] = ()
     budget: float = math.inf
-    table_rows: int = 1_000_000
-    width: int = 512
-    skew: str = SKEWS[0]
     commit: str = ""
+    module: str = "jobs.bench"
 
     @property
     def length(self) -> int:
         """n, of the first run."""
         return self.lengths[0]
-
-    @property
-    def touched(self) -> int:
-        """Rows that a rank draws in a step, of the table of rows."""
-        return self.rows[0]
 
     @property
     def threshold_interval(self) -> int:
@@ -94,7 +87,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "dense": ("gradient_type",),
     "gpu": ("rows", "budget", "gradient_type"),
     "hook": _COURSE,
-    "rows": ("rows", "table_rows", "width", "skew", "steps", "warmup"),
 }
 """Table, "" for none -> the fields of Options that it takes besides those of every bench."""
 OF_EVERY_BENCH = ("table", "device", "seed", "json", "network", "quiet", "commit")
@@ -105,6 +97,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sweep": {"methods": tuple(METHODS), "lengths": (100_000,), "density": 0.02, "memory": False},
     "dense": _GPUS,
     "gpu": _GPUS | {"methods": ("oktopk", *OWN_ROWS, *NCCL_ROWS), "budget": 300.0},
-    "rows": {"lengths": (), "rows": (50_000,), "steps": 10, "warmup": 2},
 }
 """Table, "ablate" or "sweep" -> defaults that are not those of Options."""

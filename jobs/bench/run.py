@@ -29,7 +29,7 @@ FAULTS = (BenchError, ValueError, OSError, MemoryError)
 
 def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
     """The document of runs on these ranks; on rank 0."""
-    content = document(kind, runs, mpi_library(), command_line(comm.size))
+    content = document(kind, runs, mpi_library(), command_line(comm.size, options.module))
     if content["commit"] is None and options.commit:
         content |= {"commit": options.commit, "commit_as_told": True}
     if options.device == "cuda":

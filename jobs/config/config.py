@@ -5,6 +5,7 @@ jobs.config.file reads it from a file and a command line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -21,6 +22,25 @@ from jobs.config.sections import (
     TrainingConfig,
 )
 from oktopk import METHODS
+
+_OF_SPARSE_TABLES = {
+    "optimizer.name": "sgd",  # torch's others take no sparse gradients
+    "optimizer.momentum": 0.0,
+    "optimizer.weight_decay": 0.0,
+    "reduction.momentum_correction": 0.0,
+    "reduction.deferred": False,
+}
+_OF_MODES = {
+    "reduction.sends": "gradients",
+    "reduction.every": 1,
+    "reduction.nonfinite": "raise",
+    "reduction.momentum_correction": 0.0,
+    "reduction.average": True,
+    "reduction.wire": "auto",
+    "reduction.levels": "auto",
+    "reduction.ranks_per_host": 0,
+    "run.measure_every": 0,
+}
 
 
 class Config(Section):
@@ -66,37 +86,21 @@ class Config(Section):
             raise ValueError(
                 f"model.sparse true is for the methods of oktopk, not for {self.reduction.method!r}"
             )
-        for key, needed in (
-            ("optimizer.name", "sgd"),  # torch's others take no sparse gradients
-            ("optimizer.momentum", 0.0),
-            ("optimizer.weight_decay", 0.0),
-            ("reduction.momentum_correction", 0.0),
-            ("reduction.deferred", False),
-        ):
-            if self.value(key) != needed:
-                raise ValueError(f"model.sparse true needs {key} {needed!r}, not {self.value(key)!r}")
+        if key := self._other_than(_OF_SPARSE_TABLES):
+            needed = _OF_SPARSE_TABLES[key]
+            raise ValueError(f"model.sparse true needs {key} {needed!r}, not {self.value(key)!r}")
         return self
 
     @model_validator(mode="after")
     def _modes_do_no_more_than_sum(self) -> Self:
-        if self.reduction.method in METHODS:
-            return self
-        for key, needed in (
-            ("reduction.sends", "gradients"),
-            ("reduction.every", 1),
-            ("reduction.nonfinite", "raise"),
-            ("reduction.momentum_correction", 0.0),
-            ("reduction.average", True),
-            ("reduction.wire", "auto"),
-            ("reduction.levels", "auto"),
-            ("reduction.ranks_per_host", 0),
-            ("run.measure_every", 0),
-        ):
-            if self.value(key) != needed:
-                raise ValueError(
-                    f"{key} {self.value(key)!r} is not for reduction.method {self.reduction.method!r}"
-                )
+        method = self.reduction.method
+        if method not in METHODS and (key := self._other_than(_OF_MODES)):
+            raise ValueError(f"{key} {self.value(key)!r} is not for reduction.method {method!r}")
         return self
+
+    def _other_than(self, needed: Mapping[str, Any]) -> str:
+        """The first "section.key" that has another value, "" if none has."""
+        return next((key for key, value in needed.items() if self.value(key) != value), "")
 
     def value(self, key: str) -> Any:
         """The value of "section.key"."""

@@ -33,9 +33,9 @@ from typing import Any
 
 from data.command import show
 from jobs.config.file import ConfigError
+from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.options import parse
 from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, planned_files
-from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
 from jobs.experiment.trials import START_SECONDS, Pace, launches
 from jobs.launch import run_job

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.command import command_parser
 from jobs.config.file import add_overrides
-from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.trials import KINDS
 
 

@@ -13,14 +13,13 @@ from typing import Any
 from tabulate import tabulate
 
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
-from jobs.experiment.model import Experiment
+from jobs.experiment.experiments import CONFIGS, Experiment
 from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
 from jobs.restart.resume import differences
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 RUNS = "runs"
 EVALUATIONS = 16  # of a run that is shortened to so many steps, at most, and one at its end
 

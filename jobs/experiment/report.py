@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.durable import replaced
-from jobs.experiment.claims import region_claim
-from jobs.experiment.model import Experiment
+from jobs.experiment.experiments import Experiment
+from jobs.experiment.targets import verdicts
 from jobs.experiment.trials import KINDS
 from jobs.render.table import Column, Table, table
 from jobs.report.groups import group_runs
@@ -45,21 +45,19 @@ def write_report(
         return "no run has begun: there is nothing to report yet"
     # what cannot be read, the report names
     runs = {kind: read_readable(files[kind])[0] for kind in KINDS}
-    claims = experiment.claims(experiment, group_runs(runs["train"]), group_runs(runs["speed"]))
-    if experiment.compares_regions:
-        claims.append(region_claim(group_runs(runs["regions"])))
+    claims = verdicts(experiment, *(group_runs(runs[kind]) for kind in ("train", "speed", "regions")))
     report(
         files["train"],
         folder,
         sweep=files["sweep"],
         regions=files["regions"],
         throughput=files["speed"],
-        target=experiment.target,
+        target=experiment.accuracy,
         title=experiment.title,
         claims=claims,
         notes_besides=notes,
     )
-    every = [*tables(runs, experiment.target), claims_table(claims)]
+    every = [*tables(runs, experiment.accuracy), claims_table(claims)]
     all_runs = [run for kind in KINDS for run in runs[kind]]
     text = [f"# {experiment.title}", "", *_provenance(all_runs, command), ""]
     text += [line for note in notes for line in (note, "")]

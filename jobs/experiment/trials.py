@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.config.modes import DENSE_OVLP
-from jobs.experiment.model import Experiment
+from jobs.experiment.experiments import Experiment
 from oktopk import METHODS
 
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
@@ -63,23 +62,27 @@ def trials(
             trained with again. None: nothing is swept.
     """
     ranks, elsewhere = options.ranks, not options.no_gpu_methods
-    methods = options.methods or (*experiment.methods, *experiment.rivals)
-    planned = []
+    asked = options.methods or (*experiment.methods, *experiment.rivals)
     own = {DENSE_OVLP: overlapped_dense("nccl" if elsewhere else "dense")}
-    for seed in range(options.seeds):
-        for method in experiment.methods:
-            if method in methods and (not seed or method in experiment.repeated):
-                planned.append(_trial(f"{method}-{seed}", "train", method, ranks, seed, own.get(method, {})))
+    methods = {
+        name: {"reduction.method": name, **own.get(name, {})}
+        for name in dict.fromkeys((*experiment.methods, *experiment.fast))
+    }
     rivals = {
         name: settings
         for name, settings in experiment.rivals.items()
-        if name in methods and (elsewhere or settings["reduction.method"] in METHODS)
+        if name in asked and (elsewhere or settings["reduction.method"] in METHODS)
     }
+    planned = []
+    for seed in range(options.seeds):
+        for name in experiment.methods:
+            if name in asked and (not seed or name in experiment.repeated):
+                planned.append(_trial(f"{name}-{seed}", "train", name, ranks, seed, methods[name]))
     for name, settings in rivals.items():
         for seed in range(options.seeds if name in experiment.repeated else 1):
-            called, method = f"{name}-{seed}", settings["reduction.method"]
-            planned.append(_trial(called, "train", method, ranks, seed, settings))
-    if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in methods:
+            method = settings["reduction.method"]
+            planned.append(_trial(f"{name}-{seed}", "train", method, ranks, seed, settings))
+    if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in asked:
         for balanced in (True, False):
             # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
             settings = {
@@ -90,21 +93,30 @@ def trials(
             }
             name = f"regions-{'balanced' if balanced else 'equal'}"
             planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
-    fast = [name for name in experiment.fast if name in (*methods, *SUMMED_ELSEWHERE)]
+    fast = [
+        name
+        for name in experiment.fast
+        if (name in asked or name in SUMMED_ELSEWHERE) and (elsewhere or name not in SUMMED_ELSEWHERE)
+    ]
     steps = options.speed_steps
     for size in sorted(options.speed_ranks, reverse=True) if steps else ():
         for batch in options.speed_batches or (None,):
-            for method in fast:
-                if elsewhere or method not in SUMMED_ELSEWHERE:
-                    trial = _speed_trial(method, size, batch, steps)
-                    changed = {**trial.settings, **own.get(method, {})}
-                    planned.append(dataclasses.replace(trial, settings=changed))
+            on = f"speed-{size}" if batch is None else f"speed-{size}x{batch}"
+            alike = {} if batch is None else {"training.batch_size": batch}
+            for name in fast:
+                planned.append(_speed_trial(f"{on}-{name}", name, size, steps, alike | methods[name]))
             for name, settings in rivals.items():
                 for bucket in experiment.buckets or (None,):
-                    planned.append(_rival_speed_trial(name, settings, size, batch, bucket, steps))
+                    called = f"{on}-{name}" if bucket is None else f"{on}-{name}-{bucket:g}mb"
+                    changed = {**alike, **settings}
+                    if bucket is not None:
+                        changed["reduction.bucket_mb"] = bucket
+                    method = settings["reduction.method"]
+                    planned.append(_speed_trial(called, method, size, steps, changed))
             if experiment.staged and "oktopk" in fast:
-                planned.append(_speed_trial("oktopk", size, batch, steps, staged=True))
-    if usual is not None and "oktopk" in methods:
+                staged = alike | {"run.time_stages": True}
+                planned.append(_speed_trial(f"{on}-oktopk-stages", "oktopk", size, steps, staged))
+    if usual is not None and "oktopk" in asked:
         for name, values in experiment.swept.items():
             for value in values:
                 if value != usual[name]:
@@ -118,35 +130,12 @@ def overlapped_dense(method: str) -> dict[str, Any]:
     return {"reduction.method": method, "reduction.overlap": True, "reduction.deferred": False}
 
 
-def _speed_trial(method: str, size: int, batch: int | None, steps: int, *, staged: bool = False) -> Trial:
-    settings = {
-        **_short(steps),
-        # what is measured is the method, not how it starts
-        "reduction.dense_warmup_steps": 0,
-        "reduction.density_warmup_steps": 0,
-        "run.measure_every": 0,
-    }
-    called = f"{size}" if batch is None else f"{size}x{batch}"
-    if batch is not None:
-        settings["training.batch_size"] = batch
-    if staged:
-        settings["run.time_stages"] = True
-    name = f"speed-{called}-{method}" + ("-stages" if staged else "")
-    return _trial(name, "speed", method, size, 0, settings)
-
-
-def _rival_speed_trial(
-    name: str, settings: Mapping[str, Any], size: int, batch: int | None, bucket: float | None, steps: int
-) -> Trial:
-    alike = _speed_trial(settings["reduction.method"], size, batch, steps)
-    changed = dict(settings)
-    called = f"{alike.name.removesuffix(alike.method)}{name}"
-    if alike.method == "powersgd":
-        changed["reduction.powersgd_start"] = 2  # the least: again not how it starts
-    if bucket is not None:
-        changed["reduction.bucket_mb"] = bucket
-        called += f"-{bucket:g}mb"
-    return dataclasses.replace(alike, name=called, settings={**alike.settings, **changed})
+def _speed_trial(name: str, method: str, size: int, steps: int, settings: Mapping[str, Any]) -> Trial:
+    """A run that is compared by its speed: what is measured is the method, not how it starts."""
+    start = {"reduction.dense_warmup_steps": 0, "reduction.density_warmup_steps": 0, "run.measure_every": 0}
+    if method == "powersgd":
+        start["reduction.powersgd_start"] = 2  # the least
+    return _trial(name, "speed", method, size, 0, {**_short(steps), **settings, **start})
 
 
 def _short(steps: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,18 +83,16 @@ class Column(NamedTuple):
         unit: of its values, or what they are.
         over: "mean" or "max" over the ranks, or "rank 0": its value, where all ranks have the same or only its own counts.
         source: step -> value on this rank; None where no step gives it.
-        before: value in files that are older than the column; None: there are none.
     """
 
     dtype: str
     unit: str
     over: str = "rank 0"
     source: Callable[[Any], float] | None = None
-    before: float | None = None
 
 
-def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0", before: float | None = None) -> Column:
-    return Column(dtype, unit, over, lambda step: getattr(step.report, name), before)
+def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0") -> Column:
+    return Column(dtype, unit, over, lambda step: getattr(step.report, name))
 
 
 def _of_phase(phase: str, unit: str = "seconds") -> Column:
@@ -103,7 +100,7 @@ def _of_phase(phase: str, unit: str = "seconds") -> Column:
 
 
 def _of_measures(unit: str, name: str) -> Column:
-    return Column("f8", unit, "mean", lambda step: getattr(step.report.measures, name), math.nan)
+    return Column("f8", unit, "mean", lambda step: getattr(step.report.measures, name))
 
 
 # A word is one 4-byte value or one 4-byte index.
@@ -114,12 +111,10 @@ STEP_COLUMNS: dict[str, Column] = {
     "loss": Column("f8", "", "mean", lambda step: step.loss),
     "words": _of_report("f8", "payload words sent", "words", "mean"),
     "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
-    "row_bytes": _of_report(
-        "f8", "payload bytes sent for tables with sparse gradients", "row_bytes", "mean", 0.0
-    ),
-    "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean", math.nan),
+    "row_bytes": _of_report("f8", "payload bytes sent for tables with sparse gradients", "row_bytes", "mean"),
+    "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean"),
     "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
-    "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean", 0.0),
+    "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean"),
     "control_words": _of_report(
         "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"
     ),
@@ -130,11 +125,9 @@ STEP_COLUMNS: dict[str, Column] = {
     "local_threshold": _of_report("f8", "magnitude", "local_threshold", "mean"),
     "global_threshold": _of_report("f8", "magnitude", "global_threshold"),
     "local_exact": _of_report(
-        "f8", "1: selected the exact top k, 0: reused a threshold", "local_exact", "mean", math.nan
+        "f8", "1: selected the exact top k, 0: reused a threshold", "local_exact", "mean"
     ),
-    "global_exact": _of_report(
-        "f8", "1: exact global threshold, 0: reused or none", "global_exact", before=math.nan
-    ),
+    "global_exact": _of_report("f8", "1: exact global threshold, 0: reused or none", "global_exact"),
     "skipped": _of_report("i1", "1: a gradient was not finite and the step was skipped", "skipped"),
     "dense": Column(
         "i1",
@@ -154,7 +147,6 @@ STEP_COLUMNS: dict[str, Column] = {
         "seconds_reduction less all stages; negative where a stage waited on the host for the backward pass of a GPU",
         "mean",
         lambda step: step.reduction - step.report.total_seconds,
-        before=0.0,  # it was added to a stage
     ),
 }
 # NaN where xi has no meaning.
@@ -177,9 +169,7 @@ EVALUATION_COLUMNS: dict[str, Column] = {
     "loss": Column("f8", "mean over the held-out samples; of speech, per word"),
     "accuracy": Column("f8", "fraction of the held-out samples; of speech, 1 - word error rate"),
     "samples": Column("i8", "of speech, words"),
-    "character_error_rate": Column(
-        "f8", "of speech, wrong characters over those said; NaN elsewhere", before=math.nan
-    ),
+    "character_error_rate": Column("f8", "of speech, wrong characters over those said; NaN elsewhere"),
     "seconds": Column("f8", ""),
 }
 SEGMENT_COLUMNS: dict[str, Column] = {
@@ -195,7 +185,7 @@ TIMELINE_COLUMNS: dict[str, Column] = {
     "depth": Column("i1", "0; 1: a bucket, or it lies in another span; 2: a stage of a bucket"),
     "start": Column("f8", "seconds since training began, by the clock of rank 0"),
     "seconds": Column("f8", ""),
-    "bucket": Column("i4", "from 0, in the order in which they start; -1: of none", before=-1),
+    "bucket": Column("i4", "from 0, in the order in which they start; -1: of none"),
 }
 
 

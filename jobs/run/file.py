@@ -15,8 +15,7 @@ Layout:
 The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
 steps up to it, which replaces the old one.
 
-The columns are those of jobs.run.columns. A file that is older than one of them is read with its value `before` there; a file of
-another FORMAT is not read.
+The columns are those of jobs.run.columns. A file of another FORMAT, or without one of them, is not read.
 
 A killed writer leaves a file that HDF5 opens in SWMR mode only, so read it with jobs.run.reader.
 """

@@ -17,8 +17,6 @@ from data.command import escaped_values
 from jobs.run.columns import GROUPS, Columns
 from jobs.run.file import FORMAT, STATUSES, RunFileError, RunInfo, RunRecord
 
-LATER_GROUPS = ("measures", "segments", "timeline")
-"""Groups that older files lack."""
 PATIENCE = 20  # tenths of a second
 _SLACK = 1 << 26  # bytes that a writer at work may be ahead of the size of its file
 DAMAGE = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -91,14 +89,12 @@ class RunReader:
 
     @property
     def info(self) -> RunInfo:
-        attributes = self._file.attrs  # older files lack the newest, which have defaults
         values: dict[str, Any] = {}
         for name, field in RunInfo.__dataclass_fields__.items():
-            if name in attributes:
-                value = attributes[name]
-                values[name] = value.item() if isinstance(value, np.generic) else escaped_values(value)
-                if type(values[name]).__name__ != field.type:
-                    raise TypeError(f"its {name} is no {field.type}")
+            value = self._file.attrs[name]
+            values[name] = value.item() if isinstance(value, np.generic) else escaped_values(value)
+            if type(values[name]).__name__ != field.type:
+                raise TypeError(f"its {name} is no {field.type}")
         return RunInfo(**values)
 
     @property
@@ -124,27 +120,20 @@ class RunReader:
         return {name: seconds for name, seconds in zip(names, slots, strict=False) if name}
 
     def columns(self, group: str) -> Columns:
-        """Every column of a group of GROUPS as of now, all of one length; empty for a group that an older file lacks.
+        """Every column of a group of GROUPS as of now, all of one length.
 
         Raises:
             RunFileError: a column is missing.
         """
-        known = GROUPS[group]
-        if group in LATER_GROUPS and group not in self._file:
-            return {name: np.zeros(0, column.dtype) for name, column in known.items()}
         columns = {}
-        for name, dataset in self._file[group].items():
-            dataset.refresh()
+        for name in GROUPS[group]:
+            if f"{group}/{name}" not in self._file:
+                raise RunFileError(f"{self.path} is not a whole run file: no column {group}/{name}")
+            self._file[f"{group}/{name}"].refresh()
             columns[name] = self._values(f"{group}/{name}", 1)
         # The writer extends one column after another: a row that some columns lack is not there yet.
-        shortest = min((len(values) for values in columns.values()), default=0)
-        columns = {name: values[:shortest] for name, values in columns.items()}
-        for name in known.keys() - columns.keys():
-            before = known[name].before
-            if before is None:
-                raise RunFileError(f"{self.path} is not a whole run file: no column {group}/{name}")
-            columns[name] = np.full(shortest, before)
-        return {name: columns[name] for name in known}
+        shortest = min(map(len, columns.values()))
+        return {name: values[:shortest] for name, values in columns.items()}
 
     steps = partialmethod(columns, "steps")
     evaluations = partialmethod(columns, "evaluations")

@@ -19,7 +19,6 @@ from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
 from jobs.bench.job import run
 from jobs.bench.links import Links
 from jobs.bench.tables import document_tables
-from jobs.bench.tcp import TcpRing
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -85,43 +84,6 @@ def test_a_transfer_faster_than_the_rate_told_does_not_hold(comm: MPI.Intracomm,
     assert (record["floor"], record["above"]) == (None, None)
     assert slow.record(1e9, mean=1.0)["transfer"]["bytes"] == 8 << 20
     for links in (slow, none, fast):
-        links.close()
-
-
-@pytest.mark.mpi
-def test_a_ring_moves_bytes_by_tcp_or_is_unusable_on_all_ranks(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    ring = TcpRing(comm)
-    assert ring.usable
-    for nbytes in (1, 3_000_000):
-        incoming = np.zeros(nbytes, np.uint8)
-        ring.exchange(np.full(nbytes, comm.rank + 1, np.uint8), incoming)
-        assert np.all(incoming == (comm.rank - 1) % comm.size + 1)
-    ring.close()
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost" if comm.rank else "no such host")
-    ring = TcpRing(comm)
-    assert not ring.usable
-    ring.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_ring_whose_rank_is_silent_or_gone_is_given_up_by_all(
-    comm: MPI.Intracomm, hosts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("jobs.bench.tcp._PATIENCE", 0.3)
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
-    for silent in (True, False):
-        links = Links(comm, "none")
-        assert links.transfer(1000)["tcp_seconds"] > 0
-        if links._tcp and comm.rank == 1:
-            if silent:
-                monkeypatch.setattr(links._tcp, "exchange", lambda outgoing, incoming: None)
-            else:
-                links._tcp.close()
-        assert links.transfer(1000)["tcp_seconds"] is None
-        assert links.transfer(1000)["tcp_seconds"] is None
         links.close()
 
 

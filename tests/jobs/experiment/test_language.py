@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import re
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 from jobs.config.config import Config
 from jobs.config.file import validate
 from jobs.experiment.__main__ import main
-from jobs.experiment.language_claims import language_claims, next_token_claims
-from jobs.experiment.model import Experiment
+from jobs.experiment.experiments import EXPERIMENTS, Experiment
 from jobs.experiment.options import parse
 from jobs.experiment.plan import measured_pace, plan
-from jobs.experiment.registry import EXPERIMENTS
+from jobs.experiment.targets import verdicts
 from jobs.report.groups import group_runs
 from jobs.report.page import task
 from jobs.report.summary import read_runs
@@ -125,12 +123,10 @@ def timed(path: Path, method: str, loss: float, seconds: float = 25.0) -> Path:
     )
 
 
-def verdicts(groups: list[Path], fast: list[Path]) -> list[str]:
-    claims = language_claims(BERT, group_runs(read_runs(groups)), group_runs(read_runs(fast)))
-    return [claim.verdict for claim in claims[1:]]
-
-
 def test_losses_are_compared_after_equal_steps_and_after_equal_time(tmp_path: Path) -> None:
+    def of_losses(*files: Path) -> list[str]:
+        return [claim.verdict for claim in verdicts(BERT, group_runs(read_runs(files)), [])[1:4]]
+
     dense = timed(tmp_path / "dense.h5", "dense", 0.5)
     overlapped = timed(tmp_path / "ovlp.h5", "dense-ovlp", 0.5, seconds=10.0)
     for loss, seconds, expected in (
@@ -140,8 +136,8 @@ def test_losses_are_compared_after_equal_steps_and_after_equal_time(tmp_path: Pa
         (0.400, 40.0, ["held", "failed", "failed"]),  # at 0.4 too late: at 0.635 when dense has ended
     ):
         sparse = timed(tmp_path / f"{loss}-{seconds}.h5", "oktopk", loss, seconds)
-        assert verdicts([dense, overlapped, sparse], [])[:3] == expected, (loss, seconds)
-    assert verdicts([dense], [])[:3] == ["open"] * 3
+        assert of_losses(dense, overlapped, sparse) == expected, (loss, seconds)
+    assert of_losses(dense) == ["open"] * 3
 
 
 def test_a_language_model_is_trained_by_each_rival_with_every_seed(tmp_path: Path) -> None:
@@ -162,7 +158,7 @@ def test_a_language_model_is_trained_by_each_rival_with_every_seed(tmp_path: Pat
     assert trained["sparseloco-15-1"].reduction.method == "sparseloco"
     # a way that is a method of the library needs no GPU
     denser = {"reduction.method": "oktopk", "reduction.density": 0.05}
-    more = dataclasses.replace(GPT, rivals={**GPT.rivals, "oktopk-dense": denser})
+    more = GPT.model_copy(update={"rivals": {**GPT.rivals, "oktopk-dense": denser}})
     alone = planned(more, "--kinds", "train", "--no-gpu-methods")
     both = sorted(f"{name}-{seed}" for name in ("dense", "oktopk", *updates) for seed in (0, 1))
     assert sorted(alone) == sorted([*both, "oktopk-dense-0"])
@@ -182,7 +178,7 @@ def test_the_loss_of_each_rival_is_held_against_denses(tmp_path: Path) -> None:
         ("sparseloco", 4.05),
     )
     runs = [write_run(tmp_path / f"{name}.h5", method=name, held_out_loss=loss) for name, loss in losses]
-    claims = next_token_claims(GPT, group_runs(read_runs(runs)), [])[:4]
+    claims = verdicts(GPT, group_runs(read_runs(runs)), [])[:4]
     assert [claim.verdict for claim in claims] == ["failed", "held", "held", "failed"]
     assert claims[1].text.startswith("Ok-Topk of updates's held-out loss is at most 1% above dense's")
     assert claims[2].text.startswith("PowerSGD's held-out loss is at most 1% above dense's")
@@ -229,7 +225,7 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
         "Ok-Topk (batch_size 256)",
         "Ok-Topk (batch_size 256, timed by stage)",
     }
-    claims = language_claims(BERT, [], groups)[-6:]
+    claims = verdicts(BERT, [], groups)[-6:]
     assert [claim.verdict for claim in claims] == ["held", "failed", "held", "failed", "open", "held"]
     for claim in claims[:2]:
         assert claim.text.endswith("NCCL's flat allreduce of bfloat16, batches of 8")
@@ -241,7 +237,6 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
         for method in ("oktopk", "nccl", "ddp")
     ]
     groups = group_runs(read_runs(replayed))
-    assert language_claims(BERT, [], groups)[-1].measured.endswith("of DDP's without CUDA graphs on 4 GPUs")
     assert [task(group.runs[0]).endswith(", CUDA graphs") for group in groups] == [True, True, False]
     report([], tmp_path / "out", throughput=fast, target=0.9)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")

@@ -11,11 +11,11 @@ import pytest
 
 from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.claims import region_claim
+from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.options import parse
 from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
-from jobs.experiment.registry import EXPERIMENTS
 from jobs.experiment.report import write_report
+from jobs.experiment.targets import verdicts
 from jobs.experiment.trials import KINDS, RUN_SECONDS, START_SECONDS, Pace, Trial, trials
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
@@ -141,21 +141,11 @@ def test_every_planned_configuration_is_valid(tmp_path: Path) -> None:
         assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == warm_up
 
 
-def test_speech_is_planned_with_the_methods_and_seeds_of_the_table(tmp_path: Path) -> None:
-    planned = plan(EXPERIMENTS["lstm"], parse(["lstm", "--data", "x.h5", "-o", str(tmp_path)]))
-    trained = [each.trial.name for each in planned if each.trial.kind == "train"]
-    assert sorted(trained) == sorted(
-        [f"{method}-0" for method in EXPERIMENTS["lstm"].methods]
-        + [f"{method}-{seed}" for method in ("dense", "oktopk") for seed in (1, 2)]
-    )
-    for each in planned:
-        config = validate(each.document)
-        assert (config.model.name, config.data.name, config.data.path) == (
-            "lstm",
-            "an4",
-            str(Path("x.h5").absolute()),
-        )
-        assert config.optimizer.clip_norm == 400.0
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_plans_configurations_of_the_data_asked_for(name: str, tmp_path: Path) -> None:
+    words = [name, "--data", "x.h5", "-o", str(tmp_path), *(["--set", "data.name=cifar10"] * (name == "vit"))]
+    for each in plan(EXPERIMENTS[name], parse(words)):
+        assert validate(each.document).data.path == str(Path("x.h5").absolute())
 
 
 def test_vit_is_compared_with_ddps_hook_and_powersgd_in_buckets_of_two_sizes(tmp_path: Path) -> None:
@@ -222,7 +212,7 @@ def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Pat
     assert found == [1.08, 2.5]
 
     def verdict(*paths: Path) -> str:
-        return region_claim(group_runs(read_runs(paths))).verdict
+        return verdicts(experiment, [], [], group_runs(read_runs(paths)))[-1].verdict
 
     assert verdict(files[0], regions("even", False, 1.05)) == "failed"
     assert verdict(files[0]) == verdict(files[0], regions("cut", False, 2.5, "interrupted")) == "open"

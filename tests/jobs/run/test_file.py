@@ -66,22 +66,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert reader.evaluations()["step"].tolist() == [4]
 
 
-def test_measures_are_read_and_older_files_have_none(tmp_path: Path) -> None:
+def test_measures_are_read(tmp_path: Path) -> None:
     with RunFile(tmp_path / "run.h5", INFO) as file:
         file.append_measures({name: np.array([0.5, 1.5]) for name in MEASURE_COLUMNS})
-        file.append_evaluation(**evaluation(4))
     with RunReader(tmp_path / "run.h5") as reader:
         assert reader.measures().keys() == MEASURE_COLUMNS.keys()
         assert reader.measures()["xi"].tolist() == [0.5, 1.5]
-    with h5py.File(tmp_path / "run.h5", "r+", libver="latest") as older:
-        del older["measures"], older.attrs["hardware"], older.attrs["command"]
-        del older["evaluations/character_error_rate"]
-    with RunReader(tmp_path / "run.h5") as reader:
-        assert reader.info == INFO
-        assert np.isnan(reader.evaluations()["character_error_rate"]).tolist() == [True]
-        assert {name: len(values) for name, values in reader.measures().items()} == dict.fromkeys(
-            MEASURE_COLUMNS, 0
-        )
 
 
 def test_a_run_without_steps_is_read(tmp_path: Path) -> None:

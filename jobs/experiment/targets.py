@@ -1,0 +1,209 @@
+"""Compares an experiment's targets with what was measured: the verdicts of a report.
+
+A figure that was not measured is NaN, and a target that needs one is open. A figure that was no number fails its target.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from data import DataError
+from data.text.file import open_text_file
+from data.text.frequencies import frequency_loss
+from data.text.masking import TextEvaluationLoader
+from jobs.experiment.experiments import Experiment, Target, Value
+from jobs.report.groups import Group, by_batch, timed_by_stage
+from jobs.report.page import Claim
+from jobs.report.summary import ON_THE_DEVICE
+
+BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the device
+_OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}
+
+
+class Figures:
+    """The figures of one group as attributes, for a target's value and texts: those of methods.csv, and those of FIGURES.
+
+    Args:
+        group: None where there is none, whose figures were not measured.
+        own: figures that replace its own.
+    """
+
+    def __init__(self, group: Group | None, own: Mapping[str, float] | None = None) -> None:
+        self._group, self._own = group, own or {}
+
+    def __getattr__(self, name: str) -> float:
+        if name in self._own:
+            return self._own[name]
+        if self._group is not None and name in FIGURES:
+            return FIGURES[name](self._group)
+        return _figure(self._group, name)
+
+    def __str__(self) -> str:
+        return "" if self._group is None else self._group.label
+
+
+def verdicts(
+    experiment: Experiment, trained: Sequence[Group], fast: Sequence[Group], regions: Sequence[Group] = ()
+) -> list[Claim]:
+    """Each target with its verdict and what was measured, in the experiment's order, those of speed by size of batches.
+
+    Args:
+        experiment: whose targets.
+        trained: groups that were trained to the end; fast: those that are compared by speed; regions: by the kind of regions.
+    """
+    found: list[Claim] = []
+    by_speed = [target for target in experiment.targets if target.of == "speed"]
+    methods = {method: Figures(_only(trained, method)) for method in _methods(experiment)}
+    methods["largest"] = Figures(None, {"waiting_share": _most_waiting(trained)})
+    for target in experiment.targets:
+        if target.of == "train":
+            found += [_verdict(target, names) for names in _of_training(target, trained, methods)]
+    batches = by_batch(fast) or {0: []}
+    for batch, groups in batches.items():
+        named = batch and (experiment.speed_batches or len(batches) > 1)
+        size = max((group.ranks for group in groups), default=0)
+        widest = [group for group in groups if group.ranks == size]
+        methods = {method: Figures(_only(widest, method)) for method in _methods(experiment)}
+        staged = (each for each in widest if each.method == "oktopk" and timed_by_stage(each))
+        methods["staged"] = Figures(next((each for each in staged if each.counted[0].complete), None))
+        words = {
+            "where": f", batches of {batch}" if named else "",
+            "of_type": _type_of(_only(widest, "nccl")),
+        }
+        found += [_verdict(target, methods, words) for target in by_speed]
+    by_kind = {_balanced(group): group for group in regions if group.counted[0].complete}
+    kinds = {name: Figures(by_kind.get(kind)) for name, kind in (("balanced", True), ("equal", False))}
+    return found + [_verdict(target, kinds) for target in experiment.targets if target.of == "regions"]
+
+
+def _methods(experiment: Experiment) -> list[str]:
+    return [*dict.fromkeys((*experiment.methods, *experiment.fast, "nccl", "ddp"))]
+
+
+def _of_training(
+    target: Target, groups: Sequence[Group], methods: Mapping[str, Figures]
+) -> Iterator[Mapping[str, Figures]]:
+    """The methods that a target names, once for each time that it is compared with runs."""
+    if target.each:
+        for group in groups:
+            if group.method != "dense" and group.counted[0].complete:
+                yield {**methods, "each": Figures(group)}
+    elif target.in_equal_time:
+        pair = {method: _only(groups, method) for method in target.in_equal_time}
+        seconds = min(_figure(group, "training_seconds") for group in pair.values())
+        yield dict(methods) | {
+            method: Figures(group, {"seconds": seconds, "held_out_loss": _loss_after(group, seconds)})
+            for method, group in pair.items()
+        }
+    else:
+        yield methods
+
+
+def _verdict(target: Target, names: Mapping[str, Figures], words: Mapping[str, str] | None = None) -> Claim:
+    text = target.text.format_map({**names, **(words or {})})
+    value, operands = _value(target, names)
+    finite = not any(map(math.isinf, operands))
+    if finite and math.isnan(value):
+        return Claim(text, "open", "not measured")
+    also = ""
+    if target.also is not None and not math.isnan(besides := _value(target.also, names)[0]):
+        also = target.also.measured.format_map({**names, "value": besides})
+    measured = target.measured.format_map({**names, "value": value, "also": also})
+    return Claim(text, "held" if finite and target.holds(value) else "failed", measured)
+
+
+def _value(of: Value, names: Mapping[str, Figures]) -> tuple[float, list[float]]:
+    """The value, and the figures it is made of."""
+    first, *rest = of.value.split()
+    operands = [_operand(word, names) for word in (first, *rest[1::2])]
+    value = operands[0]
+    with np.errstate(all="ignore"):
+        for sign, operand in zip(rest[::2], operands[1:], strict=True):
+            value = float(_OPERATORS[sign](value, operand))
+    return value, operands
+
+
+def _operand(word: str, names: Mapping[str, Figures]) -> float:
+    method, point, name = word.partition(".")
+    return float(getattr(names[method], name)) if point and method in names else float(word)
+
+
+def _only(groups: Sequence[Group], method: str) -> Group | None:
+    """The method's first group, if it has a complete run; none that was timed by stage."""
+    complete = [group for group in groups if group.method == method and group.counted[0].complete]
+    return next((group for group in complete if not timed_by_stage(group)), None)
+
+
+def _figure(group: Group | None, name: str) -> float:
+    """A figure as Group.total; NaN where it was not measured, and infinite where it was no number."""
+    value = None if group is None else group.total(name)
+    return math.nan if value is None else math.inf if math.isnan(value) else value
+
+
+def _waiting_share(group: Group) -> float:
+    return _figure(group, "part_data_seconds") / _figure(group, "step_seconds")
+
+
+def _most_waiting(groups: Sequence[Group]) -> float:
+    return max(map(_waiting_share, (g for g in groups if g.counted[0].complete)), default=math.nan)
+
+
+def _frequency_loss(group: Group) -> float:
+    """Loss by word frequencies of the group's held-out words; NaN where the text is gone."""
+    data = group.runs[0].config.get("data", {})
+    try:
+        training, held_out = open_text_file(data.get("path", ""))
+    except DataError:
+        return math.nan
+    most = data.get("eval_sequences", 0)
+    return frequency_loss(training, TextEvaluationLoader(held_out, batch_size=512, rank=0, size=1, most=most))
+
+
+def _loss_after(group: Group | None, seconds: float) -> float:
+    """The held-out loss after some training time, on a straight line between two evaluations; mean over the runs."""
+    runs = () if group is None else group.counted
+    if not runs or not all(len(run.evaluations["step"]) for run in runs):
+        return math.nan
+    losses = []
+    for run in runs:
+        times = run.at_steps(run.training_seconds, run.evaluations["step"])
+        losses.append(np.interp(seconds, times, run.evaluations["loss"]))
+    return float(np.mean(losses))
+
+
+def _after_selection_ms(group: Group) -> float:
+    """Milliseconds of the steps whose stages were timed on the device, mean over them; NaN where there are none."""
+    seconds: list[float] = []
+    for run in group.counted:
+        if ON_THE_DEVICE in run.stages:
+            after = [values for name, values in run.stages.items() if name not in BEFORE_EXCHANGE]
+            on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
+            seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
+    return 1e3 * float(np.mean(seconds)) if seconds else math.nan
+
+
+def _balanced(group: Group) -> bool:
+    return bool(group.runs[0].config.get("reduction", {}).get("balanced_regions", True))
+
+
+def _type_of(group: Group | None) -> str:
+    """The type of NCCL's gradients, in words."""
+    return (
+        "" if group is None else f" of {group.runs[0].config['reduction'].get('gradient_type') or 'float32'}"
+    )
+
+
+FIGURES: dict[str, Callable[[Group], float]] = {
+    "ranks": lambda group: group.ranks,
+    "word_error_rate": lambda group: 1 - _figure(group, "held_out_accuracy"),
+    "accuracy_points": lambda group: 100 * _figure(group, "held_out_accuracy"),
+    "waiting_share": _waiting_share,
+    "frequency_loss": _frequency_loss,
+    "reduction_ms": lambda group: 1e3 * _figure(group, "reduction_seconds"),
+    "after_selection_ms": _after_selection_ms,
+}
+"""Figures of a group besides those of methods.csv: what it makes of them, milliseconds, and the loss by word frequencies."""
