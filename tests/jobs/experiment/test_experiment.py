@@ -56,7 +56,7 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
     assert "- Command: `python -m jobs.experiment vgg --data" in text
     assert re.search(r"^\| Dense \(2 seeds\) ", text, re.MULTILINE)
     assert re.search(r"^\| Method +\| +1 rank .* 2 ranks ", text, re.MULTILINE)
-    assert re.search(r"NCCL's flat allreduce.*\| +open \| +not measured \|", text)
+    assert re.search(r"NCCL's flat allreduce.*\| +open +\| +not measured +\|", text)
     assert {"index.html", "methods.csv"} <= {path.name for path in (out / "report").iterdir()}
 
     times = {path: path.stat().st_mtime_ns for path in (out / "runs").glob("*.h5")}
