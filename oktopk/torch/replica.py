@@ -191,11 +191,13 @@ class Replica:
             optimizer: its "state" and "param_groups", as its `state_dict` has them.
             groups: its own.
         """
-        return dict(optimizer["state"])
+        kept: dict[Any, Any] = optimizer["state"]
+        return kept
 
     def loaded(self, optimizer: dict[str, Any], groups: Groups) -> dict[Any, Any]:
         """The reverse of `saved`."""
-        return dict(optimizer["state"])
+        kept: dict[Any, Any] = optimizer["state"]
+        return kept
 
     def close(self) -> None:
         """Free what the library holds."""
