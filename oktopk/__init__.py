@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from oktopk.methods import METHODS
     from oktopk.results import StepReport
     from oktopk.settings import Settings
+    from oktopk.torch.kinds import DistributedOptimizer
     from oktopk.torch.modules import average_buffers, broadcast_parameters
-    from oktopk.torch.optimizer import DistributedOptimizer
 
 __all__ = [
     "METHODS",
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "METHODS": "oktopk.methods",
-    "DistributedOptimizer": "oktopk.torch.optimizer",
+    "DistributedOptimizer": "oktopk.torch.kinds",
     "GradientAllreduce": "oktopk.allreduce",
     "LauncherError": "collectives.launchers",
     "MissingRanksError": "collectives.transport",

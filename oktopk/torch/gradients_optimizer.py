@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,16 +27,20 @@ from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 from oktopk.torch.step_agreement import StepAgreement
 
 
-class GradientsOptimizer(DistributedOptimizer):
+class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     """What `DistributedOptimizer(optimizer, sends="gradients")` makes, and by default of SGD.
 
     The gradients of all ranks are reduced, then the wrapped optimizer steps on the average, on which momentum, weight decay and
     Adam act. `step` copies the gradients into one flat buffer of `gradient_type`. Where Ok-Topk's kernels read each other's
     memory, they read each `p.grad` where autograd left it, and round on the way: only a step that is dense or measured fills the
-    buffer.
-    Residual and update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a
+    buffer. Residual and update are float32; the wrapped optimizer sees the update, in the parameters' type. A parameter without a
     gradient on this rank counts as zero, and its residual stays here; where no rank has one, its `p.grad` is None for the wrapped
     optimizer, as in torch alone: neither momentum nor decay moves it.
+
+    A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
+    (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the optimizer
+    has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on the updates of
+    the others, and a parameter that had no gradient on any rank in the step before stays as it is.
 
     Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
         step uses the buffer); n more of updates where parameters are not float32.
@@ -45,7 +49,6 @@ class GradientsOptimizer(DistributedOptimizer):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
     """
 
-    _sends = "gradients"
     _layout: BucketLayout | None = None
     _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
 
@@ -171,43 +174,7 @@ class GradientsOptimizer(DistributedOptimizer):
             with self._memory.before_torch():
                 self._buckets.abandon()
 
-    @torch._disable_dynamo
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        measure: bool = False,
-        grad_scaler: GradScaler | None = None,
-    ) -> Any:
-        """Reduce the gradients and step; `report` tells how it went. Collective: every rank must call.
-
-        A skipped step leaves parameters and optimizer state untouched, unless it was deferred: the report of such a step
-        (`Settings.deferred`) is incomplete until the next one begins, or `complete`, and where it stopped or is skipped the
-        optimizer has stepped on an update of zero. In buckets that is so of each bucket by itself: the optimizer has stepped on
-        the updates of the others, and a parameter that had no gradient on any rank in the step before stays as it is. A step at a
-        learning rate of 0, without state and with gradients of zero on all ranks, reduces nothing.
-
-        Args:
-            closure: computes the gradients first, if given. It is called once.
-            measure: take the paper's measures of this step, see `GradientAllreduce.step`.
-            grad_scaler: passed by `GradScaler.step(optimizer)`: gradients are unscaled before they are accumulated. An Inf on one
-                rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one control
-                allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`.
-
-        Returns:
-            What the closure returned; None without one.
-
-        Raises:
-            NonFiniteGradientError: on every rank alike, if settings say so; nothing was stepped, or where the last step was
-                deferred and it is that one's, it was stepped on an update of zero, in buckets on those of the other buckets: to
-                go back, load a state of before that step.
-            ValueError: on every rank: on some rank a parameter needs a gradient that did not when the optimizer was wrapped, has
-                another type, shape or device, or a gradient that is sparse or of another shape; or the groups' numbers differ.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._only_sets_up_state():
             if self._buckets is not None:
                 self._buckets.forget()
@@ -215,7 +182,6 @@ class GradientsOptimizer(DistributedOptimizer):
         else:
             self.reduce(measure=measure, grad_scaler=grad_scaler)
             self.apply()
-        return loss
 
     @torch._disable_dynamo
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:

@@ -8,9 +8,8 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from importlib import import_module
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,8 +63,8 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 class DistributedOptimizer(WrappedOptimizer):
     """Sums what the ranks' optimizers need: their gradients, or, around AdamW, what their optimizers changed.
 
-    What it makes is a `GradientsOptimizer`, or by default of optimizers with `betas` an `oktopk.torch.updates.UpdatesOptimizer`;
-    each says what a step does. Of both:
+    What it makes is an `oktopk.torch.gradients_optimizer.GradientsOptimizer`, or by default of optimizers with `betas` an
+    `oktopk.torch.updates.UpdatesOptimizer`; each says what a step does. Of both:
 
     Learning-rate schedulers take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one. Each step
     compares the parameters with what they were: other values and another memory format are gone on with. The ranks compare the
@@ -119,6 +118,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
+        TypeError: a class that is derived from this one, and not from one of those two.
         ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too), a
             GPU or an MPI that cannot be used, or momentum correction with an optimizer that has momentum of its own; on every
             rank alike.
@@ -144,10 +144,19 @@ class DistributedOptimizer(WrappedOptimizer):
     """What sums over the ranks."""
 
     _called = "DistributedOptimizer"
+    _kinds: ClassVar[
+        dict[str, type[DistributedOptimizer]]
+    ] = {}  # by what they send; `oktopk.torch.kinds` has all
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
+
+    def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if sends:
+            cls._sends = sends
+            DistributedOptimizer._kinds[sends] = cls
 
     def __new__(
         cls,
@@ -159,10 +168,16 @@ class DistributedOptimizer(WrappedOptimizer):
         **keywords: Any,
     ) -> Any:
         if cls is not DistributedOptimizer:
+            if not cls._sends:
+                kinds = " or ".join(kind.__name__ for kind in cls._kinds.values())
+                raise TypeError(
+                    f"{cls.__name__} is derived from DistributedOptimizer: derive it from {kinds}"
+                )
             return super().__new__(cls)
         sends = sends or default_sends(optimizer, method, keywords.get("density"))
-        module, name = _KINDS.get(sends, _KINDS["gradients"])  # which refuses what is unknown
-        return super().__new__(getattr(import_module(module), name))
+        return super().__new__(
+            cls._kinds.get(sends, cls._kinds["gradients"])
+        )  # which refuses what is unknown
 
     def __init__(
         self,
@@ -281,10 +296,10 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _sends_problem(self, sends: str, every: int, local_share: float | None) -> str:
         """What is wrong with these arguments, in a sentence; "" if nothing is."""
-        if sends not in _KINDS:
-            return f"sends {sends!r} is not one of {', '.join(map(repr, _KINDS))}"
+        if sends not in self._kinds:
+            return f"sends {sends!r} is not one of {', '.join(map(repr, self._kinds))}"
         if sends != self._sends:
-            kind = _KINDS[sends][1]
+            kind = self._kinds[sends].__name__
             return f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             return f"every {every!r} is not an integer >= 1"
@@ -334,18 +349,12 @@ class DistributedOptimizer(WrappedOptimizer):
         """Clear all gradients, as torch's optimizers; those of tables become None in any case."""
         raise NotImplementedError
 
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        measure: bool = False,
-        grad_scaler: GradScaler | None = None,
-    ) -> Any:
-        """Exchange and step; `report` tells how it went. Collective, see the class of what is sent."""
+    def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
+        """As `step`, once the gradients are computed."""
         raise NotImplementedError
 
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """The first half of a step, with sends="gradients", see `GradientsOptimizer.reduce`."""
+        """The first half of a step, with sends="gradients", see `GradientsOptimizer`."""
         raise NotImplementedError
 
     def apply(self) -> None:
@@ -369,6 +378,45 @@ class DistributedOptimizer(WrappedOptimizer):
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
 
     # what all have
+
+    @torch._disable_dynamo
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        measure: bool = False,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
+        """Exchange and step, as the class of what is sent says; `report` tells how it went. Collective: every rank must call.
+
+        With `every` > 1 only each `every`-th call exchanges, and `report` is of the last exchange. A step at a learning rate of
+        0, without state and with gradients of zero on all ranks, exchanges nothing.
+
+        Args:
+            closure: computes the gradients first, if given. It is called once.
+            measure: take the paper's measures of this exchange, see `GradientAllreduce.step`; where none is due it does nothing.
+            grad_scaler: passed by `GradScaler.step(optimizer)`. With gradients, which are unscaled before they are accumulated,
+                an Inf on one rank skips the step on all, whatever `nonfinite` is, and every rank's scaler backs off. It takes one
+                control allreduce more, and on a GPU the wait for the flag, as in any `GradScaler.step`. With updates a rank that
+                finds one does not step, its own scaler backs off, and the other ranks go on.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            NonFiniteGradientError: on every rank alike, in the exchange, if settings say so. With gradients nothing was stepped,
+                or where the last step was deferred and it is that one's, it was stepped on an update of zero, in buckets on those
+                of the other buckets: to go back, load a state of before that step.
+            ValueError: on every rank: on some rank parameters have changed so that no step is possible, one needs a gradient that
+                did not when the optimizer was wrapped, or a gradient is sparse or of another shape; or the groups' numbers or,
+                with updates, the references differ.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(measure, grad_scaler)
+        return loss
 
     def _undo_construction(self) -> None:
         self.reducer.close()
@@ -659,12 +707,6 @@ class DistributedOptimizer(WrappedOptimizer):
         library = self.reducer.transport.library
         return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
 
-
-_KINDS = {
-    "gradients": ("oktopk.torch.gradients_optimizer", "GradientsOptimizer"),
-    "updates": ("oktopk.torch.updates", "UpdatesOptimizer"),
-}
-"""The classes by what they send."""
 
 # of `__init__`: `inspect` and the reference would take that of `__new__`
 _OF_INIT = inspect.signature(DistributedOptimizer.__init__)

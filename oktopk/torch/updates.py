@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
 
-class UpdatesOptimizer(DistributedOptimizer):
+class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
@@ -110,7 +110,6 @@ class UpdatesOptimizer(DistributedOptimizer):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
-    _sends = "updates"
     reducer: GradientAllreduce
 
     def _refused(self, settings: dict[str, Any]) -> str:
@@ -231,43 +230,16 @@ class UpdatesOptimizer(DistributedOptimizer):
         """As `reduce`."""
         self.reduce()
 
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        measure: bool = False,
-        grad_scaler: GradScaler | None = None,
-    ) -> Any:
-        """Step on this rank's gradient; in each `every`-th call exchange, which is collective. `report` is of the last one.
-
-        Args:
-            closure: as `DistributedOptimizer.step`.
-            measure: take the paper's measures of this exchange; where none is due it does nothing.
-            grad_scaler: passed by `GradScaler.step(optimizer)`. Where it finds an Inf this rank does not step, its own scaler
-                backs off, and the other ranks go on.
-
-        Returns:
-            What the closure returned; None without one.
-
-        Raises:
-            NonFiniteGradientError: on every rank alike, in the exchange, if settings say so.
-            ValueError: on some rank parameters have changed, or need a gradient that did not, so that no step is possible; or
-                the ranks' settings or references have parted. On every rank alike.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._kept is not None:
             raise RuntimeError(
                 "step() within `with optimizer.agreed():`, where parameters are not this rank's own: leave it first"
             )
         with self._replica.gradients() as unreadable:
-            self._step(measure, grad_scaler, unreadable)
-        return loss
+            self._step_on_tensors(measure, grad_scaler, unreadable)
 
-    def _step(self, measure: bool, grad_scaler: GradScaler | None, unreadable: str) -> None:
-        """As `step`, once the gradients are there. unreadable: why one cannot be read, in a sentence."""
+    def _step_on_tensors(self, measure: bool, grad_scaler: GradScaler | None, unreadable: str) -> None:
+        """As `step`, once the replica's tensors have gradients. unreadable: why one has none, in a sentence."""
         if self._only_sets_up_state():
             self.inner.step()
             self._reference.watch()

@@ -806,6 +806,23 @@ def test_an_optimizer_with_betas_sends_updates_unless_told_otherwise(
     optimizer.close()
 
 
+def test_a_class_is_derived_from_what_it_sends(comm: MPI.Intracomm) -> None:
+    class OfBoth(DistributedOptimizer):
+        pass
+
+    class OfUpdates(UpdatesOptimizer):
+        pass
+
+    sgd = torch.optim.SGD(nn.Linear(5, 3).parameters())
+    with pytest.raises(TypeError, match="derive it from GradientsOptimizer or UpdatesOptimizer"):
+        OfBoth(sgd, comm)
+    with pytest.raises(ValueError, match="a OfUpdates sends 'updates', not 'gradients'"):
+        OfUpdates(sgd, comm, density=0.1, sends="gradients")
+    optimizer = OfUpdates(sgd, comm, density=0.1)
+    assert optimizer.replica == "rank"
+    optimizer.close()
+
+
 def test_what_only_gradients_take_is_refused_with_what_adamw_sends(comm: MPI.Intracomm) -> None:
     adamw = torch.optim.AdamW(nn.Linear(5, 3).parameters())
     wanted = "overlap=True is for sends='gradients'; by default AdamW sends updates: leave it out"
