@@ -147,6 +147,7 @@ class OkTopkState:
         self._thread: CommunicationThread | None = None  # of the tables
         self._module = module
         self._names: dict[Tensor, str] = {}
+        self._device: torch.device | None = None  # of buckets, known from the first one on
         self._memory = self._table_memory = TensorMemory()  # each with a stream of its own on GPUs
         self._reducer: BucketedAllreduce | None = None
         self._layout: _Layout = []  # the parameters of the reducer's buckets
@@ -293,8 +294,9 @@ class OkTopkState:
             self._agreement.hear(self._reducer.tokens, self._reducer.transport, earlier)
         self._given, self._vectors, self._table_reports = [], {}, {}
         self._problem = ""  # of this step, on this rank
-        if not self._names:
-            self._names = self._parameter_names()
+        self._names = self._names or self._parameter_names()
+        if self._device is None:
+            self._device = device
             self._memory, self._table_memory = memory_of(device, beside=True), memory_of(device, beside=True)
         if self._loaded is not None:
             self._set_up_loaded(self._loaded)

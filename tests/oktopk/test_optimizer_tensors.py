@@ -198,8 +198,9 @@ def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm)
     with torch.cuda.stream(other):
         for _ in range(5):
             optimizer.zero_grad()
+            gradient = torch.zeros_like(parameter)
             torch.cuda._sleep(10_000_000)
-            parameter.grad.fill_(1.0)
+            parameter.grad = gradient.fill_(1.0)
             optimizer.step()
     other.synchronize()
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -5.0))
