@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -17,7 +18,7 @@ from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.as_wrapped import AsWrapped
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LAYOUT = (Tensor.data_ptr, Tensor.size, Tensor.stride, operator.attrgetter("dtype", "device"))
+_LAYOUT = (Tensor.stride, Tensor.numel, operator.attrgetter("dtype"))
 _OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -58,13 +59,24 @@ class AdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
         """As torch's, which makes state where there is none; where the step is taken, torch's kernels get nothing to do."""
-        found = super()._init_group(group, *lists, **named)
-        if self._selecting is not None:
-            self._selecting.take(group)
+        selecting, is_complex = self._selecting, False
+        if selecting is None or not selecting.has_state(group):
+            is_complex = super()._init_group(group, *lists, **named)
+        if selecting is not None:
+            selecting.take(group)
             for each in (*lists, *named.values()):
                 if isinstance(each, list):
                     each.clear()
-        return found
+        return is_complex
+
+
+@dataclass
+class _Taken:
+    """What a step takes of a group: of the parameters that have gradients."""
+
+    parameters: list[Tensor]
+    states: list[dict[str, Any]]  # empty where torch has not made it yet
+    numbers: list[int]  # of the parameters, as the reducer has them
 
 
 class SelectingStep:
@@ -96,49 +108,69 @@ class SelectingStep:
         self.displacement: AdamWDisplacement = reducer.adamw_displacement(
             [parameter.numel() for parameter in parameters], kind
         )
-        self._fitting: list[list[Any]] = []  # where and how the moments lay that were looked at
-        # of each parameter the tensor that counts its steps, the version of that and what it holds
+        self._taken: dict[int, _Taken] = {}  # by the group's id, as of the last `look`
+        self._fitting: list[list[Any]] = []  # how what was read then lay
+        self._fits = False
+        # by a parameter's number the tensor that counts its steps, the version of that and what it holds
         self._counts: dict[int, tuple[Tensor, int, int]] = {}
         self._addresses = np.zeros((3, len(parameters)), np.int64)
         self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
 
+    def look(self) -> None:
+        """Look where gradients and moments lie, for `run`. Values may change until then, but not where they lie."""
+        self._fits = self._look()
+
     def run(self) -> bool:
         """Step, if the step can be taken: moments change, and the residual, when the reducer steps. Returns whether it can."""
         optimizer = self._optimizer
-        if not (self._is_plain() and self._fits()):
+        if not (self._fits and self._is_plain()):
             return False
         self._addresses[:] = 0
         optimizer._selecting = self
         try:
             optimizer.step()
         finally:
-            optimizer._selecting = None
+            optimizer._selecting, self._taken = None, {}
         self.displacement.set_step(self._addresses, self._terms)
         return True
 
+    def has_state(self, group: dict[str, Any]) -> bool:
+        """Whether all parameters of a group that have gradients have moments."""
+        return all(self._taken[id(group)].states)
+
     def take(self, group: dict[str, Any]) -> None:
         """Take a group's step, where `run` has found that it can be taken."""
-        state, counts, terms = self._optimizer.state, self._counts, {}
-        used = [parameter for parameter in group["params"] if parameter.grad is not None]
-        steps = [state[parameter]["step"] for parameter in used]
-        before = []
-        for parameter, step in zip(used, steps, strict=True):
-            held = counts.get(id(parameter))
-            known = held is not None and held[0] is step and held[1] == step._version
-            before.append(held[2] if held is not None and known else int(step))  # which waits for a GPU
-        if steps:
-            torch._foreach_add_(steps, 1)
+        taken, state = self._taken[id(group)], self._optimizer.state
+        if not taken.numbers:
+            return
+        states = taken.states if all(taken.states) else [state[parameter] for parameter in taken.parameters]
+        counts = self._count(taken.numbers, [each["step"] for each in states])
+        numbers = np.array(taken.numbers)
+        self._addresses[0, numbers] = [
+            parameter.grad.data_ptr() for parameter in taken.parameters if parameter.grad is not None
+        ]
+        for row, name in enumerate(_MOMENTS, 1):
+            self._addresses[row, numbers] = [each[name].data_ptr() for each in states]
         rate, betas, eps = float(group["lr"]), group["betas"], group["eps"]
         betas = float(betas[0]), float(betas[1])
-        for parameter, step, done in zip(used, steps, before, strict=True):
-            count = done + 1
-            counts[id(parameter)] = step, step._version, count
-            if count not in terms:
-                terms[count] = adamw_terms(rate, betas, eps, count)
-            number, held = self._numbers[id(parameter)], state[parameter]
-            self._terms[number] = terms[count]
-            moments = (held[name].data_ptr() for name in _MOMENTS)
-            self._addresses[:, number] = parameter.grad.data_ptr(), *moments
+        for count in set(counts):
+            self._terms[numbers[np.equal(counts, count)]] = adamw_terms(rate, betas, eps, count)
+
+    def _count(self, numbers: list[int], steps: list[Tensor]) -> list[int]:
+        """Count a step of these parameters. Returns their counts; waits for a GPU only for one that is not known."""
+        counts = []
+        for number, step in zip(numbers, steps, strict=True):
+            held, version, count = self._counts.get(number, (None, 0, 0))
+            known = held is step and version == step._version
+            counts.append((count if known else int(step)) + 1)
+        # of a number torch makes a tensor for each addend on a CPU
+        if steps[0].is_cpu:
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
+        for number, step, count in zip(numbers, steps, counts, strict=True):
+            self._counts[number] = step, step._version, count
+        return counts
 
     def _is_plain(self) -> bool:
         """Whether the pass computes this step, and no hook reads the parameters behind it."""
@@ -153,25 +185,27 @@ class SelectingStep:
         decays = any(group["weight_decay"] for group in groups)  # here, and not in the exchange
         return not (any(hooks) or others or decays or self._as_wrapped.relaid)
 
-    def _fits(self) -> bool:
+    def _look(self) -> bool:
         """Whether gradients and moments are of the parameters' type, and laid out as they, as they are now."""
-        fits, state = self._as_wrapped.fits, self._optimizer.state
-        moments, numbers = [], []
+        state, self._taken = self._optimizer.state, {}
+        gradients: list[Tensor] = []
         for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is None:
-                    continue
-                number = self._numbers.get(id(parameter))
-                if number is None or not fits(number, gradient):
-                    return False
-                if held := state.get(parameter):  # else torch makes it as the parameter is
-                    moments += [held[name] for name in _MOMENTS]
-                    numbers += [number] * len(_MOMENTS)
-        now = [list(map(what, moments)) for what in _LAYOUT]
-        if now != self._fitting:
-            if not all(map(fits, numbers, moments)):
-                return False
-            self._fitting = now
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            numbers = [self._numbers.get(id(parameter), -1) for parameter in used]
+            self._taken[id(group)] = _Taken(used, [state.get(parameter, {}) for parameter in used], numbers)
+            gradients += [parameter.grad for parameter in used]
+        numbers = [number for taken in self._taken.values() for number in taken.numbers]
+        states = [held for taken in self._taken.values() for held in taken.states]
+        with_state = [number for number, held in zip(numbers, states, strict=True) if held]
+        moments = [held[name] for name in _MOMENTS for held in states if held]
+        now = [numbers, *(list(map(what, gradients)) for what in _LAYOUT)]
+        now += [with_state, *(list(map(what, moments)) for what in (Tensor.data_ptr, *_LAYOUT))]
+        if now == self._fitting:
+            return True
+        fits = self._as_wrapped.fits
+        if -1 in numbers or not all(map(fits, numbers + len(_MOMENTS) * with_state, gradients + moments)):
+            return False
+        self._fitting = now
         return True
 
 

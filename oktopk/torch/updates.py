@@ -316,6 +316,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
         flags.append(torch.isfinite(norms).all())
+        if self._selecting is not None:
+            self._selecting.look()  # while a GPU computes the norms
         square = 0.0
         if replica.sharded:  # told beside the flags, so that a GPU is waited for once
             *flags, square = torch.stack(
