@@ -110,7 +110,7 @@ CONTESTANTS = (
     ("mpi", "oktopk"),
     ("oktopk-flat-plain", "oktopk-hosts-int4"),
     ("nccl", "oktopk"),
-    ("", "oktopk-flat-float32"),
+    ("nccl", "oktopk-flat-float32"),
     *[("dense", "oktopk")] * 3,
 )
 """Of each of the ten results: whose figures the two cells show."""
