@@ -514,9 +514,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         Raises:
             RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
         """
-        self._as_wrapped.look()
-        if self._as_wrapped.problem:
-            raise RuntimeError(self._as_wrapped.problem)
+        if changed is None:  # else the step has looked
+            self._as_wrapped.look()
+            if self._as_wrapped.problem:
+                raise RuntimeError(self._as_wrapped.problem)
         reference, loaded = self._reference, self._loaded
         numbers = reference.written(by_version=not self._steps, changed=changed)
         if numbers and loaded is not None and self._fits(loaded):
