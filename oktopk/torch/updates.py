@@ -542,9 +542,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             yield
         finally:
             kept, self._kept = self._kept, None
-            with torch.no_grad():
-                self._reference.leave_agreed(kept)
-            self._replica.reshard()
+            if kept is not None:  # not closed within
+                with torch.no_grad():
+                    self._reference.leave_agreed(kept)
+                self._replica.reshard()
 
     # state
 
@@ -727,6 +728,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not self._as_wrapped.problem:
             self._take_written()
             self._reference.show_agreed()
+        self._kept = None
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()
