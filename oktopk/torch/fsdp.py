@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
@@ -198,6 +198,7 @@ class OkTopkReplicas:
         unregister_reducer(self, self._parameters)
         for module in self._modules.values():
             module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
+        announce([reducer.transport for reducer in self._reducers.values()])
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers = {}
