@@ -30,7 +30,7 @@ from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.states import by_rank, groups_problem, on_host
+from oktopk.torch.states import by_rank, groups_problem, kept_difference, names_kept, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
@@ -694,8 +694,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         )
 
     def _states_difference(self, state: dict[str, Any]) -> str:
-        ranks = self.reducer.transport.allgather_objects(numbers_of(state["param_groups"]))
-        return groups_difference(ranks)
+        mine = numbers_of(state["param_groups"]), names_kept(state["state"])
+        ranks, kept = zip(*self.reducer.transport.allgather_objects(mine), strict=True)
+        return groups_difference(ranks) or kept_difference(kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
         """As `DistributedOptimizer.__deepcopy__`. Collective."""

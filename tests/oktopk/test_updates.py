@@ -895,6 +895,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda own: own["optimizer"]["state"].update({0: None}),
         "not that of an optimizer: Attrib",
     ),
+    "a step that is none": (
+        lambda own: own["optimizer"]["state"][0].update(step=torch.tensor(-1.0)),
+        r"the state is damaged: step tensor\(-1\.\) of a parameter",
+    ),
     "a rank that is none": (lambda own: own["reducer"].update(rank=[1]), "is of rank"),
 }
 
@@ -920,6 +924,25 @@ def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intra
         optimizer.load_state_dict(state)
     assert np.array_equal(flat(model), before)
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_moment_that_the_state_of_one_rank_lacks_is_named_by_all(comm: MPI.Intracomm) -> None:
+    """It would be missed in the next step of that rank, for which the others would wait."""
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    if comm.rank == 1:
+        del of_rank(state["updates"])["optimizer"]["state"][2]["exp_avg_sq"]
+    before = flat(model)
+    with pytest.raises(
+        ValueError, match="state of parameter 2 lacks exp_avg_sq on rank 1, which other ranks have"
+    ):
+        optimizer.load_state_dict(state)
+    assert np.array_equal(flat(model), before)
+    train(model, optimizer, comm.rank, range(2, 3))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("sends", ["updates", "gradients"])
