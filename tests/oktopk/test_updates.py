@@ -267,6 +267,34 @@ def test_an_update_that_is_not_finite_is_found_on_all_ranks(comm: MPI.Intracomm)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("cancels", [True, False])
+def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
+    comm: MPI.Intracomm, cancels: bool
+) -> None:
+    """Their momentum would bring residuals, or the sum of these, above the largest float in every later step."""
+    for share in (0.9, 0.3 / comm.size):
+        model = network()
+        optimizer = wrap(model, comm, "sgd", nonfinite="skip")
+        train(model, optimizer, comm.rank, range(1))
+        velocities = [each["momentum_buffer"].clone() for each in optimizer.inner.state.values()]
+        optimizer.zero_grad()
+        loss(model, comm.rank, 1).backward()
+        sign = {0: 1, comm.size - 1: -1}.get(comm.rank, 0) if cancels else 1
+        if sign:
+            model[0].weight.grad[0] = share * sign * torch.finfo(torch.float32).max
+        optimizer.step()
+        if sign:
+            held = [each["momentum_buffer"] for each in optimizer.inner.state.values()]
+            assert all(map(torch.equal, velocities, held))
+        assert np.abs(flat(model)).max() < 100
+        for step in range(2, 8):
+            train(model, optimizer, comm.rank, range(step, step + 1))
+            assert not optimizer.report.skipped
+        check_agreed(model, optimizer, comm)
+        optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)
