@@ -27,6 +27,7 @@ from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
+from tests.oktopk.test_closed import every_call_refuses
 from tests.training import flat, loss
 from tests.training import train as train_wrapped
 
@@ -380,6 +381,19 @@ def test_a_rank_that_alone_makes_another_call_is_named_with_it(comm: MPI.Intraco
             ):
                 call(state) if comm.rank == 1 else outputs.backward()
         comm.Barrier()
+
+
+def test_a_hook_that_was_closed_refuses_every_call_and_the_backward_pass(comm: MPI.Intracomm) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(2))
+    reducer = state.reducer
+    assert reducer is not None
+    held = [state, reducer, *reducer.buckets, *reducer.transports]
+    state.close()
+    for closed in held:
+        every_call_refuses(closed)
+    with pytest.raises(RuntimeError, match="this OkTopkState was closed"):
+        train(ddp, comm.rank, range(2, 3))
 
 
 def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:
