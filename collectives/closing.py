@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collectives.transport import Transport
+
+_OTHERS_CLOSE = 2.0
+"""Seconds that a rank waits for the others to close, too."""
 
 
 def closes(close: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -22,6 +29,19 @@ def closes(close: Callable[[Any], None]) -> Callable[[Any], None]:
             self.__class__ = _closed(kind, close.__name__)
 
     return once
+
+
+def announce(transports: Sequence[Transport]) -> None:
+    """Let ranks that wait for this one in one of these transports name `close`. Not collective.
+
+    MPI frees a communicator once no message of it is under way: this rank waits until the others close, too, for two seconds. If
+    they do not, what MPI holds stays until the end of the process.
+    """
+    announced = [each.announce_close() for each in transports]
+    give_up = time.monotonic() + _OTHERS_CLOSE
+    for done in announced:
+        while done is not None and not done() and time.monotonic() < give_up:
+            time.sleep(1e-3)
 
 
 @functools.cache

@@ -60,6 +60,8 @@ class HostTransport(Transport):
         self._expected: Limit | None = None
         self._given_up = GivenUp(notes)
         self._last_collected = time.monotonic()  # when an expected operation ended
+        # once this rank has announced that it closes: whether nothing of that is under way any more
+        self._closing: Callable[[], bool] | None = None
 
     def dense_allreduce(self, vector: NDArray[np.float32], timeout: float) -> Any:
         return DenseAllreduce(vector, self)
@@ -150,6 +152,12 @@ class HostTransport(Transport):
     @property
     def gave_up(self) -> bool:
         return self._given_up.error is not None
+
+    def announce_close(self) -> Callable[[], bool] | None:
+        if self.gave_up or self._closing is not None:
+            return None
+        self._closing = self._given_up.notes.close()
+        return self._closing
 
     def _collect(self, operation: str, *arrays: NDArray[Any]) -> None:
         """Run a collective operation, with a limit on the time that ranks may come late where one is expected."""

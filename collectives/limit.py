@@ -81,6 +81,12 @@ class Notes(Protocol):
     def collect(self) -> dict[int, Note]:
         """The notes that have come since the last call, by rank."""
 
+    def close(self) -> Callable[[], bool]:
+        """Let all other ranks find that this one closes; returns what tells whether nothing of that is under way any more."""
+
+    def closed(self) -> set[int]:
+        """The other ranks that have let this one find that, and not the reverse."""
+
 
 class TwofoldNotes:
     """The notes of some ranks; who leaves one here tells so to those of another transport, too, which may wait for it there.
@@ -103,6 +109,12 @@ class TwofoldNotes:
 
     def collect(self) -> dict[int, Note]:
         return self._notes.collect()
+
+    def close(self) -> Callable[[], bool]:
+        return self._notes.close()
+
+    def closed(self) -> set[int]:
+        return self._notes.closed()
 
 
 class GivenUp:
@@ -156,11 +168,15 @@ def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> Mi
     """
     mine = Note(-1 if waited is None else int(1e3 * waited), call_of(limit).decode())
     notes.leave(mine)
-    came = {notes.rank: mine}
+    came, closed = {notes.rank: mine}, notes.closed()
     give_up = time.monotonic() + _ANSWER
-    while len(came) < notes.size and time.monotonic() < give_up:
+    while len(closed.union(came)) < notes.size and time.monotonic() < give_up:
         came |= notes.collect()
+        closed = notes.closed()
         time.sleep(PAUSE)
+    if closed := closed.difference(came):  # others may be slow
+        did = "called close instead, and did not come"
+        return MissingRanksError(limit.what, sorted(closed), limit.seconds, limit.advice, did)
     late = [rank for rank in range(notes.size) if rank not in came or came[rank].waited == -1]
     if late:
         return MissingRanksError(limit.what, late, limit.seconds, limit.advice)

@@ -16,7 +16,7 @@ from collectives.limit import MOST_BYTES, Limit, Note, missing_ranks, wait_withi
 from collectives.sparse import ENTRY
 from collectives.transport import PersistentRound, Round
 
-_PAYLOAD, _GAVE_UP, _CALLED, _ANY = 0, 1, 2, 3  # tags
+_PAYLOAD, _GAVE_UP, _CALLED, _ANY, _CLOSED = 0, 1, 2, 3, 4  # tags
 
 _CALLERS_TAG = 32_749
 """Of the notes on a caller's communicator, which carries the caller's messages too."""
@@ -98,6 +98,15 @@ class MpiNotes:
             came[status.Get_source()] = Note(int(theirs["waited"][0]), theirs["what"][0].decode())
         return came
 
+    def close(self) -> Callable[[], bool]:
+        nothing, others = np.zeros(1, np.uint8), [rank for rank in range(self.size) if rank != self.rank]
+        requests = [self._comm.Irecv(nothing[:0], rank, _CLOSED) for rank in others]
+        requests += [self._comm.Isend(nothing[:0], rank, _CLOSED) for rank in others]
+        return lambda: MPI.Request.Testall(requests)
+
+    def closed(self) -> set[int]:
+        return {rank for rank in range(self.size) if rank != self.rank and self._comm.Iprobe(rank, _CLOSED)}
+
 
 class MpiTransport(HostTransport):
     """Host arrays over MPI.
@@ -119,8 +128,8 @@ class MpiTransport(HostTransport):
 
     @closes
     def close(self) -> None:
-        # where an operation was given up, MPI may still be working on it
-        if not self.gave_up:
+        # where an operation was given up, or others have not closed yet, MPI may still be working on it
+        if not self.gave_up and (self._closing is None or self._closing()):
             self.comm.Free()
 
     def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:

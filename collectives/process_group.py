@@ -141,6 +141,15 @@ class StoreNotes:
         texts = {rank: self._store.get(key).decode().split(" ", 1) for rank, key in came.items()}
         return {rank: Note(int(waited), what) for rank, (waited, what) in texts.items()}
 
+    def close(self) -> Callable[[], bool]:
+        self._store.set(f"closed/{self.rank}", "")
+        return lambda: True
+
+    def closed(self) -> set[int]:
+        return {
+            rank for rank in range(self.size) if rank != self.rank and self._store.check([f"closed/{rank}"])
+        }
+
 
 class ProcessGroupTransport(HostTransport):
     """Host arrays over gloo.
@@ -225,8 +234,9 @@ class ProcessGroupTransport(HostTransport):
             given_up, limit = self._given_up, self._given_up.limit
             self._leave_gloo()
             with suppress(RuntimeError):  # the store may have ended, too
-                if given_up.error is None and limit is not None and given_up.notes.any_left():
-                    given_up.error = missing_ranks(limit, given_up.notes)
+                notes = given_up.notes
+                if given_up.error is None and limit is not None and (notes.any_left() or notes.closed()):
+                    given_up.error = missing_ranks(limit, notes)
             if given_up.error is not None:
                 raise given_up.error from None
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -248,6 +248,14 @@ class Transport(ABC):
     def gave_up(self) -> bool:
         """Whether this rank has raised MissingRanksError. The ranks are apart then, and a collective operation would hang."""
         return False
+
+    def announce_close(self) -> Callable[[], bool] | None:
+        """Let ranks that wait for this one name `close`; see `collectives.closing.announce`. Talks to none that does not look.
+
+        Returns:
+            What tells whether nothing of that is under way any more; None where it was announced already.
+        """
+        return None
 
     @abstractmethod
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.construction import Parts, make_together
@@ -178,6 +178,11 @@ class GradientAllreduce:
         return self._vectors.velocity
 
     @property
+    def transports(self) -> list[Transport]:
+        """Where ranks wait for each other."""
+        return [self.transport]
+
+    @property
     def carried(self) -> int:
         """Elements of `residual`: n, in two levels those of this rank's shard."""
         return self.length if self._group is None else self._group.shard_length
@@ -318,6 +323,7 @@ class GradientAllreduce:
         """
         if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a tensor list: pass one vector")
+        self.meet("gradient_tensors")
         with self.backend.stream_scope():
             return make_together(
                 self.transport,
@@ -378,6 +384,7 @@ class GradientAllreduce:
             problem = problem or "a displacement needs a residual: steps of a sparse method"
         if settings.deferred or settings.momentum_correction:
             problem = problem or "a displacement is not for deferred steps, nor for momentum correction"
+        self.meet("displacement")
         with self.backend.stream_scope():
             made = make_together(self.transport, make, problem)
             self._vectors.keep_no_copies()
@@ -897,8 +904,10 @@ class GradientAllreduce:
     def close(self) -> None:
         """Free what the library and the device hold. Collective. The report of a deferred step stays incomplete.
 
-        Every public call raises RuntimeError from then on, but `close`, which does nothing.
+        Every public call raises RuntimeError from then on, but `close`, which does nothing. Ranks that call `step` in place of it
+        name this rank, and the call.
         """
+        announce(self.transports)
         if self._sampler is not None:
             self._sampler.close()
         with self.backend.stream_scope():

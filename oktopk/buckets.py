@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS
+from collectives.transport import EVERY_RANK_CALLS, Transport
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import problem_of
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
@@ -165,6 +165,11 @@ class BucketedAllreduce:
     def hosts(self) -> list[int] | None:
         """As `GradientAllreduce.hosts`."""
         return self.buckets[0].hosts
+
+    @property
+    def transports(self) -> list[Transport]:
+        """Of all buckets."""
+        return [reducer.transport for reducer in self.buckets]
 
     @property
     def levels(self) -> str:
@@ -547,6 +552,7 @@ class BucketedAllreduce:
         """Free what MPI and the device hold, after what was started. Collective."""
         for thread in self._threads:
             thread.close()
+        announce(self.transports)
         for reducer in self.buckets:
             reducer.close()
         self.transport.close()

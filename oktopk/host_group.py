@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
+from collectives.closing import closes
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
 from collectives.transport import Transport
@@ -302,6 +303,7 @@ class HostGroup:
         parts = [transport.take_traffic() for transport in self._transports]
         return sum(parts, Traffic())
 
+    @closes
     def close(self) -> None:
         """Free what the library and the device hold. Collective."""
         if any(transport.gave_up for transport in self._transports):

@@ -119,12 +119,14 @@ def launch_environment(
     }
     # One thread per rank unless the user says otherwise: the ranks are the parallelism.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # the ranks of one host need no ports, which others could reach
     if not flavour.startswith("openmpi"):
+        if flavour == "mpich":
+            environment.setdefault("UCX_TLS", "^tcp")
         return environment
     if flavour == "openmpi":
         # a rank has threads (autograd's, NCCL's), and two jobs on a host would be bound to the same cores
         environment.setdefault("PRTE_MCA_hwloc_default_binding_policy", "none")
-    # the ranks of one host need no ports, which others could reach
     environment.setdefault("OMPI_MCA_btl", "^tcp")
     if root is None:
         root = hasattr(os, "geteuid") and os.geteuid() == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
@@ -333,7 +333,10 @@ class RowSparseAllreduce:
         return "" if np.isfinite(residual).all() else "the state is damaged: its residual has NaN or Inf"
 
     def reset(self) -> None:
-        """Forget residuals and the number of steps."""
+        """Forget residuals and the number of steps. Collective."""
+        self.transport.expect_all("reset", self._timeout)
+        self.transport.barrier()
+        self.transport.expect_none()
         self.steps = 0
         if self._feedback is not None:
             with self._scope():
@@ -342,6 +345,7 @@ class RowSparseAllreduce:
     @closes
     def close(self) -> None:
         """Free what the library holds. Collective."""
+        announce([self.transport])
         if self.windows is not None:
             self.windows.close()
         self.transport.close()

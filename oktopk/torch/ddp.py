@@ -5,9 +5,9 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
+from collectives.transport import Transport
 from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.elastic import VECTORS, of_rank, problem_of
 from oktopk.results import StepReport
@@ -200,6 +201,8 @@ class OkTopkState:
     @property
     def reducer(self) -> BucketedAllreduce | None:
         """What reduces; None before the first step. Another one once DDP's buckets have changed."""
+        if not self._left_out:
+            self._finish_step()
         return self._reducer
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -411,12 +414,17 @@ class OkTopkState:
 
     def _check_all_came(self) -> None:
         """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
-        started = 0 if self._reducer is None else self._reducer.started
-        if self._given and (self._reducer is None or started < len(self._layout)):
+        if self._left_out:
+            started = 0 if self._reducer is None else self._reducer.started
             raise RuntimeError(
                 f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
                 f"or it raised: load a state of before it; {_USE_ALL}"
             )
+
+    @property
+    def _left_out(self) -> bool:
+        """Whether the last backward pass, or the one that runs, has not started all buckets."""
+        return bool(self._given) and (self._reducer is None or self._reducer.started < len(self._layout))
 
     def _finish_step(self) -> None:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
@@ -432,8 +440,9 @@ class OkTopkState:
         reducer, given = self._reducer, self._given
         if reducer is None or not given:
             return True
+        left_out = self._left_out
         self._given = []
-        if tables_failed or reducer.started < len(self._layout):  # the backward pass was left by an error
+        if tables_failed or left_out:  # the backward pass was left by an error
             with self._memory.before_torch():
                 reducer.abandon()
             return False
@@ -539,12 +548,8 @@ class OkTopkState:
                 What can be seen in the next backward pass alone is raised there, on every rank alike.
         """
         state = of_rank(state)
-        limit = Limit("OkTopkState.load_state_dict", self._of_tables["timeout"])
-        transport = connect(self._arguments["comm"], limit)
-        try:
+        with self._met("OkTopkState.load_state_dict") as transport:
             transport.agree({}, self._state_problem(state))
-        finally:
-            transport.close()
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
@@ -552,6 +557,17 @@ class OkTopkState:
         for table in self._tables.values():
             table.reset()
         self._steps_here, self._moves_to = 0, None
+
+    @contextmanager
+    def _met(self, what: str) -> Iterator[Transport]:
+        """A transport of all ranks, which begin this call: that of the reducer, where a step of the others waits. Collective."""
+        if self._reducer is not None and not self._left_out:
+            self._finish_step()
+            self._reducer.meet(what)
+            yield self._reducer.transport
+            return
+        with closing(connect(self._arguments["comm"], Limit(what, self._of_tables["timeout"]))) as transport:
+            yield transport
 
     def _state_problem(self, state: Any) -> str:
         """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
@@ -682,6 +698,9 @@ class OkTopkState:
         self.load_state_dict(state["state"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OkTopkState":
+        if self._reducer is not None:
+            with self._met("deepcopy"):
+                pass
         copied = type(self).__new__(type(self))
         module = None if self._module is None else copy.deepcopy(self._module, memo)
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo), self._given_comm, module)
@@ -698,6 +717,8 @@ class OkTopkState:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        reducers = [] if self._reducer is None else self._reducer.transports
+        announce([*reducers, *(table.transport for table in self._tables.values())])
         for table in self._tables.values():
             table.close()
         self._tables, self._table_reports = {}, {}

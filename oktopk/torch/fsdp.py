@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
 from oktopk.settings import settings_problem, timeout_of
+from oktopk.state import state_problem
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
     groups_of,
@@ -178,19 +179,36 @@ class OkTopkReplicas:
 
         Raises:
             ValueError: as `GradientAllreduce.load_state_dict`, for modules that have not been reduced yet in their first step; or
-                the state is of other modules, on every rank alike.
+                the state is of other modules, on every rank alike. Where a module's cannot be loaded, none is.
+            MissingRanksError: ranks did not make this call in time; on every rank alike.
         """
         state = of_rank(state)
-        others = sorted(set(state) ^ self._names)
-        problem = (
-            f"the state and the model differ in sharded modules: {', '.join(others)}"
-            if state and others
-            else ""
-        )
-        self._transport.agree({"modules": sorted(state)}, problem)
+        problem = self._state_problem(state)
+        self._meet("OkTopkReplicas.load_state_dict")
+        self._transport.agree({} if problem else {"modules": sorted(state)}, problem)
         for name, reducer in self._reducers.items():
-            reducer.load_state_dict(as_arrays(state.get(name)))
+            reducer.load_state_dict(as_arrays(state[name]))
         self._loaded = {name: held for name, held in state.items() if name not in self._reducers}
+
+    def _state_problem(self, state: Any) -> str:
+        """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
+        if not isinstance(state, dict):
+            return f"the state is a {type(state).__name__}, not a dict"
+        if (state or self._reducers) and (others := sorted(map(str, set(state) ^ self._names))):
+            return f"the state and the model differ in sharded modules: {', '.join(others)}"
+        problems = (
+            state_problem(as_arrays(state[name]), reducer) for name, reducer in self._reducers.items()
+        )
+        return next(filter(None, problems), "")
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks to begin this call, where a step of the others waits first. Collective."""
+        if self._reducers:  # in the order of the backward pass
+            next(iter(self._reducers.values())).meet(what)
+            return
+        self._transport.expect_all(what, timeout_of(self._arguments))
+        self._transport.barrier()
+        self._transport.expect_none()
 
     @closes
     def close(self) -> None:
@@ -198,6 +216,7 @@ class OkTopkReplicas:
         unregister_reducer(self, self._parameters)
         for module in self._modules.values():
             module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
+        announce([reducer.transport for reducer in self._reducers.values()])
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers = {}

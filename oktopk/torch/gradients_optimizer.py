@@ -44,8 +44,8 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
         step uses the buffer); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three where kernels read gradients
-        in place.
+    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three of each where kernels read
+        gradients in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
     """
 
@@ -303,10 +303,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         """Start the buckets that the backward pass has not, the last one with the token. Collective."""
         assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
         if measure:
-            refused = "measures are taken of one vector: pass overlap=False and bucket_mb=0"
-            if self.overlapped is not None:  # what the backward pass has started can still be stepped
-                raise ValueError(refused)
-            problem = problem or refused
+            problem = problem or "measures are taken of one vector: pass overlap=False and bucket_mb=0"
         rest = self._buckets.rest(problem)
         ready = self._memory.after_current()
         last = len(self.reducer.buckets) - 1

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from collectives.closing import closes
+from collectives.closing import announce, closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
@@ -699,6 +699,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self, self._trained)
+        announce([*self.reducer.transports, *([] if self._tables is None else self._tables.transports)])
         if self._tables is not None:
             self._tables.close()
         self.reducer.close()

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collectives.closing import announce
 from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.limit import Limit
@@ -239,6 +240,7 @@ class ShardedReplica(Replica):
     def close(self) -> None:
         """As the base class. Collective."""
         if self._transport is not None:
+            announce([self._transport])
             self._transport.close()
 
     def _allgather(self, row: NDArray[np.int64], what: str) -> NDArray[np.int64]:

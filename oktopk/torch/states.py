@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,44 @@ def kept_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str
             for name, value in state["state"].get(number, {}).items():
                 if name in _SHAPED and value is not None and value.shape != parameter.shape:
                     return f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {tuple(parameter.shape)}"
+                if name == "step" and not _is_count(value):
+                    return f"the state is damaged: step {value!r} of a parameter"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return f"the state is not that of an optimizer: {type(error).__name__} {error}"
     return ""
 
 
+def _is_count(value: Any) -> bool:
+    """Whether a value, perhaps in a tensor, may be a number of steps."""
+    if isinstance(value, Tensor):
+        return not value.is_complex() and bool(((value >= 0) & (value < float("inf"))).all())
+    return isinstance(value, int | float | np.integer) and bool(0 <= value < float("inf"))
+
+
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """What torch's optimizers keep in the shape of a parameter."""
+
+
+def names_kept(state: dict[Any, Any]) -> dict[Any, list[str]]:
+    """What an optimizer's state keeps of each parameter, by number; of those alone of which it keeps anything."""
+    return {
+        number: sorted(map(str, kept)) for number, kept in state.items() if isinstance(kept, dict) and kept
+    }
+
+
+def kept_difference(ranks: Sequence[dict[Any, list[str]]]) -> str:
+    """What the states of some ranks lack, in a sentence; "" if nothing. Of a parameter without gradients a rank keeps nothing.
+
+    Args:
+        ranks: `names_kept` of each.
+    """
+    for number in dict.fromkeys(number for kept in ranks for number in kept):
+        held = {rank: set(kept[number]) for rank, kept in enumerate(ranks) if number in kept}
+        every = set().union(*held.values())
+        if lacking := {rank: sorted(every - names) for rank, names in held.items() if names != every}:
+            listed = ", ".join(f"{', '.join(names)} on rank {rank}" for rank, names in lacking.items())
+            return f"the optimizer's state of parameter {number} lacks {listed}, which other ranks have: it is damaged"
+    return ""
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

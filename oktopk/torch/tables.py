@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.closing import announce
 from collectives.rows import Rows
+from collectives.transport import Transport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.interop import TensorMemory
@@ -156,8 +158,14 @@ class SparseTables:
         )
         return next((problem for problem in problems if problem), "")
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Of all tables."""
+        return [reducer.transport for reducer in self.reducers]
+
     def close(self) -> None:
         """Free what the library holds. Collective."""
+        announce(self.transports)
         for reducer in self.reducers:
             reducer.close()
 

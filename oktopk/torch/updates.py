@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,11 +31,14 @@ from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.states import by_rank, groups_problem, on_host
+from oktopk.torch.states import by_rank, groups_problem, kept_difference, names_kept, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
 _FIRST, _EVERY = 20, 10
+
+_MOST_UNSEEN = 1e19
+"""A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
 
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
@@ -70,7 +74,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     optimizer does is part of its update.
 
     Where a gradient is not finite, this rank's optimizer does not step. With nonfinite="skip" the others go on. With "raise" all
-    ranks raise in the exchange; those that stepped keep their update in the residual.
+    ranks raise in the exchange; those that stepped keep their update in the residual. So it is where the gradient of a parameter
+    is not clipped and has a norm above (1 - momentum) / 4P of the largest float, by a learning rate above 1 less.
 
     What has a reference, a residual and second moments of its own is a *replica*: a rank, or the ranks of a host together.
 
@@ -315,7 +320,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         norms = flags[0].new_zeros(1, dtype=torch.float32)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-        flags.append(torch.isfinite(norms).all())
+        flags.append((norms <= _MOST_UNSEEN).all())
         if self._selecting is not None:
             self._selecting.look()  # while a GPU computes the norms
         square = 0.0
@@ -333,7 +338,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         overflowed = any(overflows)
         if not overflowed and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
-            finite, square = bool(torch.isfinite(norms).all()), float(norms.square().sum())
+            finite, square = bool((norms <= self._most()).all()), float(norms.square().sum())
         ready = replica.ready("", f"step {self.reducer.steps}", overflowed, finite, square, self._steps)
         self._problem = ready.problem
         if loaded is not None and self._steps < ready.steps and self._fits(loaded):
@@ -353,6 +358,20 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         return True
+
+    def _most(self) -> float:
+        """The largest norm of a gradient that the optimizer steps on.
+
+        What it moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the largest
+        float: where steps are skipped these stay as they are, and each later step would be skipped.
+        """
+        if self.clip_norm:
+            return math.inf
+        groups = [
+            (float(each.get("momentum") or 0), float(each.get("lr") or 0)) for each in self.param_groups
+        ]
+        left = min((1 - momentum) / max(1.0, rate) for momentum, rate in groups)
+        return left * torch.finfo(torch.float32).max / 4 / self.reducer.transport.size
 
     def _step_with_tables(self, finite: bool, problem: str) -> bool:
         """Sum the tables' gradients, then step; a rank whose gradients are not finite steps on the tables alone. Collective.
@@ -543,9 +562,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             yield
         finally:
             kept, self._kept = self._kept, None
-            with torch.no_grad():
-                self._reference.leave_agreed(kept)
-            self._replica.reshard()
+            if kept is not None:  # not closed within
+                with torch.no_grad():
+                    self._reference.leave_agreed(kept)
+                self._replica.reshard()
 
     # state
 
@@ -694,8 +714,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         )
 
     def _states_difference(self, state: dict[str, Any]) -> str:
-        ranks = self.reducer.transport.allgather_objects(numbers_of(state["param_groups"]))
-        return groups_difference(ranks)
+        mine = numbers_of(state["param_groups"]), names_kept(state["state"])
+        ranks, kept = zip(*self.reducer.transport.allgather_objects(mine), strict=True)
+        return groups_difference(ranks) or kept_difference(kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
         """As `DistributedOptimizer.__deepcopy__`. Collective."""
@@ -728,6 +749,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not self._as_wrapped.problem:
             self._take_written()
             self._reference.show_agreed()
+        self._kept = None
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()

@@ -187,9 +187,10 @@ def test_a_rank_that_alone_skips_a_step_is_named_by_the_others_and_raises(comm: 
     if comm.rank:
         with pytest.raises(RuntimeError, match=f"rank 0 did not come within {TIMEOUT:g} s"):
             reducer.step(next(gradient))
-    else:
+    else:  # the others close once they have raised, perhaps before this rank gives up
         with pytest.raises(
-            MissingRanksError, match=rf"^skip_together before step 2: rank\(s\) {missing} did not come"
+            MissingRanksError,
+            match=rf"^skip_together before step 2: rank\(s\) {missing} (called close instead, and )?did not come",
         ):
             reducer.skip_together(False)
     reducer.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import oktopk
 from collectives.connect import connect
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
@@ -32,11 +33,16 @@ def stepped(comm: MPI.Intracomm, **settings: Any) -> GradientAllreduce:
     return reducer
 
 
-def wrapped(comm: MPI.Intracomm, **settings: Any) -> DistributedOptimizer:
+def wrapped(
+    comm: MPI.Intracomm,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    table: bool = False,
+    **settings: Any,
+) -> DistributedOptimizer:
     model = network()
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), comm, density=0.1, **settings
-    )
+    tables = [torch.nn.Parameter(torch.zeros(3, 2))] if table else []
+    inner = kind([*model.parameters(), *tables], lr=0.1)
+    optimizer = DistributedOptimizer(inner, comm, density=0.1, sparse=tables, **settings)
     squares(model, comm.rank, 0).backward()
     optimizer.step()
     return optimizer
@@ -71,6 +77,10 @@ MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
     "buckets": bucketed,
     "table": of_rows,
     "optimizer": wrapped,
+    "updates": lambda comm: wrapped(comm, torch.optim.AdamW),
+    "updates in one pass": lambda comm: wrapped(comm, oktopk.torch.AdamW),
+    "updates of hosts": lambda comm: wrapped(comm, torch.optim.AdamW, replica="host", ranks_per_host=2),
+    "optimizer of a table": lambda comm: wrapped(comm, table=True),
     "optimizer in two levels": lambda comm: wrapped(comm, levels="hosts", ranks_per_host=2),
     "overlap": lambda comm: wrapped(comm, overlap=True),
     "hook": OkTopkState,
@@ -104,7 +114,8 @@ ON_GPUS = pytest.param("two levels on GPUs", marks=pytest.mark.skipif(not gpus()
 def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name: str) -> None:
     made = MAKERS[name](comm)
     kind = type(made)
-    held = [made, *(getattr(made, inner, None) for inner in ("reducer", "overlapped", "transport"))]
+    held = [made, *(getattr(made, inner, None) for inner in ("reducer", "overlapped", "transport", "group"))]
+    held += [getattr(held[1], "group", None), *getattr(getattr(made, "_tables", None), "reducers", [])]
     buffer = getattr(made, "gradient_buffer", None)
     made.close()
     for closed in held:
@@ -116,3 +127,14 @@ def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name:
         buffer[:] = 1
         assert buffer.sum() == LENGTH
     comm.barrier()
+
+
+def test_within_agreed_an_optimizer_can_be_closed(comm: MPI.Intracomm) -> None:
+    """Leaving it reads nothing of the optimizer, and the parameters stay equal on all ranks."""
+    optimizer = wrapped(comm, torch.optim.AdamW)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with optimizer.agreed():
+        agreed = [p.detach().clone() for p in parameters]
+        optimizer.close()
+    assert all(map(torch.equal, parameters, agreed))
+    assert len(set(comm.allgather(b"".join(p.numpy().tobytes() for p in agreed)))) == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
+from tests.oktopk.test_closed import every_call_refuses
 from tests.training import flat, loss
 from tests.training import train as train_wrapped
 
@@ -343,6 +346,54 @@ def test_a_rank_that_leaves_a_bucket_out_and_those_that_wait_for_it_are_told_wha
         ):
             outputs.backward()
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["close"],
+        pytest.param(
+            ["OkTopkState.load_state_dict", "gathered_residual", "deepcopy"],
+            marks=pytest.mark.long("`make test` has the one that ends at once"),
+        ),
+    ],
+)
+def test_a_rank_that_alone_makes_another_call_is_named_with_it(comm: MPI.Intracomm, names: list[str]) -> None:
+    calls: dict[str, Callable[[OkTopkState], Any]] = {
+        "OkTopkState.load_state_dict": lambda state: state.load_state_dict(state.state_dict()),
+        "gathered_residual": lambda state: state.reducer.gathered_residual(),
+        "deepcopy": copy.deepcopy,
+        "close": OkTopkState.close,
+    }
+    for name in names:
+        call = calls[name]
+        group = dist.new_group()
+        ddp, state = hooked({"process_group": group}, comm=group, timeout=2.0)
+        train(ddp, comm.rank, range(3))
+        outputs = loss(ddp, comm.rank, 3)
+        comm.Barrier()
+        if comm.rank == 1 and name == "close":
+            call(state)
+        else:
+            with pytest.raises(
+                RuntimeError, match=rf"step 3: rank\(s\) 1 called {name} instead, and did not"
+            ):
+                call(state) if comm.rank == 1 else outputs.backward()
+        comm.Barrier()
+
+
+def test_a_hook_that_was_closed_refuses_every_call_and_the_backward_pass(comm: MPI.Intracomm) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(2))
+    reducer = state.reducer
+    assert reducer is not None
+    held = [state, reducer, *reducer.buckets, *reducer.transports]
+    state.close()
+    for closed in held:
+        every_call_refuses(closed)
+    with pytest.raises(RuntimeError, match="this OkTopkState was closed"):
+        train(ddp, comm.rank, range(2, 3))
 
 
 def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import DistributedOptimizer
+from oktopk.elastic import of_rank
 from tests.conftest import NO_GPU
 from tests.launched import ROOT, run_torchrun
 from tests.oktopk.test_closed import every_call_refuses
@@ -266,6 +268,52 @@ def test_replicas_that_were_closed_refuse_every_call_and_the_backward_pass(
         every_call_refuses(closed)
     with pytest.raises(RuntimeError, match="this OkTopkReplicas was closed"):
         backward(model, comm.rank, 1)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_loaded_into_no_module(
+    comm: MPI.Intracomm, replicas: Any, steps: int
+) -> None:
+    model, made, _ = replicas(density=0.2)
+    for step in range(2 * steps):
+        backward(model, comm.rank, step)
+    saved = copy.deepcopy(of_rank(made.state_dict()))
+    damaged: dict[str, tuple[Any, str]] = {"none": (None, "the state is a NoneType, not a dict")}
+    if steps:
+        last = list(made._reducers)[-1]
+        damaged["empty"] = ({}, "the state and the model differ in sharded modules")
+        damaged["cut"] = (
+            saved | {last: saved[last] | {"residual": saved[last]["residual"][:-1]}},
+            "residual of the state is float32",
+        )
+        backward(model, comm.rank, 2)
+    before = {name: get.tobytes() for name, get in made.gathered_residuals().items()}
+    for state, sentence in damaged.values():
+        with pytest.raises(ValueError, match=f"^rank {comm.size - 1}: .*{sentence}"):
+            made.load_state_dict(state if comm.rank == comm.size - 1 else saved)
+        assert before == {name: get.tobytes() for name, get in made.gathered_residuals().items()}
+    made.load_state_dict(saved)
+    backward(model, comm.rank, 2)
+
+
+@pytest.mark.long("waits for a limit of 2 s; `make test` has the same of a reducer")
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_alone_loads_a_state_of_replicas_is_named_with_that_call(
+    comm: MPI.Intracomm, replicas: Any
+) -> None:
+    model, made, _ = replicas(density=0.2, timeout=2.0)
+    backward(model, comm.rank, 0)
+    saved = made.state_dict()
+    comm.Barrier()
+    with pytest.raises(
+        Exception, match=r"step 1: rank\(s\) 1 called OkTopkReplicas.load_state_dict instead, and did not"
+    ):
+        if comm.rank == 1:
+            made.load_state_dict(saved)
+        else:
+            backward(model, comm.rank, 1)
+    comm.Barrier()
 
 
 @pytest.mark.mpi

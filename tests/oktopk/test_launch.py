@@ -35,7 +35,9 @@ def test_the_environment_has_what_is_needed_and_no_more() -> None:
     free = {"PRTE_MCA_hwloc_default_binding_policy": "none"} | local
     full = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     crowded = free | full | {"PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE"}
-    assert launch_environment(4, "mpich", cores=2, root=True, base=base) == plain
+    assert launch_environment(4, "unknown", cores=2, root=True, base=base) == plain
+    assert launch_environment(4, "mpich", cores=2, root=True, base=base) == plain | {"UCX_TLS": "^tcp"}
+    assert launch_environment(4, "mpich", base=base | {"UCX_TLS": "tcp,sm"})["UCX_TLS"] == "tcp,sm"
     assert launch_environment(1, "openmpi", cores=2, root=False, base=base) == plain | free
     assert launch_environment(1, "openmpi", cores=2, root=True, base=base) == plain | free | root
     assert launch_environment(1, "openmpi4", cores=2, root=False, base=base) == plain | local

@@ -156,7 +156,13 @@ def test_a_rank_that_ends_is_a_sentence_with_the_step_on_the_others(
         sentence = "step 1: a rank has closed its connections: it has ended or raised; see its output"
         with pytest.raises(RuntimeError, match=f"^{sentence}$"):
             reducer.step(gradient)
-    reducer.close()  # as the end of a process does
+    else:  # as the end of a process does
+        inside: Any = [] if reducer.group is None else reducer.group._transports
+        for transport in (reducer.transport, *inside):
+            transport._gloo = None
+            transport._recent.clear()
+    comm.Barrier()
+    reducer.close()
     comm.Barrier()
 
 

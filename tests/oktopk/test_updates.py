@@ -267,6 +267,34 @@ def test_an_update_that_is_not_finite_is_found_on_all_ranks(comm: MPI.Intracomm)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("cancels", [True, False])
+def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
+    comm: MPI.Intracomm, cancels: bool
+) -> None:
+    """Their momentum would bring residuals, or the sum of these, above the largest float in every later step."""
+    for share in (0.9, 0.3 / comm.size):
+        model = network()
+        optimizer = wrap(model, comm, "sgd", nonfinite="skip")
+        train(model, optimizer, comm.rank, range(1))
+        velocities = [each["momentum_buffer"].clone() for each in optimizer.inner.state.values()]
+        optimizer.zero_grad()
+        loss(model, comm.rank, 1).backward()
+        sign = {0: 1, comm.size - 1: -1}.get(comm.rank, 0) if cancels else 1
+        if sign:
+            model[0].weight.grad[0] = share * sign * torch.finfo(torch.float32).max
+        optimizer.step()
+        if sign:
+            held = [each["momentum_buffer"] for each in optimizer.inner.state.values()]
+            assert all(map(torch.equal, velocities, held))
+        assert np.abs(flat(model)).max() < 100
+        for step in range(2, 8):
+            train(model, optimizer, comm.rank, range(step, step + 1))
+            assert not optimizer.report.skipped
+        check_agreed(model, optimizer, comm)
+        optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)
@@ -895,6 +923,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda own: own["optimizer"]["state"].update({0: None}),
         "not that of an optimizer: Attrib",
     ),
+    "a step that is none": (
+        lambda own: own["optimizer"]["state"][0].update(step=torch.tensor(-1.0)),
+        r"the state is damaged: step tensor\(-1\.\) of a parameter",
+    ),
     "a rank that is none": (lambda own: own["reducer"].update(rank=[1]), "is of rank"),
 }
 
@@ -920,6 +952,25 @@ def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intra
         optimizer.load_state_dict(state)
     assert np.array_equal(flat(model), before)
     comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_moment_that_the_state_of_one_rank_lacks_is_named_by_all(comm: MPI.Intracomm) -> None:
+    """It would be missed in the next step of that rank, for which the others would wait."""
+    model = network()
+    optimizer = wrap(model, comm)
+    train(model, optimizer, comm.rank, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    if comm.rank == 1:
+        del of_rank(state["updates"])["optimizer"]["state"][2]["exp_avg_sq"]
+    before = flat(model)
+    with pytest.raises(
+        ValueError, match="state of parameter 2 lacks exp_avg_sq on rank 1, which other ranks have"
+    ):
+        optimizer.load_state_dict(state)
+    assert np.array_equal(flat(model), before)
+    train(model, optimizer, comm.rank, range(2, 3))
+    optimizer.close()
 
 
 @pytest.mark.parametrize("sends", ["updates", "gradients"])

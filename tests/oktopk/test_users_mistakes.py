@@ -22,6 +22,7 @@ from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
+from oktopk.rows import RowSparseAllreduce
 from tests.training import flat, network, squares, train
 
 LIMIT = 0.5
@@ -419,13 +420,146 @@ def test_a_rank_that_alone_loads_a_state_is_named_by_optimizers_in_buckets(
     optimizer.close()
 
 
+class Table:
+    """A table, with the call of a reducer."""
+
+    def __init__(self, over: Any, **settings: Any) -> None:
+        self._rows = RowSparseAllreduce(over, 10, 2, row_density=0.5, **settings)
+        self.close, self.reset = self._rows.close, self._rows.reset
+
+    def step(self) -> object:
+        return self._rows.step(np.arange(3), np.ones((3, 2), np.float32))
+
+
+class Vectors:
+    """A reducer that reduces ones."""
+
+    def __init__(self, over: Any, lengths: list[int], **settings: Any) -> None:
+        more = {"density": 0.1} | settings
+        self._gradients = [np.ones(length, np.float32) for length in lengths]
+        self._reducer = (
+            BucketedAllreduce(over, lengths, **more)
+            if len(lengths) > 1
+            else GradientAllreduce(over, *lengths, **more)
+        )
+        self.close = self._reducer.close
+
+    def step(self) -> object:
+        if isinstance(self._reducer, BucketedAllreduce):
+            return self._reducer.step(self._gradients)
+        return self._reducer.step(*self._gradients)
+
+
+class Trained:
+    """An optimizer of a network."""
+
+    def __init__(self, over: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+        self._model = network()
+        self._optimizer = DistributedOptimizer(kind(self._model.parameters(), lr=0.01), over, **settings)
+        self.close = self._optimizer.close
+
+    def step(self) -> None:
+        squares(self._model, 0, 0).backward()
+        self._optimizer.step()
+
+
+ADAMW, HOSTS = torch.optim.AdamW, {"ranks_per_host": 2}
+CLOSED_ALONE: dict[str, Callable[..., Any]] = {
+    "reducer": lambda over, **more: Vectors(over, [100], **more),
+    "two levels": lambda over, **more: Vectors(over, [100], levels="hosts", **HOSTS, **more),
+    "buckets": lambda over, **more: Vectors(over, [60, 40], **more),
+    "table": Table,
+    "overlap": lambda over, **more: Trained(over, torch.optim.SGD, overlap=True, bucket_mb=0.001, **more),
+    "updates": lambda over, **more: Trained(over, ADAMW, **more),
+    "updates of hosts": lambda over, **more: Trained(over, ADAMW, replica="host", **HOSTS, **more),
+}
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("MPI", ["reducer"]),
+        ("gloo", ["updates"]),
+        pytest.param("MPI", list(CLOSED_ALONE), marks=pytest.mark.long("`make test` has one of seven")),
+        pytest.param("gloo", list(CLOSED_ALONE), marks=pytest.mark.long("`make test` has one of seven")),
+    ],
+)
+def test_a_rank_that_alone_closes_is_named_with_that_call(
+    comm: MPI.Intracomm,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    library: str,
+    names: list[str],
+) -> None:
+    """Over gloo the others learn of it when its connections end, else once the limit has passed."""
+    monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", LIMIT)
+    over = comm if library == "MPI" else request.getfixturevalue("group")
+    for name in names:
+        made = CLOSED_ALONE[name](over, timeout=2.0)
+        with monkeypatch.context() as patch:  # ranks may be slow to load kernels, then they step at once
+            patch.setattr("collectives.limit._debugged", lambda: True)
+            made.step()
+            comm.Barrier()
+        error: MissingRanksError | None = None
+        if comm.rank == 1:
+            began = time.monotonic()
+            made.close()
+            assert time.monotonic() - began < 60
+        else:
+            with pytest.raises(
+                MissingRanksError, match=r"^step 1: rank\(s\) 1 called close instead, and did not come"
+            ) as raised:
+                made.step()
+            error = raised.value
+        told = comm.allgather(error and error.ranks)
+        assert told == [None if rank == 1 else [1] for rank in range(comm.size)], name
+        made.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_rank_that_alone_forgets_a_tables_residual_is_named_with_that_call(comm: MPI.Intracomm) -> None:
+    table = Table(comm, timeout=LIMIT)
+    table.step()
+    with pytest.raises(
+        MissingRanksError, match=r"^step 1: rank\(s\) 1 called reset instead, and did not come"
+    ):
+        table.reset() if comm.rank == 1 else table.step()
+    table.close()
+
+
 @pytest.mark.mpi(min_size=2)
-def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(comm: MPI.Intracomm) -> None:
+def test_ranks_that_close_at_other_times_free_what_they_hold_and_go_on(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for waits in (60.0, 0.0):  # for the others, so that all or not all have closed by then
+        monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", waits)
+        reducers = [Vectors(comm, [100]) for _ in range(3)]
+        for number, reducer in enumerate(reducers):
+            reducer.step()
+            if comm.rank == number % comm.size:
+                time.sleep(0.05)
+            reducer.close()
+            later = Vectors(comm, [50, 50])  # another reducer finds nothing of the closed one
+            later.step()
+            later.close()
+    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(
+    comm: MPI.Intracomm, overlap: bool
+) -> None:
     model = network()
-    optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001)
+    optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001, overlap=overlap)
     backward(model, comm)
+    before = flat(model)
     with pytest.raises(ValueError, match="rank 1: measures are taken of one vector"):
         optimizer.step(measure=comm.rank == 1)
+    assert np.array_equal(flat(model), before)
+    optimizer.step()  # the gradients are still there
+    assert not np.array_equal(flat(model), before)
     backward(model, comm)
     optimizer.step()
     optimizer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,14 +13,18 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import oktopk
 from jobs.cluster.agreement import Refused
-from oktopk import GradientAllreduce, NonFiniteGradientError
+from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import redistribute
 from tests.jobs.restart.test_hostile import Run, started  # noqa: F401 - a fixture
+from tests.training import network, squares
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.long("minutes: 300 cases; `make test` has 15 states and 25 checkpoints with one change each"),
+    pytest.mark.long(
+        "minutes: 300 cases each; `make test` has 15 states and 25 checkpoints with one change each"
+    ),
     pytest.mark.timeout(900),
 ]
 
@@ -110,6 +114,65 @@ def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: 
             reducer.load_state_dict(good)
     assert refused > CASES / 3
     reducer.step(gradient)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (oktopk.torch.AdamW, {}),
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"bucket_mb": 0.001}),
+    ],
+    ids=["updates", "updates in one pass", "gradients", "buckets"],
+)
+def test_an_optimizers_state_with_random_changes_is_refused_on_all_ranks_or_continued(
+    comm: MPI.Intracomm, kind: Callable[..., torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    rng, model = random.Random(9), network()
+    optimizer = DistributedOptimizer(
+        kind(model.parameters(), lr=0.01), comm, density=0.05, timeout=60.0, **settings
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        squares(model, comm.rank, 0).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    good, refused = copy.deepcopy(optimizer.state_dict()), 0
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+
+    def go_back() -> None:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(good))
+
+    every = comm.allgather(good)
+    for _ in range(CASES):
+        victim = rng.randrange(comm.size)
+        wrong = damaged(every[victim], rng)
+        problem = ""
+        try:
+            optimizer.load_state_dict(wrong if comm.rank == victim else copy.deepcopy(good))
+        except ValueError as error:
+            problem = str(error)
+        assert len(set(comm.allgather(problem))) == 1, problem
+        refused += bool(problem)
+        if not problem:
+            try:
+                step()
+            except (
+                NonFiniteGradientError,
+                ValueError,
+            ) as error:  # of a NaN, or of a setting that parts the ranks
+                problem = str(error)
+            assert len(set(comm.allgather(problem))) == 1, problem
+        go_back()
+    assert refused > CASES / 3
+    step()
+    optimizer.close()
 
 
 def test_a_checkpoint_with_random_changes_is_refused_by_name_or_continued(
