@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.sharded_replica import ShardedReplica
-from oktopk.torch.shards import is_sharded
+from oktopk.torch.shards import is_sharded, local_tensor
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,6 +179,56 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
             if known:
                 found[id(held.param_groups)] = min(known), held
     return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
+
+
+class FoundOptimizers:
+    """The optimizers of a model, for a hook, which is given none: their groups, and what of their states ranks must have alike.
+
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._found: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._in_vain = 0  # times that none was found, in a row
+        # of the state that each was found with, or that was loaded into it last
+        self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, bytes] = weakref.WeakKeyDictionary()
+
+    def look(self) -> list[torch.optim.Optimizer]:
+        """Find them, anew where one is gone; where there is none, as before the first step, no more than twice."""
+        held = [optimizer for each in self._found if (optimizer := each()) is not None]
+        if len(held) < len(self._found) or (not held and self._in_vain < 2):
+            held = optimizers_of(self._parameters)
+            self._found = [weakref.ref(optimizer) for optimizer in held]
+            self._in_vain = 0 if held else self._in_vain + 1
+            for optimizer in held:
+                self._watch(optimizer)
+        return held
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Of all that are still there."""
+        return [group for each in self._found if (held := each()) is not None for group in held.param_groups]
+
+    def state(self) -> bytes:
+        """A checksum of what was loaded into them; of nothing where each rank keeps a part, as torch's ZeRO does."""
+        held = [optimizer for each in self._found if (optimizer := each()) is not None]
+        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in held):
+            return b""
+        return b"".join(self._states.get(optimizer, b"") for optimizer in held)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._states or not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            return
+        own = weakref.ref(self)
+
+        def loaded(optimizer: torch.optim.Optimizer) -> None:
+            if (found := own()) is not None:
+                kept = [optimizer.state[p] for p in found._parameters if p in optimizer.state]
+                found._states[optimizer] = _digest(kept) if kept else b""
+
+        loaded(optimizer)
+        optimizer.register_load_state_dict_post_hook(loaded)
 
 
 def rescaled_warning(parameters: Iterable[Tensor]) -> str:
@@ -340,7 +390,7 @@ def _digest(value: Any) -> bytes:
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
-            host = value.detach().cpu().contiguous()
+            host = local_tensor(value).cpu().contiguous()
             digest.update(f"{tuple(host.shape)} {host.dtype}".encode())
             digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(value, dict):
