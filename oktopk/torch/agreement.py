@@ -15,51 +15,42 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.sharded_replica import ShardedReplica
-from oktopk.torch.shards import is_sharded, local_tensor
+from oktopk.torch.shards import local_tensor
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
 
-_REDUCERS = WeakTensorKeyDictionary()
-"""Parameters whose gradients are reduced -> a weak reference to the DistributedOptimizer or OkTopkState that does so."""
-
-_OF_SHARDS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-"""DistributedOptimizer -> the ids of its parameters, if they are sharded: `Module.to` refuses DTensors with weak references."""
+_REDUCERS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+"""What reduces gradients -> the ids of its parameters, which it keeps. No weak references to these: `torch.utils.swap_tensors`,
+by which `Module.to` may convert them, refuses tensors that have any."""
 
 
 def reducer_of(parameters: Iterable[Tensor], kind: type = object) -> Any:
     """What reduces the gradient of one of these parameters and is of this kind; None where there is nothing."""
-    parameters = list(parameters)
     known = set(map(id, parameters))
-    references = [_REDUCERS[parameter] for parameter in parameters if parameter in _REDUCERS]
-    references += [weakref.ref(reducer) for reducer, ids in _OF_SHARDS.items() if ids & known]
-    if any(isinstance(reference(), kind) for reference in references):
-        gc.collect()  # a scheduler leaves a cycle
-    return next((found for each in references if isinstance(found := each(), kind)), None)
+
+    def found() -> Any:
+        return next((one for one, ids in _REDUCERS.items() if ids & known and isinstance(one, kind)), None)
+
+    if found() is None:
+        return None
+    gc.collect()  # a scheduler leaves a cycle
+    return found()
 
 
 def register_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
     """Let `reducer_of` find a reducer, until it is gone or `unregister_reducer` was called."""
-    reference = weakref.ref(reducer)
-    for parameter in parameters:
-        if is_sharded(parameter):
-            _OF_SHARDS[reducer] = _OF_SHARDS.get(reducer, frozenset()) | {id(parameter)}
-        else:
-            _REDUCERS[parameter] = reference
+    _REDUCERS[reducer] = frozenset(map(id, parameters))
 
 
-def unregister_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
+def unregister_reducer(reducer: Any) -> None:
     """The reverse of `register_reducer`."""
-    _OF_SHARDS.pop(reducer, None)
-    for parameter in parameters:
-        if parameter in _REDUCERS and _REDUCERS[parameter]() is reducer:
-            del _REDUCERS[parameter]
+    _REDUCERS.pop(reducer, None)
 
 
 class _Mine(NamedTuple):

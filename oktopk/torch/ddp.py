@@ -707,7 +707,7 @@ class OkTopkState:
             table.close()
         self._tables, self._table_reports = {}, {}
         if self._reducer is not None:
-            unregister_reducer(self, self._places)
+            unregister_reducer(self)
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}
             if self._watch is not None:

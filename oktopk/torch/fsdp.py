@@ -198,7 +198,7 @@ class OkTopkReplicas:
     @closes
     def close(self) -> None:
         """Free what the reducers hold. Collective. A further backward pass of the model raises RuntimeError."""
-        unregister_reducer(self, self._parameters)
+        unregister_reducer(self)
         for module in self._modules.values():
             module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
         for reducer in self._reducers.values():

@@ -73,11 +73,18 @@ def other_order(model: nn.Module) -> None:
     model.b.weight.data = model.b.weight.data.t().contiguous().t()  # type: ignore[union-attr,operator]
 
 
+def swapped(model: nn.Module) -> None:
+    """As `Module.to` converts, where `torch.__future__` says so."""
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.5))
+
+
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "channels last": lambda model: model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
     "there and back": there_and_back,
     "other values": elsewhere,
     "other order": other_order,
+    "swapped": swapped,
 }
 
 
@@ -88,6 +95,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
         ("vector", "channels last", "between"),
         ("vector", "there and back", "between"),
         ("overlap", "channels last", "before"),
+        ("overlap", "swapped", "before"),
         ("overlap", "there and back", "between"),
     ],
 )
