@@ -15,51 +15,42 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.transport import Transport
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.sharded_replica import ShardedReplica
-from oktopk.torch.shards import is_sharded
+from oktopk.torch.shards import local_tensor
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
 GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What `GradientAllreduce` calls a type of torch's."""
 
-_REDUCERS = WeakTensorKeyDictionary()
-"""Parameters whose gradients are reduced -> a weak reference to the DistributedOptimizer or OkTopkState that does so."""
-
-_OF_SHARDS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-"""DistributedOptimizer -> the ids of its parameters, if they are sharded: `Module.to` refuses DTensors with weak references."""
+_REDUCERS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+"""What reduces gradients -> the ids of its parameters, which it keeps. No weak references to these: `torch.utils.swap_tensors`,
+by which `Module.to` may convert them, refuses tensors that have any."""
 
 
 def reducer_of(parameters: Iterable[Tensor], kind: type = object) -> Any:
     """What reduces the gradient of one of these parameters and is of this kind; None where there is nothing."""
-    parameters = list(parameters)
     known = set(map(id, parameters))
-    references = [_REDUCERS[parameter] for parameter in parameters if parameter in _REDUCERS]
-    references += [weakref.ref(reducer) for reducer, ids in _OF_SHARDS.items() if ids & known]
-    if any(isinstance(reference(), kind) for reference in references):
-        gc.collect()  # a scheduler leaves a cycle
-    return next((found for each in references if isinstance(found := each(), kind)), None)
+
+    def found() -> Any:
+        return next((one for one, ids in _REDUCERS.items() if ids & known and isinstance(one, kind)), None)
+
+    if found() is None:
+        return None
+    gc.collect()  # a scheduler leaves a cycle
+    return found()
 
 
 def register_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
     """Let `reducer_of` find a reducer, until it is gone or `unregister_reducer` was called."""
-    reference = weakref.ref(reducer)
-    for parameter in parameters:
-        if is_sharded(parameter):
-            _OF_SHARDS[reducer] = _OF_SHARDS.get(reducer, frozenset()) | {id(parameter)}
-        else:
-            _REDUCERS[parameter] = reference
+    _REDUCERS[reducer] = frozenset(map(id, parameters))
 
 
-def unregister_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
+def unregister_reducer(reducer: Any) -> None:
     """The reverse of `register_reducer`."""
-    _OF_SHARDS.pop(reducer, None)
-    for parameter in parameters:
-        if parameter in _REDUCERS and _REDUCERS[parameter]() is reducer:
-            del _REDUCERS[parameter]
+    _REDUCERS.pop(reducer, None)
 
 
 class _Mine(NamedTuple):
@@ -179,6 +170,56 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
             if known:
                 found[id(held.param_groups)] = min(known), held
     return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
+
+
+class FoundOptimizers:
+    """The optimizers of a model, for a hook, which is given none: their groups, and what of their states ranks must have alike.
+
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._found: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._in_vain = 0  # times that none was found, in a row
+        # of the state that each was found with, or that was loaded into it last
+        self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, bytes] = weakref.WeakKeyDictionary()
+
+    def look(self) -> list[torch.optim.Optimizer]:
+        """Find them, anew where one is gone; where there is none, as before the first step, no more than twice."""
+        held = [optimizer for each in self._found if (optimizer := each()) is not None]
+        if len(held) < len(self._found) or (not held and self._in_vain < 2):
+            held = optimizers_of(self._parameters)
+            self._found = [weakref.ref(optimizer) for optimizer in held]
+            self._in_vain = 0 if held else self._in_vain + 1
+            for optimizer in held:
+                self._watch(optimizer)
+        return held
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Of all that are still there."""
+        return [group for each in self._found if (held := each()) is not None for group in held.param_groups]
+
+    def state(self) -> bytes:
+        """A checksum of what was loaded into them; of nothing where each rank keeps a part, as torch's ZeRO does."""
+        held = [optimizer for each in self._found if (optimizer := each()) is not None]
+        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in held):
+            return b""
+        return b"".join(self._states.get(optimizer, b"") for optimizer in held)
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._states or not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            return
+        own = weakref.ref(self)
+
+        def loaded(optimizer: torch.optim.Optimizer) -> None:
+            if (found := own()) is not None:
+                kept = [optimizer.state[p] for p in found._parameters if p in optimizer.state]
+                found._states[optimizer] = _digest(kept) if kept else b""
+
+        loaded(optimizer)
+        optimizer.register_load_state_dict_post_hook(loaded)
 
 
 def rescaled_warning(parameters: Iterable[Tensor]) -> str:
@@ -340,7 +381,7 @@ def _digest(value: Any) -> bytes:
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
-            host = value.detach().cpu().contiguous()
+            host = local_tensor(value).cpu().contiguous()
             digest.update(f"{tuple(host.shape)} {host.dtype}".encode())
             digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(value, dict):

@@ -30,8 +30,7 @@ from oktopk.settings import Settings, settings_problem
 from oktopk.step import Spans
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
-    groups_of,
-    optimizers_of,
+    FoundOptimizers,
     reducer_of,
     register_reducer,
     rescaled_warning,
@@ -158,6 +157,7 @@ class OkTopkState:
         self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
         self._orders: dict[Tensor, tuple[int, ...]] = {}  # strides that DDP has been seen to keep to
         self._watch: _Watch | None = None
+        self._optimizers: FoundOptimizers | None = None
         self._agreement = StepAgreement(list)
         self._moves_to: _Layout | None = None
         self._loaded: dict[str, Any] | None = None
@@ -373,6 +373,9 @@ class OkTopkState:
         waiting = [given for given in self._given if number in given.waits_for]
         beside: dict[str, Any] = {"absent": self._unused(self._layout[number]), "problem": self._problem}
         if number == len(self._layout) - 1:
+            assert self._optimizers is not None
+            self._optimizers.look()
+            self._agreement.state = self._optimizers.state()
             beside["token"] = self._agreement.tell()
         future = self._reducer.start(self._memory.array(vector), self._memory.after_current(), **beside)
         future.add_done_callback(partial(self._reduced, number, waiting))
@@ -637,18 +640,20 @@ class OkTopkState:
         """
         if self._watch is None:
             self._watch = _Watch([parameter for parameter in parameters if parameter.requires_grad])
-        found = optimizers_of(parameters)
-        self._agreement = StepAgreement(groups_of(found))
+        whole = list(self._names)  # with the tables
+        self._optimizers = self._optimizers or FoundOptimizers(whole)
+        found = self._optimizers.look()
+        self._agreement = StepAgreement(self._optimizers.groups)
         assert self._reducer is not None
         if not first or self._reducer.transport.rank:
             return
-        if any(held.state for held in found):
+        if any(held.state for held in found) and self._arguments["method"] != "dense":
             warnings.warn(
                 "the optimizer has a state, as of a training that goes on, and OkTopkState has none: residuals start empty. Save "
                 "OkTopkState.state_dict() on every rank, and load it before the first backward pass",
                 stacklevel=2,
             )
-        if warning := rescaled_warning(parameters):
+        if warning := rescaled_warning(whole):
             warnings.warn(warning, stacklevel=2)
 
     def _parameter_names(self) -> dict[Tensor, str]:
@@ -723,7 +728,7 @@ class OkTopkState:
             table.close()
         self._tables, self._table_reports = {}, {}
         if self._reducer is not None:
-            unregister_reducer(self, self._places)
+            unregister_reducer(self)
             self._reducer.close()
             self._reducer, self._layout, self._places = None, [], {}
             if self._watch is not None:

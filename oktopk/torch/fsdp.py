@@ -20,8 +20,7 @@ from oktopk.settings import settings_problem, timeout_of
 from oktopk.state import state_problem
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
-    groups_of,
-    optimizers_of,
+    FoundOptimizers,
     reducer_of,
     register_reducer,
     rescaled_warning,
@@ -89,10 +88,11 @@ class OkTopkReplicas:
         self._loaded: dict[str, Any] = {}
         self._names, self._modules = set(modules), modules
         self._partial: dict[str, Tensor] = {}  # gradients that were not reduced over the replicas yet
-        self._agreement = StepAgreement(list)
         self._telling: str | None = None  # the module whose messages take the token along
         self.reports: dict[str, StepReport] = {}
         parameters = self._parameters = list(model.parameters())
+        self._optimizers = FoundOptimizers(parameters)
+        self._agreement = StepAgreement(self._optimizers.groups)
         if not modules:
             problem = problem or "the model has no module that fully_shard was called on"
         if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
@@ -136,7 +136,6 @@ class OkTopkReplicas:
             )
             if self._telling is None:
                 self._telling = name
-                self._agreement = StepAgreement(groups_of(optimizers_of(self._parameters)))
             if name in self._loaded:
                 self._reducers[name].load_state_dict(as_arrays(self._loaded.pop(name)))
         reducer, problem = self._reducers[name], ""
@@ -146,7 +145,11 @@ class OkTopkReplicas:
                 "its parameters have none any more, as they were frozen or not used. Call fully_shard on those apart"
             )
         gradient = shard.new_zeros(reducer.length) if problem else shard
-        token = self._agreement.tell() if name == self._telling else None
+        token = None
+        if name == self._telling:
+            self._optimizers.look()
+            self._agreement.state = self._optimizers.state()
+            token = self._agreement.tell()
         report = self.reports[name] = reducer.step(
             memory.array(gradient.to(self._types[name])), problem=problem, token=token
         )
@@ -213,7 +216,7 @@ class OkTopkReplicas:
     @closes
     def close(self) -> None:
         """Free what the reducers hold. Collective. A further backward pass of the model raises RuntimeError."""
-        unregister_reducer(self, self._parameters)
+        unregister_reducer(self)
         for module in self._modules.values():
             module.set_all_reduce_hook(lambda _: self.skip())  # which raises, as every public call
         announce([reducer.transport for reducer in self._reducers.values()])

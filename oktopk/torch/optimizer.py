@@ -698,7 +698,7 @@ class DistributedOptimizer(WrappedOptimizer):
     @closes
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
-        unregister_reducer(self, self._trained)
+        unregister_reducer(self)
         announce([*self.reducer.transports, *([] if self._tables is None else self._tables.transports)])
         if self._tables is not None:
             self._tables.close()

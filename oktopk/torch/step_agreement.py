@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,9 +23,14 @@ _PLAIN = (bool, int, float, str, type(None))
 def numbers_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The plain values of each group, as learning rate, decay and betas; the rest, and tensors on a GPU, are left out."""
     return [
-        {name: plain for name, value in group.items() if (plain := _plain(value)) is not None}
+        {name: plain for name, value in _settings(group) if (plain := _plain(value)) is not None}
         for group in groups
     ]
+
+
+def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a group has beside its parameters."""
+    return ((name, value) for name, value in group.items() if name != "params")
 
 
 def _plain(value: Any) -> Any:
@@ -36,9 +41,14 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, tuple) and all(isinstance(each, (*_PLAIN, Tensor)) for each in value):
-        return tuple(map(_plain, value))
+    if isinstance(value, tuple | list) and all(isinstance(each, (*_PLAIN, Tensor)) for each in value):
+        return tuple(map(_plain, value))  # betas are a list in a file of settings
     return None
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value can become another one where it is."""
+    return isinstance(value, Tensor | list) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
 def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
@@ -89,7 +99,7 @@ class StepAgreement:
     def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], parameters: int = 0) -> None:
         self._groups = groups
         self._values: list[Any] = []  # of all groups, when they were last looked at
-        self._tensors = False  # whether there are tensors among them
+        self._may_change = False  # whether one of them can become another where it is
         self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
         self.state = b""
         self._told = [_Told(-1, bytes([1]) * parameters, [], b"")] * 2  # in this step, and in the last one
@@ -106,15 +116,11 @@ class StepAgreement:
         """
         last = self._told[0]
         groups = self._groups()
-        values = list(chain.from_iterable(map(dict.values, groups)))
+        values = [value for _, value in chain.from_iterable(map(_settings, groups))]
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
-        if not same or self._tensors:  # whose values may be others by now
+        if not same or self._may_change:
             numbers, self._values = numbers_of(groups), values
-            self._tensors = any(
-                isinstance(each, Tensor)
-                for value in values
-                for each in (value if isinstance(value, tuple) else [value])
-            )
+            self._may_change = any(map(_may_change, values))
         else:
             numbers = last.numbers
         token = last.token

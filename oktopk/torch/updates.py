@@ -428,6 +428,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _count_decay(self) -> None:
         """Add this step to the decay that is due in the next exchange, whether this rank has stepped or not."""
+        known, groups = len(self._factors), len(self.param_groups)  # of which a user may have made others
+        self._factors = (self._factors + [1.0] * (groups - known))[:groups]
         for number, group in enumerate(self.param_groups):
             if _decays(self.inner, group):
                 self._factors[number] *= 1.0 - float(group["lr"]) * group["weight_decay"]

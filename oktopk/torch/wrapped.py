@@ -32,19 +32,31 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
         return self.inner.param_groups
 
+    @param_groups.setter
+    def param_groups(self, given: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = given
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's."""
         return self.inner.state
 
+    @state.setter
+    def state(self, given: Any) -> None:
+        self.inner.state = given
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
         return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, given: dict[str, Any]) -> None:
+        self.inner.defaults = given
 
     def state_dict(self) -> dict[str, Any]:
         """What `_state` returns, with this optimizer's hooks before and after."""

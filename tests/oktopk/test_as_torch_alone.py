@@ -73,11 +73,18 @@ def other_order(model: nn.Module) -> None:
     model.b.weight.data = model.b.weight.data.t().contiguous().t()  # type: ignore[union-attr,operator]
 
 
+def swapped(model: nn.Module) -> None:
+    """As `Module.to` converts, where `torch.__future__` says so."""
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 0.5))
+
+
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "channels last": lambda model: model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
     "there and back": there_and_back,
     "other values": elsewhere,
     "other order": other_order,
+    "swapped": swapped,
 }
 
 
@@ -88,6 +95,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
         ("vector", "channels last", "between"),
         ("vector", "there and back", "between"),
         ("overlap", "channels last", "before"),
+        ("overlap", "swapped", "before"),
         ("overlap", "there and back", "between"),
     ],
 )
@@ -265,6 +273,44 @@ def test_rates_that_part_are_named_by_all_ranks_before_the_parameters_do(
     ):
         optimizer.step()
     assert np.array_equal(flat(model), before) and control
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("sends", ["gradients", "updates"])
+def test_betas_that_part_in_a_list_are_named_by_all_ranks(comm: MPI.Intracomm, sends: str) -> None:
+    """As a file of settings gives them; a list changes where it is."""
+    model = Heads()
+    optimizer = DistributedOptimizer(adamw(model), comm, **SPARSE, sends=sends)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+    optimizer.param_groups[0]["betas"][1] = 0.5 if comm.rank == 0 else 0.7
+    with pytest.raises(
+        ValueError, match=r"'betas' .* group 0 differs .*: \(0\.9, 0\.5\) on rank 0, \(0\.9, 0\.7\)"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sends", ["gradients", "updates"])
+def test_groups_that_a_user_divides_are_stepped_on(comm: MPI.Intracomm, sends: str) -> None:
+    """`param_groups` and `state` can be set, as of torch's own."""
+    model = Heads()
+    optimizer = DistributedOptimizer(adamw(model), comm, **SPARSE, sends=sends)
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [
+        {**group, "params": group["params"][:2], "lr": 0.0},
+        {**group, "params": group["params"][2:]},
+    ]
+    before = model.body.weight.detach().clone(), model.a.weight.detach().clone()
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, comm.rank, step)
+        optimizer.step()
+    optimizer.state = type(optimizer.state)(dict)
+    assert torch.equal(model.body.weight, before[0]) and not torch.equal(model.a.weight, before[1])
+    assert not optimizer.inner.state
 
 
 @pytest.mark.mpi(min_size=2)

@@ -154,14 +154,34 @@ def test_one_state_of_two_models_is_named(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rates_that_part_are_named_by_all_ranks(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("anew", [False, True])
+def test_rates_that_part_are_named_by_all_ranks(comm: MPI.Intracomm, anew: bool) -> None:
+    """Of another optimizer, too, that takes the place of the first one."""
     ddp, _ = hooked(Heads())
     optimizer = sgd(ddp)
     train(ddp, optimizer, comm.rank, range(2))
+    if anew:
+        optimizer = sgd(ddp)
     optimizer.param_groups[0]["lr"] = 0.5 if comm.rank == 0 else 0.25
     with pytest.raises(
         Exception,
         match=r"'lr' of the optimizer's group 0 differs between ranks: 0\.5 on rank 0, 0\.25 on rank 1",
+    ):
+        train(ddp, optimizer, comm.rank, range(2, 4))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_states_that_differ_are_named_by_all_ranks(comm: MPI.Intracomm, steps: int) -> None:
+    """Loaded before the first step, or later."""
+    ddp, _ = hooked(Heads())
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, comm.rank, range(steps))
+    held = [torch.full_like(p, float(comm.rank == 1)) for p in ddp.parameters()]
+    state = {number: {"momentum_buffer": momentum} for number, momentum in enumerate(held)}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    with pytest.raises(
+        Exception, match="the ranks have loaded different states into the optimizer: load one"
     ):
         train(ddp, optimizer, comm.rank, range(2, 4))
 
@@ -208,8 +228,6 @@ def test_residuals_that_are_lost_at_resume_are_warned_of(comm: MPI.Intracomm) ->
 def test_a_table_that_the_forward_pass_rescales_is_warned_of(
     comm: MPI.Intracomm, hook: bool, sparse: bool
 ) -> None:
-    if hook and sparse:
-        pytest.skip("DDP's tables are found with its other parameters")
     model = nn.Sequential(nn.Embedding(50, 8, max_norm=1.0, sparse=sparse), nn.Linear(8, 3))
     told = pytest.warns(
         UserWarning,
@@ -220,9 +238,7 @@ def test_a_table_that_the_forward_pass_rescales_is_warned_of(
             ddp, _ = hooked(model)
             ddp(torch.arange(3)).sum().backward()
         else:
-            DistributedOptimizer(
-                sgd(model) if not sparse else torch.optim.SGD(model.parameters(), lr=0.1), comm
-            )
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm)
 
 
 def test_a_ddp_that_reduces_beside_a_wrapped_optimizer_is_warned_of(
