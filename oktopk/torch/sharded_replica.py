@@ -23,7 +23,7 @@ from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
 from oktopk.torch.shards import held_tensor, is_sharded, kept_locally, laid_out_as_parameter, local_tensor
-from oktopk.torch.step_agreement import StepAgreement, numbers_of
+from oktopk.torch.step_agreement import StepAgreement, groups_difference, numbers_of
 
 
 class ShardedReplica(Replica):
@@ -179,8 +179,12 @@ class ShardedReplica(Replica):
         everyone = self._allgather(np.array(mine, np.int64), what)
         problems, overflows, finites, all_steps, squares, all_numbers = everyone.T
         if problems.any() or len(set(all_numbers.tolist())) > 1:
-            groups = {"the numbers of the optimizer's groups": numbers_of(self._groups())}
-            problem = self.sentence(problem, what, groups)
+            assert self._transport is not None
+            with self._within(what):
+                numbers_of_all = self._transport.allgather_objects(numbers_of(self._groups()))
+            if difference := groups_difference(numbers_of_all):
+                problem = problem or f"among the shards of a model {difference}"
+            problem = self.sentence(problem, what)
         # summed in the order of the ranks, so that all have the same bits
         total = sum(squares.copy().view(np.float64).tolist())
         return Ready(problem, bool(overflows.any()), bool(finites.all()), total**0.5, int(all_steps.max()))

@@ -428,11 +428,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _count_decay(self) -> None:
         """Add this step to the decay that is due in the next exchange, whether this rank has stepped or not."""
-        known, groups = len(self._factors), len(self.param_groups)  # of which a user may have made others
-        self._factors = (self._factors + [1.0] * (groups - known))[:groups]
+        self._factors = self._factors_of_groups()
         for number, group in enumerate(self.param_groups):
             if _decays(self.inner, group):
                 self._factors[number] *= 1.0 - float(group["lr"]) * group["weight_decay"]
+
+    def _factors_of_groups(self) -> list[float]:
+        """The decay that is due, of the groups as they are now: a user may have made others of them."""
+        known, groups = len(self._factors), len(self.param_groups)
+        return (self._factors + [1.0] * (groups - known))[:groups]
 
     # an exchange
 
@@ -608,7 +612,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "steps": self._steps,
             "exchanges": self._exchanges,
             "present": list(self._present),
-            "factors": list(self._factors),
+            "factors": self._factors_of_groups(),
             "ratio": None if self._ratio is None else self._ratio.state(),
             "shard": self._replica.shard,
         }

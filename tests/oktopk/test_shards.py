@@ -237,6 +237,9 @@ def test_nothing_is_lost_between_the_optimizers_and_the_references(
         except (NonFiniteGradientError, ValueError) as error:
             told += 1
             assert len(set(comm.allgather(str(error)))) == 1
+            assert what == "nan" or "'lr' of the optimizer's group 0 differs between ranks: 0.05 on" in str(
+                error
+            )
         optimizer.param_groups[0]["lr"] = 0.05
     replicas = any_mesh["replicate"].size()
     assert comm.allgather(told) == [int(what == "nan" or (what == "rates" and comm.size > 1))] * comm.size
