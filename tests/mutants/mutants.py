@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "adamw-count",
         "oktopk/torch/adamw.py",
-        "            count = done + 1\n",
-        "            count = max(done, 1)\n",
+        "            counts.append((count if known else int(step)) + 1)\n",
+        "            counts.append(max(count if known else int(step), 1))\n",
         "off by one: the bias corrections are those of the step before",
         f"{_ON_THREE} tests/oktopk/test_adamw.py",
     ),
