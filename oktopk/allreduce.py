@@ -141,6 +141,7 @@ class GradientAllreduce:
         self._entries: Callable[[float], int] = partial(entries_kept, length=length)
         self._sampler: Sampler | None = None
         self._sparse_steps = 0
+        self._moved = False  # the step adds a displacement
         self._last_k: int | None = None
         self._said_dense = False
         # the step whose result is not known yet, and the caller's report of it
@@ -492,7 +493,7 @@ class GradientAllreduce:
     def _take(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
     ) -> StepReport:
-        moved = isinstance(gradient, Displacement)
+        self._moved = moved = isinstance(gradient, Displacement)
         if isinstance(gradient, GradientTensors) and not (moved or self.reads_tensors(measure)):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
@@ -654,6 +655,14 @@ class GradientAllreduce:
         self._complete()
         return report
 
+    def _renews_boundaries(self) -> bool:
+        """Whether the next step computes new regions.
+
+        What an optimizer of Adam's kind moves by first is as large everywhere: its selection says nothing of later ones.
+        """
+        sparse, interval = self._sparse_steps, self.settings.boundary_interval
+        return sparse % interval == 0 or (self._moved and sparse < interval and sparse.bit_count() == 1)
+
     def _begin(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, may_defer: bool
     ) -> StepReport:
@@ -666,7 +675,7 @@ class GradientAllreduce:
         plan = Plan(
             k=k,
             exact=changed or self._sparse_steps % settings.threshold_interval == 0,
-            new_boundaries=changed or self._sparse_steps % settings.boundary_interval == 0,
+            new_boundaries=changed or self._renews_boundaries(),
             scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
             # momentum correction must know whether the velocity is finite before the launch

@@ -267,6 +267,23 @@ def test_an_update_that_is_not_finite_is_found_on_all_ranks(comm: MPI.Intracomm)
 
 
 @pytest.mark.mpi(min_size=2)
+def test_regions_are_balanced_a_few_steps_after_the_first_whose_moves_are_all_as_large(
+    comm: MPI.Intracomm,
+) -> None:
+    weight = nn.Parameter(torch.zeros(20_000))
+    optimizer = DistributedOptimizer(
+        torch.optim.AdamW([weight], lr=1e-3), comm, density=0.02, sends="updates"
+    )
+    drawn = torch.Generator().manual_seed(comm.rank)
+    for _ in range(6):
+        weight.grad = torch.randn(len(weight), generator=drawn)
+        optimizer.step()
+    boundaries = optimizer.reducer.state_dict()["methods"]["oktopk"]["boundaries"]
+    assert np.diff(boundaries).max() < 1.3 * len(weight) / comm.size
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("cancels", [True, False])
 def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
     comm: MPI.Intracomm, cancels: bool
