@@ -37,8 +37,8 @@ class Settings:
     Attributes:
         density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
         threshold_interval: steps between exact thresholds (tau'), >= 1.
-        boundary_interval: steps between new region boundaries (tau), >= 1. Before the first interval ends, steps of a `Displacement`
-            renew them in steps 1, 2, 4, 8, ..., too.
+        boundary_interval: steps between new region boundaries (tau), >= 1. Before the first interval ends, steps of a
+            `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
         momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
