@@ -183,7 +183,7 @@ class OkTopkReplicas:
         Raises:
             ValueError: as `GradientAllreduce.load_state_dict`, for modules that have not been reduced yet in their first step; or
                 the state is of other modules, on every rank alike. Where a module's cannot be loaded, none is.
-            MissingRanksError: ranks did not make this call in time; on every rank alike.
+            oktopk.MissingRanksError: ranks did not make this call in time; on every rank alike.
         """
         state = of_rank(state)
         problem = self._state_problem(state)
