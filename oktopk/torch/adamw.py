@@ -18,6 +18,7 @@ from oktopk.torch.agreement import GRADIENT_TYPES
 from oktopk.torch.as_wrapped import AsWrapped
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# a tensor that lies where it lay, and has as many elements of as many bytes, is on the same device
 _LAYOUT = (Tensor.stride, Tensor.numel, operator.attrgetter("dtype"))
 _OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -120,6 +121,10 @@ class SelectingStep:
         """Look where gradients and moments lie, for `run`. Values may change until then, but not where they lie."""
         self._fits = self._look()
 
+    def forget(self) -> None:
+        """Let go of what `look` has found, where the step is not taken."""
+        self._fits, self._taken = False, {}
+
     def run(self) -> bool:
         """Step, if the step can be taken: moments change, and the residual, when the reducer steps. Returns whether it can."""
         optimizer = self._optimizer
@@ -197,6 +202,8 @@ class SelectingStep:
         numbers = [number for taken in self._taken.values() for number in taken.numbers]
         states = [held for taken in self._taken.values() for held in taken.states]
         with_state = [number for number, held in zip(numbers, states, strict=True) if held]
+        if any(name not in held for held in states if held for name in _MOMENTS):  # torch says so
+            return False
         moments = [held[name] for name in _MOMENTS for held in states if held]
         now = [numbers, *(list(map(what, gradients)) for what in _LAYOUT)]
         now += [with_state, *(list(map(what, moments)) for what in (Tensor.data_ptr, *_LAYOUT))]

@@ -183,19 +183,33 @@ class FoundOptimizers:
         self._parameters = list(parameters)
         self._found: list[weakref.ref[torch.optim.Optimizer]] = []
         self._in_vain = 0  # times that none was found, in a row
-        # of the state that each was found with, or that was loaded into it last
+        # of the state that the first ones were found with, or that was loaded into one last
         self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, bytes] = weakref.WeakKeyDictionary()
 
     def look(self) -> list[torch.optim.Optimizer]:
-        """Find them, anew where one is gone; where there is none, as before the first step, no more than twice."""
+        """Find them, anew where one is gone; where there is none, as before the first step, no more than twice.
+
+        When Python frees one is not the same on all ranks: before these name a difference, each calls `find`.
+        """
         held = [optimizer for each in self._found if (optimizer := each()) is not None]
-        if len(held) < len(self._found) or (not held and self._in_vain < 2):
-            held = optimizers_of(self._parameters)
-            self._found = [weakref.ref(optimizer) for optimizer in held]
-            self._in_vain = 0 if held else self._in_vain + 1
-            for optimizer in held:
-                self._watch(optimizer)
+        if len(held) == len(self._found) and (held or self._in_vain == 2):
+            return held
+        return self.find()
+
+    def find(self) -> list[torch.optim.Optimizer]:
+        """Find them anew."""
+        first = not self._found
+        held = optimizers_of(self._parameters)
+        self._found = [weakref.ref(optimizer) for optimizer in held]
+        self._in_vain = 0 if held else min(2, self._in_vain + 1)
+        for optimizer in held:
+            self._watch(optimizer, first)
         return held
+
+    def state_found_anew(self) -> bytes:
+        """`find`, then `state`."""
+        self.find()
+        return self.state()
 
     def groups(self) -> list[dict[str, Any]]:
         """Of all that are still there."""
@@ -208,7 +222,7 @@ class FoundOptimizers:
             return b""
         return b"".join(self._states.get(optimizer, b"") for optimizer in held)
 
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def _watch(self, optimizer: torch.optim.Optimizer, first: bool) -> None:
         if optimizer in self._states or not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
             return
         own = weakref.ref(self)
@@ -218,7 +232,10 @@ class FoundOptimizers:
                 kept = [optimizer.state[p] for p in found._parameters if p in optimizer.state]
                 found._states[optimizer] = _digest(kept) if kept else b""
 
-        loaded(optimizer)
+        if first:  # a later one may have been found in another step than on other ranks
+            loaded(optimizer)
+        else:
+            self._states[optimizer] = b""
         optimizer.register_load_state_dict_post_hook(loaded)
 
 

@@ -643,7 +643,7 @@ class OkTopkState:
         whole = list(self._names)  # with the tables
         self._optimizers = self._optimizers or FoundOptimizers(whole)
         found = self._optimizers.look()
-        self._agreement = StepAgreement(self._optimizers.groups)
+        self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
         assert self._reducer is not None
         if not first or self._reducer.transport.rank:
             return

@@ -92,7 +92,7 @@ class OkTopkReplicas:
         self.reports: dict[str, StepReport] = {}
         parameters = self._parameters = list(model.parameters())
         self._optimizers = FoundOptimizers(parameters)
-        self._agreement = StepAgreement(self._optimizers.groups)
+        self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
         if not modules:
             problem = problem or "the model has no module that fully_shard was called on"
         if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
@@ -197,7 +197,11 @@ class OkTopkReplicas:
         """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
         if not isinstance(state, dict):
             return f"the state is a {type(state).__name__}, not a dict"
-        if (state or self._reducers) and (others := sorted(map(str, set(state) ^ self._names))):
+        wanted = {
+            name for name, module in self._modules.items() if _is_reduced(module)
+        } | self._reducers.keys()
+        others = sorted(map(repr, (wanted - set(state)) | (set(state) - self._names)))
+        if (state or self._reducers) and others:
             return f"the state and the model differ in sharded modules: {', '.join(others)}"
         problems = (
             state_problem(as_arrays(state[name]), reducer) for name, reducer in self._reducers.items()
@@ -224,3 +228,14 @@ class OkTopkReplicas:
             reducer.close()
         self._reducers = {}
         self._transport.close()
+
+
+def _is_reduced(module: Any) -> bool:
+    """Whether FSDP2 reduces gradients for this module itself, and not for sharded ones within it alone."""
+    inner = {
+        id(parameter)
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in child.parameters()
+    }
+    return any(parameter.requires_grad and id(parameter) not in inner for parameter in module.parameters())

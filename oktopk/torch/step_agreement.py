@@ -91,13 +91,19 @@ class StepAgreement:
     Args:
         groups: gives the optimizer's groups, whose numbers are compared.
         parameters: how many there are of which some may have no gradient.
+        renew: called on all ranks where tokens tell that numbers differ, before the numbers are compared; returns `state`.
 
     Attributes:
         state: a checksum of the state that was loaded last; compared, too.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[dict[str, Any]]], parameters: int = 0) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        groups: Callable[[], Sequence[dict[str, Any]]],
+        parameters: int = 0,
+        renew: Callable[[], bytes] | None = None,
+    ) -> None:
+        self._groups, self._renew = groups, renew
         self._values: list[Any] = []  # of all groups, when they were last looked at
         self._may_change = False  # whether one of them can become another where it is
         self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
@@ -148,6 +154,9 @@ class StepAgreement:
         mine = parts_of(told.token)
         present, numbers = zip(*map(parts_of, tokens), strict=True)
         if any(each != mine[1] for each in numbers) and numbers != self._ignored:
+            if self._renew is not None:
+                self.state = self._renew()
+                told = told._replace(numbers=numbers_of(self._groups()), state=self.state)
             ranks = transport.allgather_objects((told.numbers, told.state))
             if problem := groups_difference([theirs for theirs, _ in ranks]):
                 raise ValueError(problem)

@@ -265,6 +265,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         scaled = grad_scaler is not None
         self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
         finite = not self._problem and self._finite(grad_scaler)
+        if not finite and self._selecting is not None:
+            self._selecting.forget()
         problem = self._problem  # perhaps of another rank of the replica
         if self._tables is None:
             if finite:
@@ -362,8 +364,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _most(self) -> float:
         """The largest norm of a gradient that the optimizer steps on.
 
-        What it moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the largest
-        float: where steps are skipped these stay as they are, and each later step would be skipped.
+        What one step moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the
+        largest float: where steps are skipped these stay as they are, and each later step would be skipped. Residuals of dozens
+        of steps on gradients as large add up, and may still reach it.
         """
         if self.clip_norm:
             return math.inf

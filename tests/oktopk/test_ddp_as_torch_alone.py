@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from contextlib import nullcontext
 from typing import Any
@@ -168,6 +169,28 @@ def test_rates_that_part_are_named_by_all_ranks(comm: MPI.Intracomm, anew: bool)
         match=r"'lr' of the optimizer's group 0 differs between ranks: 0\.5 on rank 0, 0\.25 on rank 1",
     ):
         train(ddp, optimizer, comm.rank, range(2, 4))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_ranks_free_in_other_steps_parts_nobody(
+    comm: MPI.Intracomm, momentum: float
+) -> None:
+    """Python frees what is in a cycle when it likes."""
+    ddp, _ = hooked(Heads())
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=momentum)
+    optimizer.owner = {"optimizer": optimizer}
+    train(ddp, optimizer, comm.rank, range(2))
+    gc.disable()
+    try:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-2, momentum=momentum)
+        for step in range(2, 8):
+            if step == 3 + 2 * comm.rank:
+                gc.collect()
+            train(ddp, optimizer, comm.rank, range(step, step + 1))
+    finally:
+        gc.enable()
+    assert len(set(comm.allgather(flat(ddp).tobytes()))) == 1
 
 
 @pytest.mark.mpi(min_size=2)

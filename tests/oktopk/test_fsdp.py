@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -196,10 +197,13 @@ def replicas(comm: MPI.Intracomm, group: Any) -> Any:
     mesh = init_device_mesh("cpu", (comm.size, 1), mesh_dim_names=("replicate", "shard"))
     made: list[OkTopkReplicas] = []
 
-    def make(**settings: Any) -> tuple[Any, OkTopkReplicas, torch.optim.Optimizer]:
+    def make(
+        apart: Sequence[int] = (0,), **settings: Any
+    ) -> tuple[Any, OkTopkReplicas, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2))
-        fully_shard(model[0], mesh=mesh["shard"])
+        for number in apart:
+            fully_shard(model[number], mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
         made.append(OkTopkReplicas(model, mesh["replicate"].get_group(), **settings))
         return model, made[-1], torch.optim.SGD(model.parameters(), lr=0.1)
@@ -295,6 +299,24 @@ def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_loaded_into_no_
         assert before == {name: get.tobytes() for name, get in made.gathered_residuals().items()}
     made.load_state_dict(saved)
     backward(model, comm.rank, 2)
+
+
+@pytest.mark.mpi
+def test_a_model_whose_parameters_are_all_in_sharded_layers_loads_its_state(
+    comm: MPI.Intracomm, replicas: Any
+) -> None:
+    model, made, _ = replicas((0, 2, 3), density=0.2)
+    backward(model, comm.rank, 0)
+    saved = copy.deepcopy(made.state_dict())
+    before = {name: get.copy() for name, get in made.gathered_residuals().items()}
+    backward(model, comm.rank, 1)
+    made.load_state_dict(saved)
+    assert sorted(before) == ["0", "2", "3"]
+    for name, residual in made.gathered_residuals().items():
+        assert np.array_equal(residual, before[name])
+    lacking = {name: held for name, held in of_rank(saved).items() if name != "2"}
+    with pytest.raises(ValueError, match="the state and the model differ in sharded modules: '2'"):
+        made.load_state_dict(lacking)
 
 
 @pytest.mark.long("waits for a limit of 2 s; `make test` has the same of a reducer")
