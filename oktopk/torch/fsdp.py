@@ -232,10 +232,8 @@ class OkTopkReplicas:
 
 def _is_reduced(module: Any) -> bool:
     """Whether FSDP2 reduces gradients for this module itself, and not for sharded ones within it alone."""
-    inner = {
-        id(parameter)
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
+    within: list[Any] = [
+        each for each in module.modules() if each is not module and isinstance(each, FSDPModule)
+    ]
+    inner = {id(parameter) for each in within for parameter in each.parameters()}
     return any(parameter.requires_grad and id(parameter) not in inner for parameter in module.parameters())
