@@ -149,6 +149,16 @@ class Reference:
             with self._memory.stream_scope():
                 group.layout.extract(self._whole_array, group.shard, self._reducer.residual)
 
+    def bound_residual(self) -> None:
+        """After an exchange whose sum may have overflowed: cut residuals to what the next one can sum. On every rank.
+
+        Else each later exchange would overflow, too. A training that has come there has diverged.
+        """
+        group = self._reducer.group
+        if group is None or group.shard is not None:
+            most = torch.finfo(torch.float32).max / 4 / self._reducer.transport.size
+            self._memory.tensor(self._reducer.residual).clamp_(-most, most)
+
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""
         with self._memory.stream_scope():

@@ -75,7 +75,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     Where a gradient is not finite, this rank's optimizer does not step. With nonfinite="skip" the others go on. With "raise" all
     ranks raise in the exchange; those that stepped keep their update in the residual. So it is where the gradient of a parameter
-    is not clipped and has a norm above (1 - momentum) / 4P of the largest float, by a learning rate above 1 less.
+    is not clipped and has a norm above (1 - momentum) / 4P of the largest float, by a learning rate above 1 less. Where an
+    exchange is skipped or raises so, residuals are cut to 1/4P of the largest float: more cannot be summed.
 
     What has a reference, a residual and second moments of its own is a *replica*: a rank, or the ranks of a host together.
 
@@ -365,8 +366,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """The largest norm of a gradient that the optimizer steps on.
 
         What one step moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the
-        largest float: where steps are skipped these stay as they are, and each later step would be skipped. Residuals of dozens
-        of steps on gradients as large add up, and may still reach it.
+        largest float: where steps are skipped these stay as they are. Residuals of dozens of steps on gradients as large still
+        may; see `Reference.bound_residual`.
         """
         if self.clip_norm:
             return math.inf
@@ -484,6 +485,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         failed, skipped = self._replica.outcome(failed, what, not applied)
         if applied and (skipped or failed is not None):
             self.reducer.take_back()
+        if skipped or isinstance(failed, NonFiniteGradientError):
+            reference.bound_residual()
         if failed is not None:
             self._failed = True
             if problem:  # the other ranks have stepped, this one has not

@@ -312,6 +312,28 @@ def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intracomm, nonfinite: str) -> None:
+    weight, length = nn.Parameter(torch.zeros(100)), 100
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), comm, density=0.01, sends="updates", nonfinite=nonfinite
+    )
+    largest, stopped = torch.finfo(torch.float32).max, []
+    for step in range(75):
+        share = 0.9 / 4 / comm.size if step < 60 else 0.0
+        weight.grad = torch.full((length,), share / 10 * largest)
+        try:
+            optimizer.step()
+        except NonFiniteGradientError:
+            stopped.append(step)
+        else:
+            stopped += [step] if optimizer.report.skipped else []
+    assert stopped and stopped[-1] <= 60  # no later step, where gradients are zero
+    assert len(set(references(optimizer, comm))) == 1 and torch.isfinite(optimizer._reference.vector).all()
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)
