@@ -499,7 +499,7 @@ def run(spec):
         if name == "demo":
             demo(v, lr, f("decay", 0.999), int(f("keep", 32)), unsent[0])
             ref.mul_(1 - lr * decays).sub_(lr * unsent[0].sign())
-            sent_bytes += (P - 1) * f("keep", 32) / 4096 * 28 / 32
+            sent_bytes += P * f("keep", 32) / 4096 * 28 / 32  # of a ring, 32 (P - 1) / P bits an element
         elif name != "updates" or (starting and wm == "g"):
             if name == "powersgd":
                 mean = torch.empty(1, n, device=dev)
