@@ -1,10 +1,11 @@
 """Text files to train.npy and held.npy of tokens, uint16, by a byte-pair encoding of 16,384 that is learned from the first 20 MB.
 
-python tokens.py OUT TRAIN.txt.gz ... --held HELD.txt.gz
+python tokens.py OUT TRAIN.txt.gz ... --held HELD.txt.gz          files of gzip or xz
 """
 
 import argparse
 import gzip
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ options = parser.parse_args()
 
 
 def read(path: str) -> str:
-    """The text of a gzip file."""
-    with gzip.open(path, "rt", errors="replace") as file:
+    """The text of a compressed file."""
+    with (lzma if path.endswith(".xz") else gzip).open(path, "rt", errors="replace") as file:
         return file.read()
 
 
