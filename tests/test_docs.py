@@ -259,9 +259,9 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     coded = min(loss for spec, loss in updates.items() if spec.endswith("/wire=int4"))
     assert f"{coded:.1f} % above dense" in readme and f"plain values {min(updates.values()):.1f} %" in readme
     runs = map(json.loads, (RESULTS / "updates" / "runs.jsonl").read_text(encoding="utf-8").splitlines())
-    whole = {
-        run["spec"].split("/")[0]: run["held"][-1]
-        for run in runs
-        if run["n"] == 98_032_128 and run["call"] == 12
+    once = [run for run in runs if run["n"] == 98_032_128 and run.get("text") == "linux"]
+    best = {
+        kind: min(run["held"][-1] for run in once if run["spec"].startswith(kind))
+        for kind in ("dense", "updates")
     }
-    assert abs(whole["updates"] / whole["dense"] - 1) < 2e-3 and "it was within 0.2 %" in readme
+    assert f"read once, {100 * (best['updates'] / best['dense'] - 1):.1f} %" in readme

@@ -12,6 +12,10 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
+  imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
+  full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
+  lvp, lvx: the share grows from lv to lvx with (|unsent| over the worker's threshold)^lvp; d2: density of the sums, in place of d
+  ew: entries of the embeddings count by so much when they are chosen
   rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
   dr, dw: density falls from dr to d over the share dw of the steps
@@ -47,6 +51,7 @@ DATA = env("DATA", "gptdata")
 dev = env("DEVICE", "cuda")
 COMPILE = int(env("COMPILE", 1))
 LIMIT = float(env("LIMIT", 1e9))
+STOP = int(env("STOP", 10**9))  # a run ends with the first evaluation after so many steps
 BEGIN = time.time()
 EVAL = int(env("EVAL", 960))
 train, held = np.load(f"{DATA}/train.npy"), np.load(f"{DATA}/held.npy")
@@ -261,11 +266,14 @@ def masked(unsent, mask):
     return torch.where(mask, unsent, 0.0)
 
 
-def exchange_masked(unsent, d, wire, kind, turn):
+def exchange_masked(unsent, d, wire, kind, turn, weight=None):
     """All workers send the same entries: those that a worker in turn chose (leader), or a P-th of them each (union)."""
     if kind == "leader":
         q = turn % P
         mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
+    elif weight is not None:
+        t = thresholds_of(unsent, weight, d * n / P * 1.05, 400_000)
+        mask = (unsent.abs() * weight >= t).any(0, keepdim=True)
     else:
         mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
     sent = masked(unsent, mask)
@@ -282,7 +290,37 @@ def exchange_masked(unsent, d, wire, kind, turn):
     return u[0], float(mask.float().mean()) if turn % 500 == 0 else None
 
 
-def exchange(unsent, d, wire, chunk, stride=None):
+@compiled
+def picked_by(unsent, weight, t):
+    return torch.where(unsent.abs() * weight >= t, unsent, 0.0)
+
+
+@compiled
+def settle_by(unsent, sent, s, weight, tg):
+    keep = s.abs() * weight >= tg
+    unsent.sub_(torch.where(keep, sent, 0.0))
+    return torch.where(keep, s, 0.0)
+
+
+@compiled
+def share_of(unsent, tau, low, high, power: float):
+    return low + (high - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
+
+
+def exchange_weighted(unsent, d, weight):
+    """As `exchange`, where entries are chosen by size times weight [P, n], the sums by the mean weight."""
+    sent = picked_by(unsent, weight, thresholds_of(unsent, weight, d * n, 400_000))
+    s, mean = sent.sum(0, keepdim=True), weight.mean(0, keepdim=True)
+    return settle_by(unsent, sent, s, mean, thresholds_of(s, mean, d * n, 1_600_000))[0] / P
+
+
+def thresholds_of(x, weight, k, count):
+    pos = torch.randint(0, n, (count,), device=dev)
+    sizes_ = x[:, pos].abs() * weight[:, pos]
+    return torch.topk(sizes_, max(1, round(count * k / n)), dim=1, sorted=False).values.amin(1, keepdim=True)
+
+
+def exchange(unsent, d, wire, chunk, stride=None, d2=0.0):
     """The mean update; unsent loses what was sent and applied."""
     if (
         stride is not None and d < 1
@@ -312,7 +350,7 @@ def exchange(unsent, d, wire, chunk, stride=None):
     sent = picked(unsent, thresholds(unsent, d * n))
     sent = rounded(sent, wire, None, d)
     s = sent.sum(0, keepdim=True)
-    tg = thresholds(s, d * n, 1_600_000)
+    tg = thresholds(s, (d2 or d) * n, 1_600_000)
     u = settle(unsent, sent, s, tg)
     if wire not in ("float32", "plain"):
         v = rounded(u, wire, None, d)
@@ -453,6 +491,19 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
+    imp, mm, d2 = f("imp", 0), int(f("mm", 0)), f("d2", 0)
+    lvp, lvx, tau, ew = f("lvp", 0), f("lvx", 1), None, f("ew", 1)
+    full = torch.zeros(0, dtype=torch.long, device=dev)
+    if "full" in o:
+        parts, at = [], 0
+        for (tensor, shape), size in zip(shapes.items(), sizes, strict=True):
+            words = o["full"].split("+")
+            if any(tensor.startswith(x) or x in tensor.split(".") for x in words) or (
+                "vectors" in words and len(shape) < 2
+            ):
+                parts.append(torch.arange(at, at + size, device=dev))
+            at += size
+        full = torch.cat(parts)
     car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
     buf = zeros(1)[0] if mu else None
     pr, pl = f("pr", 0), f("pl", 0.99)
@@ -478,7 +529,9 @@ def run(spec):
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
         with torch.no_grad():
             if name == "updates" and (since or lv):
-                if car is not None:
+                if lvp and tau is not None:
+                    torch.sub(ref, unsent * share_of(unsent, tau, lv, lvx, lvp), out=views)
+                elif car is not None:
                     torch.sub(ref, unsent, out=views)
                     views.add_(car, alpha=1 - lv)
                 else:
@@ -614,12 +667,32 @@ def run(spec):
                 if pr:
                     unsent.sub_(pred)
                     ref.sub_(pred)
-                if mask and dd < 1:
-                    u, share = exchange_masked(unsent, dd, wire, mask, turn)
+                before = unsent.clone() if mm else None
+                if len(full) and dd < 1:
+                    dense_part = unsent[:, full].mean(0)
+                    unsent[:, full] = 0.0
+                    sent_bytes += len(full) / n
+                weight = None
+                if imp and dd < 1:
+                    weight = (v * c2 + 1e-20).pow(imp / 2)
+                    weight /= weight.mean()
+                if ew != 1:
+                    weight = torch.ones(P, n, device=dev) if weight is None else weight
+                    weight[:, : sizes[0]] *= ew
+                if lvp and dd < 1:
+                    tau = thresholds(unsent, dd * n)
+                if weight is not None and dd < 1 and not mask:
+                    u = exchange_weighted(unsent, dd, weight)
+                elif mask and dd < 1:
+                    u, share = exchange_masked(unsent, dd, wire, mask, turn, weight)
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = exchange(unsent, dd, wire, chunk, turn if stride else None)
+                    u = exchange(unsent, dd, wire, chunk, turn if stride else None, d2)
+                if len(full) and dd < 1:
+                    u[full] = dense_part
+                if mm:
+                    m.mul_(before == unsent)
                 since = 0
                 turn += 1
                 sent_bytes += 1.0 if dd >= 1 else (STRIDE if stride else MASKED if mask else BYTES)[wire] * dd
@@ -637,6 +710,8 @@ def run(spec):
             if (s < steps - 1 and (s + 1) % (steps // 4)) or len(out) >= 4:
                 continue
             out.append(round(evaluate(ref), 4))
+            if s + 1 >= STOP:
+                break
             if out[-1] != out[-1] or out[-1] > 9.5:
                 break
     half = first_half
