@@ -18,7 +18,6 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
-from oktopk.elastic import VECTORS
 from oktopk.host_executor import HostExecutor
 from oktopk.host_group import HostGroup
 from oktopk.message_executor import MessageExecutor
@@ -45,8 +44,7 @@ class NonFiniteGradientError(ArithmeticError):
     """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
 
     The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but on the ranks named where an element of it is above half the largest float (with momentum
-    correction above (1 - momentum) / 4 of that).
+    but on the ranks named where an element of it is above half the largest float.
 
     Attributes:
         ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
@@ -86,10 +84,10 @@ class GradientAllreduce:
         ValueError: an argument is out of range, the device cannot be used, or ranks disagree; on every rank alike.
         MissingRanksError: ranks did not come within `Settings.timeout`; on the others, and on a missing rank when it comes.
 
-    Memory: n words of update; n of residual where the method is sparse; n of velocity with momentum correction; as many again of
-        both with nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step on; the lists
-        of the method, O(k) for Ok-Topk where regions balance. In two levels n elements of gradient, n/G words of residual, of
-        velocity and of sums, n words of scratch in each dense step, and on GPUs a window of a shard's entries.
+    Memory: n words of update; n of residual where the method is sparse, as many again with
+        nonfinite="skip"; n/2 of scratch from the first dense step on; 3n/2 from the first measured step on; the lists
+        of the method, O(k) for Ok-Topk where regions balance. In two levels n elements of gradient, n/G words of residual and
+        of sums, n words of scratch in each dense step, and on GPUs a window of a shard's entries.
     Traffic: that of the method, see `oktopk.methods`; a barrier and one allgather of the settings at construction.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
@@ -170,13 +168,6 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._vectors.put_back()
         return self._vectors.residual
-
-    @property
-    def velocity(self) -> NDArray[np.float32] | None:
-        """float32[n], in two levels float32[shard], with momentum correction, else None."""
-        with self.backend.stream_scope():
-            self._vectors.put_back()
-        return self._vectors.velocity
 
     @property
     def transports(self) -> list[Transport]:
@@ -276,7 +267,7 @@ class GradientAllreduce:
         return self._sparse_steps
 
     def sample(self, gradient: Any, count: int) -> NDArray[np.float32]:
-        """Magnitudes of some elements of gradient + residual, after momentum correction, on the host; for flat steps.
+        """Magnitudes of some elements of gradient + residual, on the host; for flat steps.
 
         Args:
             gradient: as `step`.
@@ -286,8 +277,6 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             self._complete()
             taken = self.backend.sample(gradient, stride)
-            if vectors.velocity is not None:
-                taken += self.settings.momentum_correction * self.backend.sample(vectors.velocity, stride)
             if vectors.residual is not None:
                 taken += self.backend.sample(vectors.residual, stride)
         return np.abs(taken)
@@ -297,7 +286,7 @@ class GradientAllreduce:
         """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""
         settings = self.settings
         sparse = METHODS[self.method].sparse and settings.density <= DENSE_ABOVE
-        return sparse and not (self.p2p_unavailable_reason or settings.momentum_correction)
+        return sparse and not self.p2p_unavailable_reason
 
     def reads_tensors(self, measure: bool = False) -> bool:
         """Whether the next step may be given a tensor list, see `gradient_tensors`: not where it is dense or measured."""
@@ -348,7 +337,7 @@ class GradientAllreduce:
             share: of the residual that parameters hold.
 
         Raises:
-            ValueError: as `gradient_tensors`; or steps have no residual, are deferred or with momentum correction.
+            ValueError: as `gradient_tensors`; or steps have no residual, are deferred.
 
         Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words. In two levels n/G words.
@@ -380,11 +369,10 @@ class GradientAllreduce:
         return self._new_displacement(partial(self.backend.adamw_displacement, sizes, element_type), problem)
 
     def _new_displacement(self, make: Callable[[], _Displacement], problem: str) -> _Displacement:
-        settings = self.settings
         if self._vectors.residual is None:
             problem = problem or "a displacement needs a residual: steps of a sparse method"
-        if settings.deferred or settings.momentum_correction:
-            problem = problem or "a displacement is not for deferred steps, nor for momentum correction"
+        if self.settings.deferred:
+            problem = problem or "a displacement is not for deferred steps"
         self.meet("displacement")
         with self.backend.stream_scope():
             made = make_together(self.transport, make, problem)
@@ -431,8 +419,8 @@ class GradientAllreduce:
             measure: take the paper's measures of a sparse step, see `oktopk.metrics`. They cost two dense allreduces, which the
                 report's traffic and seconds leave out. Equal on all ranks. The update does not depend on it.
             problem: an error that the caller found on this rank alone; every rank then raises it, and nothing is applied.
-            absent: spans (begin, end) of elements of which this rank has no gradient, ascending: what its residual and velocity
-                hold there stays, until a step does not name them. Of `gradient` zero there. In two levels where no rank of the
+            absent: spans (begin, end) of elements of which this rank has no gradient, ascending: what its residual
+                holds there stays, until a step does not name them. Of `gradient` zero there. In two levels where no rank of the
                 host has one, and only with a token.
             token: a word that `tokens` shows on all ranks, as `collectives.tokens.token_of` makes it, the first checksum of what
                 `absent` names. On every rank or on none.
@@ -552,7 +540,7 @@ class GradientAllreduce:
             wanted: by this rank, whose gradient overflowed by its loss scale, for instance.
 
         Returns:
-            The report of the step that is skipped, which counts as one; residual, velocity and thresholds stay as they are, bit
+            The report of the step that is skipped, which counts as one; residual and thresholds stay as they are, bit
             for bit. None where no rank wants to: go on with `step`.
 
         Traffic: one control allreduce of a flag, by messages that no step takes for its own.
@@ -630,13 +618,13 @@ class GradientAllreduce:
             self._sampler = make_together(
                 self.transport, partial(Sampler, self.length, self.backend, self.transport)
             )
-        residual, velocity = self._vectors.residual, self._vectors.velocity
+        residual = self._vectors.residual
         if self._group is not None:
-            residual, velocity = self._group.in_whole(residual), self._group.in_whole(velocity)
+            residual = self._group.in_whole(residual)
         given = gradient
         if isinstance(gradient, ShardDisplacement):  # it is in the residual
             given = self.backend.zeros(self.length)
-        self._sampler.before(given, residual, velocity, self.settings.momentum_correction)
+        self._sampler.before(given, residual)
         report = self._step(gradient, problem, absent, token)
         if report.skipped:
             return report
@@ -678,11 +666,7 @@ class GradientAllreduce:
             new_boundaries=changed or self._renews_boundaries(),
             scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
-            # momentum correction must know whether the velocity is finite before the launch
-            may_defer=may_defer
-            and settings.deferred
-            and not settings.momentum_correction
-            and self._trust == _TRUSTED,
+            may_defer=may_defer and settings.deferred and self._trust == _TRUSTED,
             problem=problem,
             absent=absent,
             token=token,
@@ -777,7 +761,7 @@ class GradientAllreduce:
                 for name, theirs in state["methods"].items()
             }
             # of the ranks that hold a shard: all of them together
-            held = {f"whether there is a {name}": state[name] is not None for name in VECTORS}
+            held = {"whether there is a residual": state["residual"] is not None}
             agreed, learned = agreed | held, learned | held
         self._expect_all("load_state_dict")
         if self._group is not None:
@@ -787,42 +771,37 @@ class GradientAllreduce:
             self._expect_none()
         self.transport.agree(common | agreed, problem)
 
-    def whole_vectors(self) -> dict[str, NDArray[np.float32] | None]:
-        """float32[n] on the host: residual and velocity, in two levels of the host, equal on all its ranks.
+    def whole_residual(self) -> NDArray[np.float32] | None:
+        """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
 
-        Every rank must call. Traffic: none; in two levels an allgatherv of each inside the host.
+        Every rank must call. Traffic: none; in two levels an allgatherv inside the host.
         """
         with self.backend.stream_scope():
             self._complete()
-            vectors = self._vectors.state_dict()
-            if self._group is None:
-                return vectors
             self._vectors.put_back()
-            shards = {"residual": self._vectors.residual, "velocity": self._vectors.velocity}
-            return {name: self._group.gathered(vector) for name, vector in shards.items()}
+            if self._group is not None:
+                return self._group.gathered(self._vectors.residual)
+            held: NDArray[np.float32] | None = self._vectors.state_dict()["residual"]
+            return held
 
-    def continue_from(self, vectors: dict[str, Any], steps: int, sparse_steps: int) -> None:
-        """Start with vectors as `whole_vectors` gives them, thresholds and regions anew. Collective.
+    def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
+        """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
 
         Traffic: one control allgather.
         """
         if self._group is not None:
             layout, shard = self._group.layout, self._group.shard
-            empty = np.zeros(0, np.float32)
-            vectors = {
-                name: None if v is None else empty if shard is None else layout.extract(v, shard)
-                for name, v in vectors.items()
-            }
+            if residual is not None:
+                empty = np.zeros(0, np.float32)
+                residual = empty if shard is None else layout.extract(residual, shard)
+        anew: dict[str, Any] = {"last_k": None, "unaided": 0, "methods": {}, "residual": residual}
         with self.backend.stream_scope():
-            self._load(
-                {"steps": steps, "sparse_steps": sparse_steps, "last_k": None, "unaided": 0, "methods": {}}
-                | vectors
-            )
+            self._load({"steps": steps, "sparse_steps": sparse_steps, **anew})
 
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
         none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "unaided": 0, "methods": {}}
-        none |= dict.fromkeys(("last_k", "residual", "velocity"))
+        none |= dict.fromkeys(("last_k", "residual"))
         self.meet("reset")
         with self.backend.stream_scope():
             self._load(none)
@@ -857,7 +836,7 @@ class GradientAllreduce:
     def take_back(self) -> None:
         """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
 
-        With nonfinite="skip" residual and velocity become what they were before, bit for bit. Else, or after a displacement,
+        With nonfinite="skip" the residual becomes what it was before, bit for bit. Else, or after a displacement,
         the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the first
         host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
         """
@@ -875,7 +854,7 @@ class GradientAllreduce:
                         part = self._group.own_part(part)
                     vectors.residual += part * (self.transport.size if self.settings.average else 1)
                 vectors.pending = True  # on all ranks: states have residuals on all, or on none
-            vectors.undo(None)
+            vectors.drop_update()
 
     def add_to_residual(self, vector: Any) -> None:
         """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.

@@ -26,6 +26,11 @@ class Displacement(ABC):
     flagged: bool = False
 
 
+def is_flagged(gradient: Any) -> bool:
+    """Whether a gradient is a `Displacement` that counts as not finite."""
+    return isinstance(gradient, Displacement) and gradient.flagged
+
+
 class ParameterDisplacement(Displacement):
     """Element i is round(reference[i] - share · residual[i]) - parameter[i]: of an optimizer that has stepped.
 

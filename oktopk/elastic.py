@@ -11,7 +11,6 @@ import numpy as np
 
 from oktopk.levels import Layout
 
-VECTORS = ("residual", "velocity")
 _EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
 """Keys that the states of all ranks have alike."""
 
@@ -121,7 +120,7 @@ def without_residual(
             **state,
             "buckets": {name: without_residual(each, rank, ranks, hosts) for name, each in buckets},
         }
-    nothing: dict[str, Any] = {"residual": None, "velocity": None, "last_k": None, "methods": {}}
+    nothing: dict[str, Any] = {"residual": None, "last_k": None, "methods": {}}
     return {**state, **nothing, "rank": rank, "ranks": ranks, "hosts": None if hosts is None else list(hosts)}
 
 
@@ -223,13 +222,12 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
         found |= {before + name: repr(part[name]) for name in _EQUAL if name in part}
         shape = _vector_shape(part, rank, ranks)
         if shape != (0,):  # else it holds no shard
-            for name in VECTORS[: 1 if "width" in part else 2]:
-                found[before + name] = _vector_kind(name, part[name], shape)
+            found[before + "residual"] = _residual_kind(part["residual"], shape)
     return found
 
 
 def _vector_shape(part: dict[str, Any], rank: int, ranks: int) -> tuple[int, ...] | None:
-    """The shape of a rank's residual and velocity; None where a state has no length, as those of other reducers."""
+    """The shape of a rank's residual; None where a state has no length, as those of other reducers."""
     sizes = [part[name] for name in ("length", "width") if name in part]
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"its length is {sizes}")
@@ -242,13 +240,13 @@ def _vector_shape(part: dict[str, Any], rank: int, ranks: int) -> tuple[int, ...
     return (layout.shard_length(layout.shard_of(rank)),)
 
 
-def _vector_kind(name: str, vector: Any, shape: tuple[int, ...] | None) -> str:
-    """What a vector is, as all ranks have it."""
+def _residual_kind(vector: Any, shape: tuple[int, ...] | None) -> str:
+    """What a residual is, as all ranks have it."""
     if vector is None:
         return "None"
     kind, given = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
     if kind != "float32" or (shape is not None and given != shape):
-        raise ValueError(f"its {name} is {kind}{list(given)}, not float32{list(shape or given)}")
+        raise ValueError(f"its residual is {kind}{list(given)}, not float32{list(shape or given)}")
     return f"{type(vector).__name__} float32" + (str(list(given)) if shape is None else "")
 
 
@@ -283,39 +281,33 @@ def _redistributed(
     after = ranks if new_hosts is None else len(set(new_hosts))
     layout = None if new_hosts is None else Layout(tuple(new_hosts), length)
     shard = None if layout is None else layout.shard_of(rank)
-    sums: dict[str, Any] = dict.fromkeys(VECTORS)
+    total: Any = None
     index = rank if new_hosts is None else sorted(set(new_hosts)).index(new_hosts[rank])
     inherited = inherited_ranks(index, after, before)
     if layout is None or shard is not None:
         for saved in inherited:
             holder = _holder(saved_hosts, saved, length)
-            for name, vector in _whole_vectors(read, holder, saved_hosts, length).items():
-                if vector is not None:
-                    sums[name] = vector if sums[name] is None else sums[name] + vector
-        if layout is not None and shard is not None:
-            sums = {
-                name: None if v is None else _as_read(layout.extract(v, shard), v) for name, v in sums.items()
-            }
-    for name, held in sums.items():
-        if held is None and own[name] is not None:  # all ranks have one, or none has
-            size = len(own[name]) if length == 0 else length
-            size = size if layout is None else layout.shard_length(shard)
-            sums[name] = _as_read(np.zeros(size, np.float32), own[name])
+            residual = _whole_residual(read, holder, saved_hosts, length)
+            if residual is not None:
+                total = residual if total is None else total + residual
+        if layout is not None and shard is not None and total is not None:
+            total = _as_read(layout.extract(total, shard), total)
+    if total is None and own["residual"] is not None:  # all ranks have one, or none has
+        size = len(own["residual"]) if length == 0 else length
+        size = size if layout is None else layout.shard_length(shard)
+        total = _as_read(np.zeros(size, np.float32), own["residual"])
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
-    changed = {**sums, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
+    changed = {"residual": total, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
     # no rank need have read the states of all: they are compared when they are loaded
     alike = _common(own, rank % saved_ranks, saved_ranks)
-    changed["saved"] = {name: value for name, value in alike.items() if name not in VECTORS}
+    changed["saved"] = {name: value for name, value in alike.items() if name != "residual"}
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
     if "reducer" not in template:
         return {**template, **changed}
     if updates := template.get("updates"):
-        for (
-            name,
-            vector,
-        ) in sums.items():  # of the mean over the ranks, which the reference is still to move by
-            changed[name] = None if vector is None else vector * (ranks / saved_ranks)
+        # of the mean over the ranks, which the reference is still to move by
+        changed["residual"] = None if total is None else total * (ranks / saved_ranks)
         first = [_holder(saved_hosts, saved, length)[0] for saved in inherited or range(before)]
         optimizer = {**updates["optimizer"], "state": _mean_moments(read, first)}
         moved = between_exchanges(updates) | {"optimizer": optimizer}
@@ -380,24 +372,20 @@ def _holder(hosts: Sequence[int] | None, number: int, length: int) -> list[int]:
     return [rank for rank, its in enumerate(hosts) if its == host and layout.shard_of(rank) is not None]
 
 
-def _whole_vectors(
+def _whole_residual(
     read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
-) -> dict[str, Any]:
-    """Residual and velocity that some saved ranks hold together, float32[n] or None."""
-    whole: dict[str, Any] = dict.fromkeys(VECTORS)
-    kinds: dict[str, Any] = {}
+) -> Any:
+    """The residual that some saved ranks hold together, float32[n] or None."""
+    whole = part = None
     for shard, saved in enumerate(holder):
         state = read(saved)
-        state = state.get("reducer", state)
-        for name in VECTORS:
-            if hosts is None:
-                whole[name] = state[name]
-            elif state[name] is not None:
-                if whole[name] is None:
-                    whole[name] = np.zeros(length, np.float32)
-                Layout(tuple(hosts), length).insert(state[name], shard, whole[name])
-                kinds[name] = state[name]
-    return {name: _as_read(vector, kinds.get(name)) for name, vector in whole.items()}
+        part = state.get("reducer", state)["residual"]
+        if hosts is None:
+            return part
+        if part is not None:
+            whole = np.zeros(length, np.float32) if whole is None else whole
+            Layout(tuple(hosts), length).insert(part, shard, whole)
+    return _as_read(whole, part)
 
 
 def _as_read(vector: Any, template: Any) -> Any:

@@ -9,20 +9,19 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from oktopk.backend import Backend
-from oktopk.displacement import Displacement
 from oktopk.settings import Settings
 from oktopk.step import Spans, StepResult
 
 
 class ErrorFeedback:
-    """The vectors of one rank: the update, the residual that was not applied, and momentum before selection.
+    """The vectors of one rank: the update, and the residual that was not applied.
 
     Args:
         backend: whose arrays they are.
         length: elements of the gradient (n).
         settings: equal on all ranks.
         sparse: some steps leave entries in the residual.
-        carried: elements of residual and velocity, those of this rank's shard; None: n.
+        carried: elements of the residual, those of this rank's shard; None: n.
         update: float32[n], memory to take for the update, zero; None: its own.
 
     Raises:
@@ -31,7 +30,6 @@ class ErrorFeedback:
     Attributes:
         update: float32[n], the last step's result.
         residual: float32[carried]; None where no step leaves anything behind.
-        velocity: float32[carried] with momentum correction, else None.
         support: the entries where `update` may not be zero; None: all of it.
         selected: the entries that this rank sent in the last step, valid until the next one; None: all, or not known.
         pending: whether the residual may not be zero.
@@ -49,25 +47,21 @@ class ErrorFeedback:
         self._backend, self._kernels = backend, backend.kernels
         self._length = length
         self._carried = shard = length if carried is None else carried
-        self._momentum = settings.momentum_correction
         self.update: NDArray[np.float32] = backend.zeros(length) if update is None else update
         self.residual: NDArray[np.float32] | None = backend.zeros(shard) if sparse else None
-        self.velocity: NDArray[np.float32] | None = backend.zeros(shard) if self._momentum else None
         # in two levels the entries of an update come shard by shard, out of order
         self._sparse_update = backend.sparse_update(self.update) if sparse and carried is None else None
         self.support: SparseVector | None = SparseVector.empty(length)
         self.selected: SparseVector | None = None
         self.pending = False
-        self._all_moved = True  # by the last `correct`
-        kept = ("residual", "velocity") if settings.nonfinite == "skip" else ()
-        self._saved = {name: backend.zeros(shard) for name in kept if getattr(self, name) is not None}
+        self._saved: Any = backend.zeros(shard) if sparse and settings.nonfinite == "skip" else None
         self._withheld: Spans = ()
-        self._aside: dict[str, list[Any]] = {}  # of residual and velocity: a copy of each span
+        self._aside: list[Any] = []  # a copy of each span of the residual
         self._was_pending = False  # when they were put aside
         self._added = False  # entries that this rank had not selected, since then
 
     def withhold(self, spans: Spans) -> None:
-        """Keep what residual and velocity hold in these spans out of steps, until spans are given that leave them out.
+        """Keep what the residual holds in these spans out of steps, until spans are given that leave them out.
 
         Costs nothing where they are as before, but after steps that have added entries to the residual.
         """
@@ -75,51 +69,43 @@ class ErrorFeedback:
             return
         self.put_back()
         self._withheld, self._was_pending = spans, self.pending
-        for name in ("residual", "velocity") if spans else ():
-            if (vector := getattr(self, name)) is None:
-                continue
-            self._aside[name] = [vector[begin:end].copy() for begin, end in spans]
-            for begin, end in spans:
-                vector[begin:end] = 0
-                if name in self._saved:
-                    self._saved[name][begin:end] = 0
+        if self.residual is not None:
+            self._aside = [self.residual[begin:end].copy() for begin, end in spans]
+            for vector in self._residual_and_copy():
+                for begin, end in spans:
+                    vector[begin:end] = 0
 
     def put_back(self) -> None:
-        """Make residual and velocity whole again: the next step withholds anew."""
-        for name, copies in self._aside.items():
-            for vector in [getattr(self, name), *([self._saved[name]] if name in self._saved else [])]:
-                for (begin, end), copy in zip(self._withheld, copies, strict=True):
+        """Make the residual whole again: the next step withholds anew."""
+        if self._aside:
+            for vector in self._residual_and_copy():
+                for (begin, end), copy in zip(self._withheld, self._aside, strict=True):
                     vector[begin:end] += copy
         self.pending = self.pending or (self._was_pending and bool(self._withheld))
-        self._withheld, self._aside, self._added = (), {}, False
+        self._withheld, self._aside, self._added = (), [], False
+
+    def _residual_and_copy(self) -> list[Any]:
+        """The vectors that a step may change or be undone from."""
+        return [vector for vector in (self.residual, self._saved) if vector is not None]
 
     def save(self) -> None:
-        """Copy residual and velocity, where the settings skip steps that are not finite, so that `restore` is exact."""
-        for name, saved in self._saved.items():
-            saved[:] = getattr(self, name)
+        """Copy the residual, where the settings skip steps that are not finite, so that `restore` is exact."""
+        if self._saved is not None:
+            self._saved[:] = self.residual
 
     def keep_no_copies(self) -> None:
         """Free what `save` copies to: nothing that a step adds to the residual is taken out again."""
-        self._saved = {}
+        self._saved = None
 
     @property
     def restores(self) -> bool:
-        """Whether `restore` makes residual and velocity what they were."""
-        return bool(self._saved)
+        """Whether `restore` makes the residual what it was."""
+        return self._saved is not None
 
     def restore(self) -> None:
-        """Make residual and velocity what they were at the last `save`."""
-        for name, saved in self._saved.items():
-            getattr(self, name)[:] = saved
-
-    def correct(self, gradient: NDArray[np.float32]) -> tuple[NDArray[np.float32], bool]:
-        """The vector to accumulate, after momentum correction; and whether that is not finite, or would not remain so."""
-        if self.velocity is None:
-            return gradient, isinstance(gradient, Displacement) and gradient.flagged
-        self._all_moved = not self._kernels.accumulate_momentum(
-            gradient, self.velocity, self.residual, self._momentum
-        )
-        return (self.velocity, False) if self._all_moved else (gradient, True)
+        """Make the residual what it was at the last `save`."""
+        if self._saved is not None and self.residual is not None:
+            self.residual[:] = self._saved
 
     def begin_update(self, writes_out: bool) -> None:
         """Prepare the update for a sparse step, before the memory of the last update's entries is used again.
@@ -145,12 +131,8 @@ class ErrorFeedback:
         """Note that the update is zero."""
         self.support = SparseVector.empty(self._length)
 
-    def undo(self, gradient: NDArray[np.float32] | None) -> None:
-        """Undo `correct` for a step that no rank applies, where it was called; the update becomes zero."""
-        if self.velocity is not None and gradient is not None:
-            self._kernels.undo_momentum(
-                gradient, self.velocity, self.residual, self._momentum, self._all_moved
-            )
+    def drop_update(self) -> None:
+        """Make the update zero, whatever a step that no rank applies has written to it."""
         self.update.fill(0)
         self.nothing_applied()
 
@@ -159,7 +141,7 @@ class ErrorFeedback:
         self.support, self.selected, self.pending = result.update, result.selected, True
 
     def apply(self, result: StepResult, scale: float) -> None:
-        """Write the update, times `scale`, and clear what it holds of this rank's out of residual and velocity."""
+        """Write the update, times `scale`, and clear what it holds of this rank's out of the residual."""
         self.write(result.update, scale)
         self.clear_sent(result)
 
@@ -174,7 +156,7 @@ class ErrorFeedback:
         self.support = update
 
     def clear_sent(self, result: StepResult) -> None:
-        """Clear what the update holds of this rank's out of residual and velocity, and add what was pruned."""
+        """Clear what the update holds of this rank's out of the residual, and add what was pruned."""
         self.selected = result.selected
         if result.selected is None:
             if self.pending and self.residual is not None:
@@ -183,30 +165,23 @@ class ErrorFeedback:
             return
         assert self.residual is not None
         self.pending = True
-        self._clear_applied(self.residual, result, result.errors_stay)
+        self._clear_applied(self.residual, result)
         self._added = self._added or bool(result.returned)
         for pruned in result.returned:
             self._kernels.add_entries(self.residual, pruned.entries, 1.0)
-        if self.velocity is not None:
-            self._clear_applied(self.velocity, result, errors_stay=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residual and velocity, copied to the host; None for what holds nothing."""
+        """The residual, copied to the host; None where it holds nothing."""
         self.put_back()
         held = self.residual if self.pending else None
-        vectors = {"residual": held, "velocity": self.velocity}
-        return {
-            name: None if vector is None else self._backend.to_host(vector)
-            for name, vector in vectors.items()
-        }
+        return {"residual": None if held is None else self._backend.to_host(held)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self._withheld, self._aside = (), {}
+        self._withheld, self._aside = (), []
         self.support = self.selected = None
         self.pending = state["residual"] is not None
         self.residual = self._loaded(self.residual, state["residual"])
-        self.velocity = self._loaded(self.velocity, state["velocity"])
 
     def _loaded(self, vector: Any, loaded: NDArray[np.float32] | None) -> Any:
         """The vector with what is loaded in it, zero if nothing is; memory is taken only where there was none."""
@@ -219,11 +194,13 @@ class ErrorFeedback:
         self._backend.copy_from_host(vector, loaded)
         return vector
 
-    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult, errors_stay: bool) -> None:
+    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult) -> None:
         """Zero what this rank sent and what counts as applied, or make it the rounding error."""
         assert result.selected is not None
         if result.only_applied:
             assert result.update is not None
-            self._kernels.clear_common(vector, result.selected.entries, result.update.entries, errors_stay)
+            self._kernels.clear_common(
+                vector, result.selected.entries, result.update.entries, result.errors_stay
+            )
         else:
             self._kernels.clear_support(vector, result.selected.entries)

@@ -31,7 +31,7 @@ class HostExecutor:
 
     Args:
         method: what a step computes of a shard, between hosts. A rank without a shard uses only its kernels.
-        vectors: of this rank; residual and velocity are those of its shard.
+        vectors: of this rank; the residual is that of its shard.
         group: the ranks of this host.
         transport: of all ranks.
 
@@ -77,10 +77,8 @@ class HostExecutor:
         summed, result = None, None
         if group.between is not None:
             with plan.timer.stage("host_sum"):
-                if moved is not None:  # it is in the residual already, and stays there
-                    summed = moved.vector
-                else:  # only a selection can sum while it reads
-                    summed = group.sum(at_once=vectors.velocity is not None or not method.sparse)
+                # a displacement is in the residual already, and stays there; only a selection can sum while it reads
+                summed = group.sum(at_once=not method.sparse) if moved is None else moved.vector
             method.transport.token, method.transport.tokens = token, None
             result = self._reduce(summed, plan, flag)
             method.transport.token = None  # not of what follows, where it was not taken along
@@ -91,9 +89,8 @@ class HostExecutor:
         outcomes = group.share_outcome(_outcome(result, flagged), token)
         if outcomes[:, 0].any():
             if result is not None and method.sparse:  # only another shard found something
-                corrected = summed if vectors.velocity is None else vectors.velocity
-                method.kernels.undo_accumulate(corrected, vectors.residual, True)
-            vectors.undo(summed)
+                method.kernels.undo_accumulate(summed, vectors.residual, True)
+            vectors.drop_update()
             group.end_reading()
             raise self._flagged(gradient, plan)
         mine, update = None, None
@@ -115,7 +112,7 @@ class HostExecutor:
         return CompletedStep(whole)
 
     def _withhold(self, absent: Spans, token: int | None) -> None:
-        """Keep residual and velocity out of the step where no rank of the host has a gradient. Collective where ranks differ.
+        """Keep the residual out of the step where no rank of the host has a gradient. Collective where ranks differ.
 
         Args:
             absent: of this rank.
@@ -171,13 +168,9 @@ class HostExecutor:
             flag: so it is already; equal on all ranks of the host.
         """
         method, vectors = self._method, self._vectors
-        corrected, overflowed = vectors.correct(summed)
         residual = vectors.residual if method.sparse or vectors.pending else None
-        if vectors.velocity is not None:
-            flags = method.transport.sum_over_shards(np.array([overflowed], np.int64))
-            flag = flag or flags[0] > 0
         try:
-            return method.reduce(corrected, residual, self._out, plan, flag)
+            return method.reduce(summed, residual, self._out, plan, flag)
         except FlaggedRanksError:
             self._damage = method.codec.take_damage()
         except ValueError as error:

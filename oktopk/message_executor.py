@@ -6,6 +6,7 @@ from typing import Any
 
 from collectives.codec import PLAIN
 from collectives.transport import FlaggedRanksError
+from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan, StepTokens
@@ -34,25 +35,24 @@ class MessageExecutor:
         by_message = method.sends_control
         if not by_message:
             self._tokens.post(plan.token)
-        corrected, overflowed = vectors.correct(gradient)
         if method.hides_work:
             plan.meanwhile = vectors.clear_update
         elif method.sparse:
-            with plan.timer.stage("apply"):  # and `correct`
+            with plan.timer.stage("apply"):
                 vectors.begin_update(method.writes_out)
         # the last update may still lie there
         out = vectors.update if method.writes_out else None
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:
             # a problem travels as the flag of a gradient that is not finite; its text follows only where a flag is up
-            flag = overflowed or bool(plan.problem)
+            flag = is_flagged(gradient) or bool(plan.problem)
             transport.token, transport.tokens = (plan.token if by_message else None), None
-            result = method.reduce(corrected, residual, out, plan, flag)
+            result = method.reduce(gradient, residual, out, plan, flag)
             if out is None and result.update is None:
                 raise TypeError(f"{method.name} returned no update, and its writes_out is False")
             result.tokens = transport.tokens if by_message else self._tokens.read()
         except FlaggedRanksError as flagged:
-            vectors.undo(gradient)
+            vectors.drop_update()
             # so does what did not decode, as the flag of a sum that is not finite
             if flagged.ranks or method.codec is not PLAIN:
                 try:
@@ -61,7 +61,7 @@ class MessageExecutor:
                     raise problem from None  # the flag only carried it
             raise
         except ValueError:  # what was gathered did not decode
-            vectors.undo(gradient)
+            vectors.drop_update()
             raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
             vectors.clear_update()

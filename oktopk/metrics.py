@@ -47,22 +47,17 @@ class Sampler:
         self,
         gradient: NDArray[np.float32],
         residual: NDArray[np.float32] | None,
-        velocity: NDArray[np.float32] | None,
-        momentum: float,
     ) -> None:
         """Sum the step's input over the ranks. Collective.
 
         Args:
             gradient: [n] of the gradient type.
-            residual, velocity: float32[n] as the last step left them, None for zero; momentum: that of the velocity.
+            residual: float32[n] as the last step left it; None for zero.
         """
 
         def total(added: NDArray[np.float32] | None) -> None:
-            """The sum over the ranks of gradient + added + momentum * velocity, into the vector."""
+            """The sum over the ranks of gradient + added, into the vector."""
             self._backend.kernels.accumulate(gradient, added, self._vector)
-            if velocity is not None:
-                for chunk in self._chunks():
-                    self._vector[chunk] += velocity[chunk] * momentum
             self._backend.wait()
             self._allreduce.run()
 

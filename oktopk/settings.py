@@ -41,13 +41,9 @@ class Settings:
             `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
-        momentum_correction: momentum applied locally before selection, in [0, 1); 0 is off. The optimizer on top must then
-            have none of its own. A gradient that, divided by 1 - momentum, would take residual + velocity above half the largest
-            float counts as one that is not finite: what cancels over the ranks adds up in the residual, and would overflow later.
-            Source: Lin et al., Deep Gradient Compression, ICLR 2018.
         nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
-            raise leaves residual and velocity as before to rounding. A skip leaves them bit for bit, as every step copies both
-            before it changes them: n words more memory and 8n bytes more memory traffic for each. A deferred step that is
+            raise leaves the residual as before to rounding. A skip leaves it bit for bit, as every step copies it before it
+            changes it: n words more memory and 8n bytes more memory traffic. A deferred step that is
             skipped has an update of zero; the optimizer has stepped on it before the ranks know, so its momentum moved. Its
             residual is exact again when the next step begins, or after `complete`.
         balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
@@ -77,7 +73,6 @@ class Settings:
     boundary_interval: int = 64
     dense_warmup_steps: int = 0
     density_warmup_steps: int = 0
-    momentum_correction: float = 0.0
     nonfinite: Literal["raise", "skip"] = "raise"
     balance_trigger: float = 4.0
     bucket_rounds: int = 8
@@ -111,7 +106,6 @@ class Settings:
             raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
-            ("momentum_correction", "in [0, 1)", 0 <= self.momentum_correction < 1),
             ("balance_trigger", ">= 1", self.balance_trigger >= 1),
             ("drift_tolerance", "in [0, 0.25]", 0 <= self.drift_tolerance <= 0.25),
             ("timeout", f"in (0, {MOST_TIMEOUT:.0e}]", 0 < self.timeout <= MOST_TIMEOUT),

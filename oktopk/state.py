@@ -65,7 +65,6 @@ def _problem(state: Any, loader: Loader) -> str:
         "unaided",
         "methods",
         "residual",
-        "velocity",
         *_PLACE,
         "wire",
     )
@@ -80,15 +79,13 @@ def _problem(state: Any, loader: Loader) -> str:
         return problem
     if moved := _place_problem(state, loader):
         return moved
-    length, settings = loader.carried, loader.settings
+    length = loader.carried
     problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
     problems += [
         _number_problem("last_k", state["last_k"], 0, optional=True),
         _number_problem("unaided", state["unaided"], 0),
     ]
-    problems += [_vector_problem(name, state[name], length) for name in ("residual", "velocity")]
-    if not settings.momentum_correction and state["velocity"] is not None:
-        problems.append("the state has a velocity, and this reducer no momentum correction")
+    problems.append(_vector_problem("residual", state["residual"], length))
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         problems.append(f"the state is of unknown methods: {', '.join(unknown)}")
     else:

@@ -128,11 +128,11 @@ class StepHandle(Protocol):
         """End the step's kernels on all ranks, since this rank does not end the step; its later steps raise RuntimeError."""
 
     def result(self) -> StepResult:
-        """Wait for what the ranks decided, and end the step: update, residual and velocity are final. To be called once.
+        """Wait for what the ranks decided, and end the step: update and residual are final. To be called once.
 
         Raises:
             FlaggedRanksError: a gradient was not finite on the ranks it names, or the sum over the ranks was not, and it names
-                none; on every rank alike. Nothing was applied; residual and velocity are as before, to rounding.
+                none; on every rank alike. Nothing was applied; the residual is as before, to rounding.
         """
 
 

@@ -27,14 +27,12 @@ _OF_SPARSE_TABLES = {
     "optimizer.name": "sgd",  # torch's others take no sparse gradients
     "optimizer.momentum": 0.0,
     "optimizer.weight_decay": 0.0,
-    "reduction.momentum_correction": 0.0,
     "reduction.deferred": False,
 }
 _OF_MODES = {
     "reduction.sends": "gradients",
     "reduction.every": 1,
     "reduction.nonfinite": "raise",
-    "reduction.momentum_correction": 0.0,
     "reduction.average": True,
     "reduction.wire": "auto",
     "reduction.levels": "auto",
@@ -65,12 +63,6 @@ class Config(Section):
         if self.training.cuda_graph and self.task in ("speech", "embeddings"):
             raise ValueError(
                 f"training.cuda_graph needs batches of one shape, and those of {self.task} differ"
-            )
-        correction = self.reduction.momentum_correction
-        if correction and (self.optimizer.momentum or self.optimizer.name != "sgd"):
-            raise ValueError(
-                f"reduction.momentum_correction {correction} is the run's momentum: it needs optimizer.name "
-                f"'sgd' with momentum 0, not {self.optimizer.name!r} with {self.optimizer.momentum}"
             )
         if self.reduction.overlap and self.run.measure_every:
             raise ValueError(f"run.measure_every {self.run.measure_every} is not for reduction.overlap")

@@ -316,7 +316,6 @@ class ReductionConfig(Section):
     boundary_interval: int = _setting("boundary_interval")
     dense_warmup_steps: int = _setting("dense_warmup_steps")
     density_warmup_steps: int = _setting("density_warmup_steps")
-    momentum_correction: float = _setting("momentum_correction")
     nonfinite: Literal["raise", "skip"] = _setting("nonfinite")
     balance_trigger: float = _setting("balance_trigger")
     bucket_rounds: int = _setting("bucket_rounds")

@@ -6,8 +6,6 @@ allocates more than a block.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba import types
 from numba.extending import register_jitable
@@ -34,9 +32,6 @@ _SOON = 32  # entries likewise
 _TILE = 1 << 15  # elements whose flags stay in the second-level cache
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
-_HALF_OF_LARGEST = np.float32(2.0**127)
-_FAR_FROM_LARGEST = np.float32(2.0**100)
-_LEAST_LOSS = np.float32(2.0**-24)  # of a momentum that is 1 in float32
 
 
 @compiled((VECTOR, VECTOR))
@@ -120,69 +115,6 @@ def accumulate(
         out[i] = gradient[i] if residual is None else gradient[i] + residual[i]
         nonfinite += not np.isfinite(out[i])
     return nonfinite
-
-
-@register_jitable
-def _with_momentum(factor: Any, velocity: Any, gradient: Any, residual: Any) -> tuple[Any, bool]:
-    """The velocity that follows, and whether it may: what never leaves the residual must not grow out of the floats' range.
-
-    An entry that cancels over the ranks is not applied, and its velocity adds up in the residual: with no further gradient to
-    residual + velocity / (1 - factor). Above half the largest float a gradient must not add to that.
-    """
-    kept = factor * velocity
-    moved = kept + gradient
-    gain = np.float32(1) / max(np.float32(1) - factor, _LEAST_LOSS)
-    if abs(moved) * gain <= _FAR_FROM_LARGEST:
-        return moved, True
-    reach = abs(residual + moved * gain)
-    return moved, reach <= _HALF_OF_LARGEST or (np.isfinite(moved) and reach <= abs(residual + kept * gain))
-
-
-@compiled((VECTOR, VECTOR, NONE, FLOAT), (VECTOR, VECTOR, VECTOR, FLOAT))
-def accumulate_momentum(
-    gradient: NDArray[np.float32],
-    velocity: NDArray[np.float32],
-    residual: NDArray[np.float32] | None,
-    momentum: float,
-) -> int:
-    """velocity = momentum * velocity + gradient, all float32[n], except where that is not finite or would not remain so.
-
-    Args:
-        residual: that the velocity will be added to, step after step, where it is not applied; None counts as zero.
-
-    Returns:
-        Elements that stay as they were.
-    """
-    factor, stay = np.float32(momentum), 0
-    for i in range(len(gradient)):
-        held = np.float32(0) if residual is None else residual[i]
-        moved, may_move = _with_momentum(factor, velocity[i], gradient[i], held)
-        if may_move:
-            velocity[i] = moved
-        else:
-            stay += 1
-    return stay
-
-
-@compiled((VECTOR, VECTOR, NONE, FLOAT, BOOL), (VECTOR, VECTOR, VECTOR, FLOAT, BOOL))
-def undo_momentum(
-    gradient: NDArray[np.float32],
-    velocity: NDArray[np.float32],
-    residual: NDArray[np.float32] | None,
-    momentum: float,
-    all_moved: bool = False,
-) -> None:
-    """Take one `accumulate_momentum` back, exact to rounding; momentum is not 0.
-
-    Args:
-        residual: as there.
-        all_moved: none stayed as it was, as for `undo_accumulate`.
-    """
-    factor = np.float32(momentum)
-    for i in range(len(gradient)):
-        held = np.float32(0) if residual is None else residual[i]
-        if all_moved or _with_momentum(factor, velocity[i], gradient[i], held)[1]:  # else it did not move
-            velocity[i] = (velocity[i] - gradient[i]) / factor
 
 
 @compiled((VECTOR, INT, INT, ENTRIES))

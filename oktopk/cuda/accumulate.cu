@@ -1,8 +1,8 @@
 // accumulate: the passes over whole vectors that select nothing. GRADIENT is float, __nv_bfloat16 or __half.
 //
-// Shapes   gradient[n], a tensor list (multi_tensor.cuh) or a ShardSum (shard_sum.cuh); residual[n], velocity[n], out[n]; sums[2]
+// Shapes   gradient[n], a tensor list (multi_tensor.cuh) or a ShardSum (shard_sum.cuh); residual[n], out[n]; sums[2]
 //          double; nonfinite[1], zero before, counts elements that are not finite. p: structs of layouts.py.
-// Units    momentum, scale: factors.
+// Units    scale: a factor.
 // Launch   grid-stride, any grid of blocks of 256.
 // Overflow a sum above the largest float is Inf, and not finite.
 // NaN, Inf an element whose result is not finite stays as it was and is counted, except in `accumulate`, which only counts.
@@ -96,39 +96,6 @@ extern "C" __global__ void undo_accumulate_tensors(const __grid_constant__ UndoA
 
 extern "C" __global__ void undo_accumulate_sum(const __grid_constant__ UndoAccumulate p) {
   undo(p, Summed{*static_cast<const ShardSum*>(p.gradient)});
-}
-
-// the velocity that follows, and whether it may: as the host's _with_momentum
-__device__ __forceinline__ bool with_momentum(const Momentum& p, long long i, float& moved) {
-  const float kept = multiply(p.momentum, p.velocity[i]), rest = subtract(1.0f, p.momentum);
-  const float gain = divide(1.0f, magnitude(rest) > magnitude(0x1p-24f) ? rest : 0x1p-24f);
-  moved = add(kept, flat(p)[i]);
-  if (magnitude(multiply(moved, gain)) <= magnitude(0x1p100f)) return true;
-  const float held = p.residual ? p.residual[i] : 0.0f;
-  const unsigned reach = magnitude(add(held, multiply(moved, gain)));
-  return reach <= magnitude(0x1p127f) || (finite(moved) && reach <= magnitude(add(held, multiply(kept, gain))));
-}
-
-// velocity = momentum · velocity + gradient, where with_momentum allows it
-extern "C" __global__ void accumulate_momentum(const __grid_constant__ Momentum p) {
-  unsigned bad = 0;
-  FOR_EACH(i, p.n) {
-    float moved;
-    if (with_momentum(p, i, moved))
-      p.velocity[i] = moved;
-    else
-      ++bad;
-  }
-  if (bad) atomicAdd(p.nonfinite, bad);
-}
-
-// velocity = (velocity - gradient) / momentum, where accumulate_momentum moved it: everywhere if all_moved is set
-extern "C" __global__ void undo_momentum(const __grid_constant__ Momentum p) {
-  FOR_EACH(i, p.n) {
-    float again;
-    if (p.all_moved || with_momentum(p, i, again))
-      p.velocity[i] = divide(subtract(p.velocity[i], flat(p)[i]), p.momentum);
-  }
 }
 
 // out = values · scale

@@ -65,7 +65,7 @@ __device__ __forceinline__ unsigned warp_lower_bound(const Entry* __restrict__ e
 // Read every rank's kept sums and apply them: the allgatherv over symmetric memory and all that follows it, in one pass.
 //
 // Every window holds its owner's kept sums `kept_at` bytes from its start, as many as the decision counts. gathered[total] gets all of
-// them in rank order; update[index] = sum · scale; residual, and velocity unless null, become zero where `mine` has the index.
+// them in rank order; update[index] = sum · scale; residual becomes zero where `mine` has the index.
 // mine[header[2 + ranks]] is this rank's selection, and region q begins in it at header[2 + q].
 extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_constant__ GatherAndApply p) {
   constexpr int AHEAD = APPLY_ENTRIES / 32;
@@ -112,10 +112,7 @@ extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_
         low += 32;
         theirs = theirs_at(low);
       }
-      if (sent) {
-        p.residual[index] = 0.0f;
-        if (p.velocity) p.velocity[index] = 0.0f;
-      }
+      if (sent) p.residual[index] = 0.0f;
     }
   }
 }

@@ -1,6 +1,6 @@
 """Device kernels that touch gradients: the functions of `oktopk.cpu.kernels`, on one GPU and stream.
 
-Gradients may be float32, bfloat16 or float16; residual, velocity and update are float32.
+Gradients may be float32, bfloat16 or float16; residual and update are float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     files = {
         "accumulate_select": ("accumulate_select", "compact_selection"),
         "accumulate": (
-            "accumulate", "accumulate_moments", "undo_accumulate", "accumulate_momentum", "undo_momentum", "copy_scaled",
+            "accumulate", "accumulate_moments", "undo_accumulate", "copy_scaled",
         ),
     }  # fmt: skip
     return {
@@ -95,7 +95,7 @@ class DeviceKernels:
         self.device = device
         self.gradient_bytes = _BYTES[gradient_type]
         self._gradient_type = gradient_type
-        # momentum correction selects from a velocity, which is float32 whatever the gradient is
+        # the sum of a host's gradients is float32 whatever these are
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
         select = compiled(_KERNELS / "select.cu")
         apply = compiled(_KERNELS / "apply.cu")
@@ -174,21 +174,6 @@ class DeviceKernels:
         kernel = self.kernels_of(gradient)["undo_accumulate"]
         fields = {"gradient": pointer_of(gradient), "residual": residual.data.ptr, "all_added": all_added}
         self.device.launch_for(kernel, residual.size, **fields)
-
-    def accumulate_momentum(self, gradient: Any, velocity: Any, residual: Any, momentum: float) -> int:
-        address = 0 if residual is None else residual.data.ptr
-        fields = {"velocity": velocity.data.ptr, "residual": address, "momentum": momentum}
-        return self._counted("accumulate_momentum", gradient, velocity.size, **fields)
-
-    def undo_momentum(
-        self, gradient: Any, velocity: Any, residual: Any, momentum: float, all_moved: bool = False
-    ) -> None:
-        kernel = self.kernels_of(gradient)["undo_momentum"]
-        address = 0 if residual is None else residual.data.ptr
-        fields = {"velocity": velocity.data.ptr, "residual": address, "momentum": momentum}
-        self.device.launch_for(
-            kernel, velocity.size, gradient=gradient.data.ptr, all_moved=all_moved, **fields
-        )
 
     def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         device, n = self.device, vector.size

@@ -53,9 +53,6 @@ struct("AccumulateMoments", """
 struct("UndoAccumulate", """
     const void* gradient; float* residual; long long n; const Decision* decision; int all_added;""",
     "undo_accumulate", "undo_accumulate_tensors", "undo_accumulate_sum")
-struct("Momentum", """
-    const void* gradient; float* velocity; const float* residual; long long n; float momentum; unsigned* nonfinite;
-    int all_moved;""", "accumulate_momentum", "undo_momentum")
 struct("CopyScaled", "const float* values; float* out; long long n; float scale;", "copy_scaled")
 struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int element_bytes;", "locate_chunks")
 struct("SelectAtLeast", """
@@ -76,7 +73,7 @@ struct("ClearCommon", """
     float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;""", "clear_common")
 struct("GatherAndApply", """
     P2P p2p; unsigned long long kept_at; Entry* gathered; float* update; float scale; const Entry* mine;
-    const unsigned* header; float* residual; float* velocity;""", "gather_and_apply")
+    const unsigned* header; float* residual;""", "gather_and_apply")
 struct("Decide", """
     P2P p2p; const long long* candidates; long long k; long long cap; double tolerance; double miss; double trigger;
     volatile unsigned long long* mailbox;""", "decide")

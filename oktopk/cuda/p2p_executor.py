@@ -12,6 +12,7 @@ from collectives.cpu.kernels import bits_magnitude
 from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError
 from oktopk.cpu.kernels import Packing
+from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.oktopk import OkTopk
 from oktopk.regions import equal_boundaries
@@ -27,7 +28,7 @@ class _P2PHandle:
 
     Attributes:
         executor: that began it; epoch: of its launch.
-        gradient: the caller's; corrected: with momentum, if that was asked for; overflowed: which is no longer finite.
+        gradient: the caller's; flagged: it counts as not finite.
         plan: of the step.
         selection: made before the launch; None where the step's own kernels select.
         bits: the local threshold that they select by.
@@ -39,8 +40,7 @@ class _P2PHandle:
     executor: P2PExecutor
     epoch: int
     gradient: Any
-    corrected: Any
-    overflowed: bool
+    flagged: bool
     plan: Plan
     selection: Selection | None
     bits: int
@@ -96,7 +96,7 @@ class P2PExecutor:
         if plan.problem:
             raise ValueError(plan.problem)
         self.tokens.post(plan.token)
-        corrected, overflowed = vectors.correct(gradient)
+        flagged = is_flagged(gradient)
         if self._barrier_due:
             # a signal of this step would overwrite the one that another rank's kernels have yet to read
             method.transport.barrier()
@@ -110,12 +110,12 @@ class P2PExecutor:
             # a guess that missed once need not come near the next time: this rank alone waits
             first = local.needs_host and (renew or exact or local.needs_exact or local.bits is None)
         else:
-            first = renew or overflowed or local.needs_exact or local.bits is None
+            first = renew or flagged or local.needs_exact or local.bits is None
             # kernels cut to k what a guess selects
             first = first or (plan.exact and local.lower_threshold() <= 1)
         if first:
             with plan.timer.stage("select"):
-                selection, splits = self._select_first(corrected, overflowed, plan)
+                selection, splits = self._select_first(gradient, flagged, plan)
         if renew:
             # a deferred step proposes the splits of the selection before: regions are for many steps
             proposed = regions.splits if deferred else splits
@@ -128,10 +128,10 @@ class P2PExecutor:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
         with plan.timer.stage("step", ends=deferred):
             self._launch(
-                corrected,
+                gradient,
                 plan,
                 selection,
-                overflowed,
+                flagged,
                 exact=exact,
                 bits=bits,
                 cut_to_k=cut_to_k,
@@ -140,16 +140,14 @@ class P2PExecutor:
         if deferred:
             vectors.nothing_applied()  # as far as the host knows
             vectors.selected, vectors.pending = None, True
-        return _P2PHandle(
-            self, epoch, gradient, corrected, overflowed, plan, selection, bits, cut_to_k, exact, deferred
-        )
+        return _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
 
     def _launch(
         self,
         gradient: Any,
         plan: Plan,
         selection: Selection | None,
-        overflowed: bool,
+        flagged: bool,
         *,
         exact: bool,
         bits: int = 0,
@@ -164,7 +162,7 @@ class P2PExecutor:
             self._vectors,
             (bits, threshold.lowest if exact else threshold.expected),
             boundaries,
-            selected=selection and (selection.packed.nnz, selection.nonfinite + overflowed),
+            selected=selection and (selection.packed.nnz, selection.nonfinite + flagged),
             exact=exact,
             timed=plan.timer.detailed,
             cut_to_k=cut_to_k,
@@ -205,12 +203,12 @@ class P2PExecutor:
                 result = method.keep_and_gather(self.p2p_step.lists(), selection, exact)
             else:
                 method.regions.overflowed = outcome.overflowed
-                if step.overflowed:
+                if step.flagged:
                     selection = replace(selection, nonfinite=selection.nonfinite + 1)
                 result = method.exchange(selection, vectors.update, replace(plan, new_boundaries=False))
         except FlaggedRanksError:
-            method.kernels.undo_accumulate(step.corrected, vectors.residual, all_added)
-            vectors.undo(step.gradient)
+            method.kernels.undo_accumulate(step.gradient, vectors.residual, all_added)
+            vectors.drop_update()
             raise
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
@@ -221,7 +219,7 @@ class P2PExecutor:
         method, plan, epoch = self._method, step.plan, self.p2p_step.upcoming_epoch()
         try:
             method.transport.barrier()  # another rank's kernels may have yet to read what was selected at first
-            self._launch(step.corrected, plan, selection, step.overflowed, exact=step.exact)
+            self._launch(step.gradient, plan, selection, step.flagged, exact=step.exact)
             return self.p2p_step.outcome(step.exact)
         except BaseException:
             self.p2p_step.abort(epoch)
@@ -288,14 +286,11 @@ class P2PExecutor:
         packed = SparseVector(local.buffer(k)[: selected.nnz], self._method.length)
         return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)
 
-    def _select_first(
-        self, gradient: Any, overflowed: bool, plan: Plan
-    ) -> tuple[Selection, NDArray[np.int64]]:
+    def _select_first(self, gradient: Any, flagged: bool, plan: Plan) -> tuple[Selection, NDArray[np.int64]]:
         """A selection that the host looks at before the step is launched, and the indices that split it evenly."""
         method, local, k, residual = self._method, self._method.selection, plan.k, self._vectors.residual
         assert residual is not None
-        if overflowed:
-            # nothing will be exchanged, and the caller's gradient may be narrower than the velocity that it stands for
+        if flagged:  # nothing will be exchanged
             selection = local.select(gradient, residual, k, exact=False)
             return selection, method.splits(selection.packed)
         if plan.exact or local.needs_exact or local.bits is None:

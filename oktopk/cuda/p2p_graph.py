@@ -171,8 +171,7 @@ class P2PGraph:
         self._clear_blocks = max(1, min(16 * device.processors, -(-cap // 256)))
         # few: nearly always they have nothing to do
         self._undo_blocks = device.processors
-        # momentum correction selects from a velocity, which is float32
-        width = 4 if settings.momentum_correction else kernels.gradient_bytes
+        width = kernels.gradient_bytes
         self._select = kernels.select_launches(width, self._length, self._packed)
         self._reader = self._vector_reader = self._make_reader(kernels.kernels_for(width))
         self._tensor_reader: _Reader | None = None
@@ -306,7 +305,7 @@ class P2PGraph:
         """What follows the selection; can be captured.
 
         Args:
-            vectors: addresses of the gradient (for `set_gradient`'s kind), residual, update, and velocity or 0.
+            vectors: addresses of the gradient (for `set_gradient`'s kind), residual and update.
             exact: compute the exact global threshold.
             deferred: take the gradient out of the residual again where some rank's was not finite.
         """
@@ -372,7 +371,7 @@ class P2PGraph:
     def _enqueue_apply(self, vectors: tuple[int, ...], stream: int) -> None:
         self._await(1, stream)
         params = self._apply.params
-        _, params.residual, params.update, params.velocity = vectors
+        _, params.residual, params.update = vectors
         self._apply(self._apply_blocks, 256, stream, self._transport.size)
 
     def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:

@@ -140,7 +140,7 @@ class P2PStep:
         self._launches: P2PGraph | None = None
         self._epoch = self._selected_at = 0  # of the last notes, and of the selection they go back to
         self._selection: DeviceSelection | None = None  # of the last step, once it was read
-        self._pointers = (0, 0, 0, 0)
+        self._pointers = (0, 0, 0)
         self._aborted = ""  # why no step can follow
         self._boundaries: NDArray[np.int64] | None = None
         # by the addresses of the vectors, the kind of gradient, and `deferred`; None: seen once. See `_first_graphs`
@@ -177,8 +177,8 @@ class P2PStep:
 
         Args:
             gradient: [n], read; an array, or a tensor list, which may lie elsewhere in every step.
-            vectors: of this rank. The residual becomes gradient + residual, less what is applied; the velocity is cleared where
-                the residual is; the update becomes the sum over the ranks, scaled.
+            vectors: of this rank. The residual becomes gradient + residual, less what is applied; the update becomes the
+                sum over the ranks, scaled.
             bits: the local threshold, and the expected global one or the least that a sum must reach to be looked at.
             boundaries: int64[P + 1], equal on all ranks.
             selected: (nnz, nonfinite) when the selection lies in the buffer already, and nothing is to be accumulated.
@@ -211,12 +211,10 @@ class P2PStep:
         device.pending = True
         residual: Any = vectors.residual
         update: Any = vectors.update
-        velocity: Any = vectors.velocity
         self._pointers = pointers = (
             pointer_of(gradient),
             residual.data.ptr,
             update.data.ptr,
-            0 if velocity is None else velocity.data.ptr,
         )
         stream = device.stream
         reader = launches.set_gradient(gradient)

@@ -100,9 +100,6 @@ def wrapping_problem(
             )
     if not (math.isfinite(clip_norm) and clip_norm >= 0):
         return f"clip_norm {clip_norm} is not in [0, inf)"
-    correction = settings.get("momentum_correction")
-    if correction and any(group.get("momentum") or group.get("betas") for group in optimizer.param_groups):
-        return f"momentum_correction {correction} needs an optimizer without momentum of its own"
     return ""
 
 

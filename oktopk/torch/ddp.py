@@ -23,7 +23,7 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import Transport
 from oktopk.buckets import TOGETHER, BucketedAllreduce
-from oktopk.elastic import VECTORS, of_rank, problem_of
+from oktopk.elastic import of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings, settings_problem
@@ -509,13 +509,12 @@ class OkTopkState:
         self._reducer.complete()  # where its last step was deferred, `report` has that one
         layout, self._moves_to = self._moves_to, None
         old, places = self._reducer, self._places
-        held = [bucket.whole_vectors() for bucket in old.buckets]
+        held = [bucket.whole_residual() for bucket in old.buckets]
         counts = old.steps, old.buckets[0].sparse_steps
         old.close()
         self._set_up(layout)
         for parameters, bucket in zip(layout, self._reducer.buckets, strict=True):
-            vectors = {name: _concatenated(name, parameters, places, held) for name in VECTORS}
-            bucket.continue_from(vectors, *counts)
+            bucket.continue_from(_concatenated(parameters, places, held), *counts)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, copied: tensors, numbers and parameters' names, under a key with this rank.
@@ -835,18 +834,15 @@ def _same(one: Iterable[Sequence[Tensor]], other: Iterable[Sequence[Tensor]]) ->
 
 
 def _concatenated(
-    name: str,
-    parameters: Sequence[Tensor],
-    places: dict[Tensor, tuple[int, int]],
-    held: Sequence[dict[str, Any]],
+    parameters: Sequence[Tensor], places: dict[Tensor, tuple[int, int]], held: Sequence[Any]
 ) -> Any:
-    """A vector of a new bucket, put together of those of the old ones; None where none of them has any."""
-    if all(vectors[name] is None for vectors in held):
+    """The residual of a new bucket, put together of those of the old ones; None where none of them has any."""
+    if all(vector is None for vector in held):
         return None
     pieces = []
     for parameter in parameters:
         number, start = places[parameter]
-        vector = held[number][name]
+        vector = held[number]
         length = parameter.numel()
         pieces.append(np.zeros(length, np.float32) if vector is None else vector[start : start + length])
     return np.concatenate(pieces)

@@ -119,9 +119,8 @@ class DistributedOptimizer(WrappedOptimizer):
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
         TypeError: a class that is derived from this one, and not from one of those two.
-        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too), a
-            GPU or an MPI that cannot be used, or momentum correction with an optimizer that has momentum of its own; on every
-            rank alike.
+        ValueError: parameters that are not as said, a setting out of range, ranks that disagree (on the optimizer's state too),
+            or a GPU or an MPI that cannot be used; on every rank alike.
         MissingRanksError: as `GradientAllreduce`.
 
     Memory and traffic: as the class of what is sent says.

@@ -188,8 +188,6 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
             return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
     if tables and settings.get("deferred"):
         return "deferred steps are not for tables with sparse gradients: pass deferred=False"
-    if tables and settings.get("momentum_correction"):
-        return "momentum_correction is not for tables with sparse gradients: build them with sparse=False"
     return ""
 
 

@@ -119,7 +119,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     reducer: GradientAllreduce
 
     def _refused(self, settings: dict[str, Any]) -> str:
-        for name in ("overlap", "bucket_mb", "momentum_correction", "deferred"):
+        for name in ("overlap", "bucket_mb", "deferred"):
             if settings.get(name):
                 return f"{name}={settings[name]!r} is for sends='gradients'"
         if settings.get("average") is False:

@@ -66,11 +66,11 @@ MUTANTS = (
         f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
     ),
     Mutant(
-        "apply-velocity",
+        "apply-residual",
         "oktopk/cuda/apply.cu",
-        "        if (p.velocity) p.velocity[index] = 0.0f;\n",
+        "      if (sent) p.residual[index] = 0.0f;\n",
         "",
-        "forgotten clear: velocity stays where an entry was applied",
+        "forgotten clear: an entry that was applied stays in the residual",
         f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
     ),
     Mutant(

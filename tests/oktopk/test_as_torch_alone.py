@@ -24,7 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"wire": "int8"},
-    "correction": {"momentum_correction": 0.9},
 }
 SPARSE = {"density": 0.1, "threshold_interval": 2}
 

@@ -190,9 +190,7 @@ def test_an_update_that_was_written_to_is_cleared_as_a_whole(late: Make, outcome
     assert LateExecutor.supports[TRUSTED + 1] is None
 
 
-@pytest.mark.parametrize(
-    "settings", [{"deferred": False}, {"momentum_correction": 0.5}, {"dense_warmup_steps": TRUSTED}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"deferred": False}, {"dense_warmup_steps": TRUSTED}], ids=str)
 def test_other_steps_are_known_at_once(late: Make, settings: dict[str, Any]) -> None:
     reducer = late("done done", **settings)
     for _ in range(2):

@@ -29,12 +29,11 @@ STEPS, MEASURED, SWAPPED = 10, 1, 5
 BROKEN = 3, 7  # a step whose thresholds are planned to be exact, and one that reuses them
 
 # What executors and transports do differently: lists whose lengths are not known (gtopk), persistent rounds (dense), regions,
-# balancing, rounds in flight, coded entries, momentum, two levels.
+# balancing, rounds in flight, coded entries, two levels.
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((method, {}) for method in METHODS),
-    ("topkdsa", {"momentum_correction": 0.5}),
     ("oktopk", {"bucket_rounds": 1, "balance_trigger": 1.0}),
-    ("oktopk", {"wire": "float32", "momentum_correction": 0.5}),
+    ("oktopk", {"wire": "float32"}),
     ("oktopk", {"wire": "int8", "bucket_rounds": 1}),
     ("union", {"wire": "int8", "bucket_rounds": 1}),
     ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
@@ -42,7 +41,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 PEERS: list[tuple[str, dict[str, Any]]] = [
     ("dense", {}),
     ("oktopk", {}),
-    ("oktopk", {"balance_trigger": 1.0, "momentum_correction": 0.5}),
+    ("oktopk", {"balance_trigger": 1.0}),
 ]
 
 
@@ -72,8 +71,8 @@ class Way:
         return reducer.step(put(self.device, gradient), measure=measure)
 
     def vectors(self, reducer: GradientAllreduce) -> list[bytes]:
-        """Update, residual and velocity."""
-        held = reducer.update, reducer.residual, reducer.velocity
+        """Update and residual."""
+        held = reducer.update, reducer.residual
         return [b"" if vector is None else get(vector).tobytes() for vector in held]
 
 
@@ -211,7 +210,7 @@ def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts
                     each.step(reducer, gradient)
                 assert not get(reducer.update).any()
                 kept = each.vectors(reducer)[1]
-                if "int8" in settings.values() or "momentum_correction" in settings:  # values with fractions
+                if "int8" in settings.values():  # values with fractions
                     rounding = 1e-6 * np.nanmax(np.abs(gradient))
                     was, now = (np.frombuffer(vector, np.float32) for vector in (before, kept))
                     assert np.allclose(now, was, rtol=0, atol=rounding)
@@ -364,7 +363,6 @@ def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.I
     for method, settings, message in (
         ("dense", {}, "a displacement needs a residual"),
         ("oktopk", {"deferred": True}, "not for deferred steps"),
-        ("oktopk", {"momentum_correction": 0.5}, "nor for momentum correction"),
     ):
         with pytest.raises(ValueError, match=message):
             Way(comm).reducer(method, settings).displacement([LENGTH], "float32", array, 0.5)

@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk.settings import entries_kept
-from oktopk.step import StepResult
 from tests.inputs import GRADIENTS
 
 pytestmark = pytest.mark.mpi
@@ -119,56 +118,6 @@ def test_warmups_run_dense_then_ever_sparser(comm: MPI.Intracomm, method: str) -
     assert reducer.residual is not None
     left = np.sum(comm.allgather(reducer.residual.astype(np.float64)), axis=0)
     assert np.array_equal(put_in, left + applied)
-
-
-def test_dense_momentum_correction_is_momentum(comm: MPI.Intracomm) -> None:
-    length, momentum = 500, 0.5
-    reducer = GradientAllreduce(comm, length, "dense", momentum_correction=momentum, average=False)
-    velocity = np.zeros(length)
-    for gradient in gradients(comm, length, 5):
-        reducer.step(gradient)
-        velocity = momentum * velocity + np.sum(comm.allgather(gradient.astype(np.float64)), axis=0)
-        assert np.allclose(reducer.update, velocity, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize("method", SPARSE)
-def test_momentum_correction_forgets_momentum_where_it_sent(
-    comm: MPI.Intracomm, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    length = 1000
-    reducer = GradientAllreduce(comm, length, method, density=0.02, momentum_correction=0.5, average=False)
-    sent: list[np.ndarray] = []
-    apply = reducer._vectors.apply
-
-    def spy(result: StepResult, scale: float) -> None:
-        assert result.selected is not None
-        indices = result.selected.indices
-        if result.only_applied:
-            assert result.update is not None
-            indices = np.intersect1d(indices, result.update.indices)
-        sent.append(indices.copy())
-        apply(result, scale)
-
-    monkeypatch.setattr(reducer._vectors, "apply", spy)
-    expected = np.zeros(length, np.float32)
-    for gradient in gradients(comm, length, 4):
-        reducer.step(gradient)
-        expected = np.float32(0.5) * expected + gradient
-        expected[sent[-1]] = 0
-        assert np.array_equal(reducer.velocity, expected)
-    assert comm.allreduce(len(sent[-1])) > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_momentum_that_overflows_raises_on_every_rank(comm: MPI.Intracomm, method: str) -> None:
-    reducer = GradientAllreduce(comm, 100, method, density=0.1, momentum_correction=0.9)
-    gradient = np.zeros(100, np.float32)
-    gradient[3] = 3e38 if comm.rank == comm.size - 1 else 0
-    reducer.step(np.zeros(100, np.float32))
-    assert reducer.velocity is not None
-    reducer.velocity[3] = gradient[3]  # as if it had not been sent
-    with pytest.raises(NonFiniteGradientError, match=rf"rank\(s\) {comm.size - 1}$"):
-        reducer.step(gradient)
 
 
 def test_state_of_another_reducer_is_refused(comm: MPI.Intracomm) -> None:

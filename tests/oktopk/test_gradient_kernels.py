@@ -324,41 +324,6 @@ def test_accumulate_into_another_vector_counts_what_is_not_finite(length: int) -
     assert kernels.accumulate(gradient, None, out) == 1
 
 
-def test_momentum_accumulates_and_is_undone() -> None:
-    gradient, velocity = integers(1, 100), integers(2, 100)
-    moved = velocity.copy()
-    assert kernels.accumulate_momentum(gradient, moved, None, 0.5) == 0
-    assert np.array_equal(moved, velocity * np.float32(0.5) + gradient)
-    kernels.undo_momentum(gradient, moved, None, 0.5)
-    assert np.array_equal(moved, velocity)
-
-
-def test_momentum_stays_where_it_would_not_be_finite() -> None:
-    gradient = np.array([1, np.nan, np.inf, LARGEST], np.float32)
-    velocity = np.array([2, 4, 6, LARGEST], np.float32)
-    moved = velocity.copy()
-    assert kernels.accumulate_momentum(gradient, moved, None, 0.5) == 3
-    assert moved.tolist() == [2, 4, 6, LARGEST]
-    moved[0] = 6
-    kernels.undo_momentum(gradient, moved, None, 0.5)
-    assert moved.tolist() == [10, 4, 6, LARGEST]
-
-
-def test_momentum_stays_where_it_would_leave_the_range_in_the_residual() -> None:
-    """Of entries that are never applied residual + velocity / (1 - momentum) is what the residual comes to."""
-    large = 0.1 * LARGEST
-    gradient = np.array([large, large, 1, -large], np.float32)
-    residual = np.array([0, 0.45 * LARGEST, 0.45 * LARGEST, 0.45 * LARGEST], np.float32)
-    velocity = np.array(
-        [0, 0, 0.1 * LARGEST, 0.1 * LARGEST], np.float32
-    )  # the third is there, and does not grow
-    moved = velocity.copy()
-    assert kernels.accumulate_momentum(gradient, moved, residual, 0.5) == 1
-    assert (moved != velocity).tolist() == [True, False, True, True]
-    kernels.undo_momentum(gradient, moved, residual, 0.5)
-    assert np.allclose(moved, velocity, rtol=1e-6)
-
-
 @given(st.lists(st.one_of(UGLY, FLOATS), max_size=40), UGLY, st.integers(0, 6))
 def test_select_packs_the_larger_ones_and_the_lowest_ties(
     values: list[float], threshold: float, ties: int

@@ -175,7 +175,6 @@ def test_steps_that_cannot_read_pieces_say_so_on_cuda(cuda: str, comm: MPI.Intra
     scattered.close()
     for settings in (
         {"peer_memory": False},
-        {"peer_memory": True, "momentum_correction": 0.5},
         {"peer_memory": True, "density": 0.5},
     ):
         other = GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", **settings)

@@ -222,25 +222,6 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
         before = check_mass(comm, reducer, gradient, before)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("ranks_per_host", [2, 3])
-def test_momentum_is_applied_to_the_hosts_sum(comm: MPI.Intracomm, ranks_per_host: int) -> None:
-    reducer = two_levels(comm, "cpu", ranks_per_host, momentum_correction=0.5, threshold_interval=1)
-    hosts = reducer.hosts
-    assert hosts is not None
-    order = shard_by_shard(Layout(tuple(hosts), LENGTH))
-    rng = np.random.default_rng(comm.rank)
-    velocity = residual = np.zeros((max(hosts) + 1, LENGTH))
-    for _ in range(4):
-        gradient = (32 * rng.integers(-999, 1000, LENGTH)).astype(np.float32)
-        report = reducer.step(gradient)
-        velocity = 0.5 * velocity + of_hosts(comm, gradient, hosts)
-        expected = reference.ok_topk(velocity[:, order], residual[:, order], report.k)
-        assert np.array_equal(reducer.update[order], expected.update)
-        residual = of_hosts(comm, reducer.gathered_residual(), hosts)
-        velocity[:, order] = np.where(_cleared(expected), 0, velocity[:, order])
-
-
 def _cleared(step: reference.Step) -> np.ndarray:
     """bool[H, n], where a host's residual became zero."""
     cleared = np.zeros(step.accumulated.shape, bool)
@@ -535,12 +516,11 @@ def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
 def test_the_sum_of_residuals_is_kept_on_other_hosts(comm: MPI.Intracomm, saved: Any, loaded: Any) -> None:
     def made(kind: Any) -> GradientAllreduce:
         if kind != "flat":
-            return two_levels(comm, "cpu", kind, momentum_correction=0.5)
+            return two_levels(comm, "cpu", kind)
         settings = {
             "threshold_interval": 3,
             "boundary_interval": 2,
             "average": False,
-            "momentum_correction": 0.5,
         }
         return GradientAllreduce(comm, LENGTH, density=0.02, levels="flat", **settings)  # type: ignore[arg-type]
 
@@ -600,11 +580,10 @@ def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, momentum: float
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reducer = two_levels(comm, "cpu", 2, wire="float32", momentum_correction=momentum)
+    reducer = two_levels(comm, "cpu", 2, wire="float32")
     rng = np.random.default_rng(comm.rank)
     gradients = [rng.integers(-99, 100, LENGTH).astype(np.float32) for _ in range(3)]
     reducer.step(gradients[0])

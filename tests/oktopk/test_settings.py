@@ -19,7 +19,6 @@ from oktopk.settings import DENSE_ABOVE, DENSITY_STAGES, Settings, entries_kept,
     ("name", "value", "bound"),
     [
         *[("density", value, "is not in (0, 1]") for value in (0.0, -0.1, 1.0001, math.nan, math.inf)],
-        *[("momentum_correction", value, "is not in [0, 1)") for value in (-0.1, 1.0, math.nan)],
         *[("balance_trigger", value, "is not >= 1") for value in (0.99, -1.0, math.nan)],
         *[("drift_tolerance", value, "is not in [0, 0.25]") for value in (-0.01, 0.26, math.nan)],
         *[
@@ -50,7 +49,6 @@ def test_a_bad_value_is_refused_with_its_name_and_bound(name: str, value: Any, b
     ("name", "value"),
     [
         *[("density", value) for value in (1e-9, 0.25, 1, 1.0)],
-        *[("momentum_correction", value) for value in (0, 0.999)],
         *[("balance_trigger", value) for value in (1, 1.0, math.inf)],
         *[("drift_tolerance", value) for value in (0, 0.25)],
         *[(name, 1) for name in ("threshold_interval", "boundary_interval", "bucket_rounds")],

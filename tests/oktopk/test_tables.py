@@ -207,7 +207,6 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
     model = TwoTables(sparse=True)
     for settings, text in (
         ({"deferred": True}, "deferred steps are not for tables"),
-        ({"momentum_correction": 0.9}, "momentum_correction is not for tables"),
         ({"sparse": [torch.zeros(2, 2)]}, "no parameter of the optimizer"),
         ({"row_density": 2.0}, "row_density 2.0"),
     ):

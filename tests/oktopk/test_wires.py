@@ -159,29 +159,6 @@ def test_exact_thresholds_give_the_oracles_bits(comm: MPI.Intracomm, device: str
         assert comm.allgather(0 < report.rounded <= most) == [True] * comm.size
 
 
-def test_momentum_is_forgotten_where_an_entry_was_sent_though_its_error_stays(
-    comm: MPI.Intracomm, device: str
-) -> None:
-    length, momentum = 3000, 0.5
-    reduced = reducer(comm, device, length, "int4", momentum_correction=momentum, balance_trigger=1.0)
-    rng = np.random.default_rng((comm.rank, 4))
-    velocity, left = np.zeros((2, length), np.float32)
-    for _ in range(6):
-        gradient = heavy_tailed(rng, length)
-        moved = np.float32(momentum) * velocity + gradient
-        report = reduced.step(put(device, gradient))
-        after = get(reduced.velocity)
-        update = agreed(comm, reduced)
-        check_mass(comm, moved + left, get(reduced.residual), update)
-        zeroed = after == 0
-        assert np.array_equal(after[~zeroed], moved[~zeroed])
-        assert np.count_nonzero(zeroed) <= report.local_nnz
-        assert (update[zeroed] != 0).all()
-        sent = comm.allreduce(zeroed.astype(int))
-        assert np.array_equal(sent > 0, update != 0)
-        velocity, left = after, get(reduced.residual)
-
-
 def test_a_state_is_refused_with_a_wire_that_rounds_otherwise(comm: MPI.Intracomm) -> None:
     first, other = (reducer(comm, "cpu", 2000, wire) for wire in ("int4", "auto"))
     first.step(heavy_tailed(np.random.default_rng(comm.rank), 2000))

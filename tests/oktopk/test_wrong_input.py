@@ -63,7 +63,6 @@ def test_a_gradient_of_another_kind_is_named(
 LACKING = object()
 # where a state is damaged, what stands there then, and what is said of it
 DAMAGE: list[tuple[str, Any, str]] = [
-    ("velocity", LACKING, "the state lacks velocity"),
     ("residual", LACKING, "the state lacks residual"),
     ("methods.oktopk.selection", LACKING, "the state is damaged: KeyError 'selection'"),
     ("methods.oktopk.selection.trend", LACKING, "the state is damaged: KeyError 'trend'"),
@@ -93,11 +92,6 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("residual", np.zeros(501, np.float32), r"residual of the state is float32\[501\], not float32\[500\]"),
     ("residual", np.zeros(500), r"residual of the state is float64\[500\], not float32\[500\]"),
     ("residual.3", np.inf, "residual of the state is not finite"),
-    (
-        "velocity",
-        np.zeros(500, np.float32),
-        "the state has a velocity, and this reducer no momentum correction",
-    ),
 ]
 
 

@@ -102,7 +102,7 @@ class DenseTraining(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """As DistributedOptimizer's, of a reducer that leaves nothing behind."""
-        nothing = dict.fromkeys(("last_k", "residual", "velocity"))
+        nothing = dict.fromkeys(("last_k", "residual"))
         return {**self.inner.state_dict(), "reducer": {"steps": self._steps, **nothing}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

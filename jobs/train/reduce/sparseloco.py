@@ -105,7 +105,7 @@ class SparseLocoTraining(DenseTraining):
         own = {"residual": self._residual[:n], "reference": self._reference[:n], "local": self._flat()[:n]}
         return {
             **self.inner.state_dict(),
-            "reducer": {"steps": self._steps, "last_k": None, "velocity": None, **own},
+            "reducer": {"steps": self._steps, "last_k": None, **own},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

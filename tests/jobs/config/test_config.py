@@ -308,14 +308,6 @@ def test_every_fault_has_its_line() -> None:
     ]
 
 
-def test_momentum_correction_and_momentum_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="is the run's momentum"):
-        with_overrides("reduction.momentum_correction=0.9", "optimizer.momentum=0.9")
-    with pytest.raises(ConfigError, match="is the run's momentum"):
-        with_overrides("reduction.momentum_correction=0.9", "optimizer.name=adam")
-    with_overrides("reduction.momentum_correction=0.9")
-
-
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         validate(SMALLEST).training.steps = 4  # type: ignore[misc]
@@ -413,7 +405,6 @@ def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
             "reduction.sends=updates",
             "reduction.every=2",
             "reduction.nonfinite=skip",
-            "reduction.momentum_correction=0.9",
             "reduction.average=false",
             "reduction.wire=int8",
             "run.measure_every=7",

@@ -84,7 +84,7 @@ def damaged(state: Any, rng: random.Random, values: list[Any] = VALUES) -> Any:
 def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: MPI.Intracomm) -> None:
     length, rng = 60, random.Random(7)
     gradient = np.random.default_rng(comm.rank).standard_normal(length).astype(np.float32)
-    reducer = GradientAllreduce(comm, length, density=0.1, momentum_correction=0.5, timeout=20.0)
+    reducer = GradientAllreduce(comm, length, density=0.1, timeout=20.0)
     reducer.step(gradient)
     good, refused = reducer.state_dict(), 0
     every = comm.allgather(good)

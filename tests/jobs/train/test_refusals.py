@@ -56,7 +56,6 @@ def test_what_cannot_be_read_or_replaced_is_refused_before_training(
     [
         "deferred=true",
         "overlap=true",
-        "momentum_correction=0.5",
         "method=dense",
         "levels=hosts",
         "average=false",
