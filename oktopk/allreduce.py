@@ -266,21 +266,6 @@ class GradientAllreduce:
         """Steps so far in which a sparse method ran."""
         return self._sparse_steps
 
-    def sample(self, gradient: Any, count: int) -> NDArray[np.float32]:
-        """Magnitudes of some elements of gradient + residual, on the host; for flat steps.
-
-        Args:
-            gradient: as `step`.
-            count: elements to take at least, evenly spaced; all of a shorter vector.
-        """
-        vectors, stride = self._vectors, max(1, self.length // count)
-        with self.backend.stream_scope():
-            self._complete()
-            taken = self.backend.sample(gradient, stride)
-            if vectors.residual is not None:
-                taken += self.backend.sample(vectors.residual, stride)
-        return np.abs(taken)
-
     @property
     def can_read_tensors(self) -> bool:
         """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""

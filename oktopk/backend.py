@@ -93,10 +93,6 @@ class Backend:
         """Fill an array of this backend."""
         target[:] = array
 
-    def sample(self, vector: Any, stride: int) -> NDArray[np.float32]:
-        """Every stride-th element of a vector of this backend, a gradient or float32, copied to the host."""
-        return np.array(vector[::stride], np.float32)
-
     def read_only(self, array: Any) -> Any:
         """The array, not to be written to; CuPy has no such arrays."""
         view = array.view()

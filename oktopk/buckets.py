@@ -33,9 +33,6 @@ TOGETHER = (NonFiniteGradientError, ValueError)
 _AT_ONCE = 3
 """Buckets that are reduced at once over MPI between GPUs: one is selected, summed or written while another is on the wire."""
 
-_SAMPLES = 1 << 16
-"""Elements of a bucket that tell how large its elements are."""
-
 
 class BucketedAllreduce:
     """Reduces one gradient per step in buckets, behind what the caller computes, in one order on all ranks.
@@ -43,19 +40,16 @@ class BucketedAllreduce:
     A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
     it in `finish`, with `deferred` not even there. But where a bucket computes new regions, in the first sparse step, each
     `boundary_interval` and after a new k, its start waits for the buckets before it and for the other ranks. Any other bucket
-    is reduced in a thread. In flat steps over MPI between GPUs three threads take buckets in turn, each on a stream of its own,
-    with share "bucket".
+    is reduced in a thread. In flat steps over MPI between GPUs three threads take buckets in turn, each on a stream of its own.
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
-    k entries, one a bucket at least, so that caps and bounds of a step in words are those of one vector.
+    k entries, one a bucket at least and the others in proportion to their lengths, so that caps and bounds of a step in words are
+    those of one vector.
 
     Args:
         comm: as `GradientAllreduce`.
         lengths: elements of the buckets, in the order in which they start; each at least 1.
         method: as `GradientAllreduce`.
-        share: "bucket": each keeps entries in proportion to its length. "model": in proportion to how many of its elements were
-            among the largest of all buckets, sampled before every exact step, and after 1, 2, 4, ... sparse steps before the
-            second of those; flat steps only.
         updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
         problem: an error that the caller found on this rank alone; every rank then raises it.
         advice: what a MissingRanksError of a construction or a step says to do; "": as `GradientAllreduce`.
@@ -71,7 +65,7 @@ class BucketedAllreduce:
         lengths, length: elements of the buckets, and of all.
         can_read_tensors: as `GradientAllreduce.can_read_tensors`, of every bucket.
 
-    Traffic: that of the method for each bucket; with share "model" one control allreduce of two words a bucket where it samples.
+    Traffic: that of the method for each bucket.
     """
 
     def __init__(
@@ -80,7 +74,6 @@ class BucketedAllreduce:
         lengths: Sequence[int],
         method: str = "oktopk",
         *,
-        share: str = "bucket",
         updates: Sequence[Any] | None = None,
         problem: str = "",
         advice: str = "",
@@ -91,13 +84,12 @@ class BucketedAllreduce:
         except TypeError:
             self.lengths, problem = [1], problem or f"lengths {lengths!r} are not integers"
         self.length, self.method = sum(self.lengths), method
-        self._share = share
         with ExitStack() as opened:  # closed where this raises
             limit = Limit("BucketedAllreduce(...)", timeout_of(options), advice or EVERY_RANK_CALLS)
             self.transport = connect(comm, limit)
             opened.callback(self.transport.close)
             problem = problem or self._problem(options)
-            self.transport.agree({"lengths": self.lengths, "share": share}, problem)
+            self.transport.agree({"lengths": self.lengths}, problem)
             self.buckets: list[GradientAllreduce] = []
             streams = [options.pop("stream", None)]
             own = zip(self.lengths, updates or [None] * len(self.lengths), strict=True)
@@ -109,21 +101,19 @@ class BucketedAllreduce:
                 )
                 self.buckets.append(made)
                 opened.callback(made.close)
-                if number == 0 and _carries_several(made, share):
+                if number == 0 and _carries_several(made):
                     at_once = min(_AT_ONCE, len(self.lengths))
                     streams += [made.backend.stream_beside(place) for place in range(1, at_once)]
             self.transport.library = self.buckets[0].transport.library
-            if share == "model" and self.buckets[0].levels == "hosts":
-                raise ValueError("share 'model' is for flat steps: pass levels='flat', or share='bucket'")
             opened.pop_all()
-        for reducer in self.buckets:
+        for number, reducer in enumerate(self.buckets):
             reducer.advice = advice or reducer.advice
+            reducer.keep_entries(partial(_entries_of, number, self.lengths))
         self.settings = self.buckets[0].settings
         # all are put on the stream, or all reduced in threads
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
-        self._keep(np.array(self.lengths, np.int64))
         # bucket i is reduced in thread i modulo their number; in one where a trial of peer memory has failed for the first alone
-        several = all(_carries_several(reducer, share) for reducer in self.buckets)
+        several = all(_carries_several(reducer) for reducer in self.buckets)
         threads = len(streams) if several else 1
         self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in range(threads)]
         self._started: list[Future[StepReport]] = []
@@ -131,20 +121,11 @@ class BucketedAllreduce:
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
         self._refused: BaseException | None = None  # why no bucket of this step starts
         self._incomplete: StepReport | None = None  # of the last step, some of whose buckets were deferred
-        self._drawn: list[NDArray[np.float32]] = []
 
     def _problem(self, options: dict[str, Any]) -> str:
         if not self.lengths or min(self.lengths) < 1:
             return f"buckets of {self.lengths} elements: there must be one at least, of one element at least each"
-        if self._share not in ("bucket", "model"):
-            return f"share {self._share!r} is not 'bucket' or 'model'"
         return self.transport.threads_problem
-
-    def _keep(self, weights: NDArray[np.int64]) -> None:
-        """Divide k among the buckets: one entry each, the others in proportion to these weights."""
-        for number, reducer in enumerate(self.buckets):
-            reducer.keep_entries(partial(_entries_of, number, self.lengths, weights))
-        self._weights = weights
 
     @property
     def steps(self) -> int:
@@ -188,8 +169,7 @@ class BucketedAllreduce:
 
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket of the next step may be given a tensor list, see `GradientAllreduce.reads_tensors`."""
-        reducer = self.buckets[number]
-        return self.can_read_tensors and reducer.reads_tensors() and not self._renews_shares(reducer)
+        return self.can_read_tensors and self.buckets[number].reads_tensors()
 
     def start(
         self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any
@@ -294,37 +274,10 @@ class BucketedAllreduce:
         if ready is not None:
             with reducer.backend.stream_scope():  # a default stream is of the GPU that is the current one
                 ready(reducer.backend.stream)
-        if self._renews_shares(reducer):
-            self._drawn.append(reducer.sample(gradient, _SAMPLES))
         try:
-            report = reducer.step(gradient, **beside)
+            return reducer.step(gradient, **beside)
         finally:
             self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
-        if len(self._drawn) == len(self.buckets):
-            self._renew_shares()
-        return report
-
-    def _renews_shares(self, reducer: GradientAllreduce) -> bool:
-        """Whether the step after this one is exact and keeps what the sizes of this one's elements tell.
-
-        Early in training the sizes of layers change most, so that shares do not wait for the next exact step.
-        """
-        sparse, interval = reducer.sparse_steps + 1, self.settings.threshold_interval
-        early = sparse < interval and sparse.bit_count() == 1
-        return self._share == "model" and (early or sparse % interval == 0)
-
-    def _renew_shares(self) -> None:
-        """Divide k anew, by the buckets in which the largest elements lie, as many as the final density keeps. Collective."""
-        drawn, self._drawn = self._drawn, []
-        each = [length / len(values) for length, values in zip(self.lengths, drawn, strict=True)]
-        values = np.concatenate(drawn)
-        weights = np.repeat(each, [len(part) for part in drawn])
-        order = np.argsort(-values)
-        within = np.searchsorted(np.cumsum(weights[order]), self.settings.density * self.length)
-        largest = values[order[min(int(within), len(order) - 1)]]
-        above = [round(w * int((part >= largest).sum())) for w, part in zip(each, drawn, strict=True)]
-        # one more each, so that no bucket is left out for good
-        self._keep(self.transport.allreduce_control(np.array(above, np.int64) + 1))
 
     def finish(self, all_or_none: bool = True) -> StepReport:
         """Wait for the step's buckets, all of which were started; its report. Collective: every rank must call.
@@ -360,10 +313,9 @@ class BucketedAllreduce:
             else:
                 errors.append(error)
         timer.record("wait")
-        if errors or any(report.skipped for report in reports):
-            self._drawn = []
-            if all(isinstance(error, TOGETHER) for error in errors) and (errors or all_or_none):
-                self._take_back(futures)
+        skipped = all_or_none and any(report.skipped for report in reports)
+        if (errors or skipped) and all(isinstance(error, TOGETHER) for error in errors):
+            self._take_back(futures)
         if errors:
             raise _one_error(errors)
         report = report_of_buckets(reports, timer)
@@ -425,7 +377,6 @@ class BucketedAllreduce:
         self.end_started()
         futures, self._started = self._started, []
         self._take_back(futures)  # waits
-        self._drawn = []
         reports = []
         for future in futures:
             error = future.exception()
@@ -442,7 +393,6 @@ class BucketedAllreduce:
         self.end_started()
         futures, self._started = self._started, []
         self._take_back(futures)  # waits
-        self._drawn = []
         for reducer in self.buckets:
             reducer.renumber(self.steps, self.buckets[0].sparse_steps)
 
@@ -498,7 +448,6 @@ class BucketedAllreduce:
         return {
             "length": self.length,
             "method": self.method,
-            "weights": self._weights.copy(),
             "buckets": {str(number): reducer.state_dict() for number, reducer in enumerate(self.buckets)},
         }
 
@@ -511,13 +460,9 @@ class BucketedAllreduce:
         self._check_idle("load_state_dict()")
         problem = self.state_problem(state)
         self.meet("load_state_dict")
-        weights = self.lengths
-        if not problem and self._share == "model":
-            weights = [int(weight) for weight in state["weights"]]
-        self.transport.agree({"weights": weights}, problem)
+        self.transport.agree({"lengths": self.lengths}, problem)
         for number, reducer in enumerate(self.buckets):
             reducer.load_state_dict(state["buckets"][str(number)])
-        self._keep(np.array(weights, np.int64))
         self._incomplete = None
 
     def state_problem(self, state: Any) -> str:
@@ -527,13 +472,10 @@ class BucketedAllreduce:
         try:
             buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
             lengths = [bucket["length"] for bucket in buckets]
-            weights = [int(weight) for weight in state["weights"]]
         except (KeyError, TypeError, ValueError) as error:
             return f"the state is not one of buckets: {type(error).__name__} {error}"
         if lengths != self.lengths:
             return f"the state has buckets of {lengths} elements, this reducer of {self.lengths}"
-        if len(weights) != len(lengths) or min(weights) < 0 or not any(weights):
-            return f"the state is damaged: {weights} are no weights of {len(lengths)} buckets"
         problems = (
             state_problem(bucket, reducer) for bucket, reducer in zip(buckets, self.buckets, strict=True)
         )
@@ -544,7 +486,6 @@ class BucketedAllreduce:
         self._check_idle("reset()")
         for reducer in self.buckets:
             reducer.reset()
-        self._keep(np.array(self.lengths, np.int64))
         self._incomplete = None
 
     @closes
@@ -558,15 +499,15 @@ class BucketedAllreduce:
         self.transport.close()
 
 
-def _carries_several(reducer: GradientAllreduce, share: str) -> bool:
+def _carries_several(reducer: GradientAllreduce) -> bool:
     """Whether buckets like this one may be reduced at once, each in a thread of its own. Equal on all ranks.
 
     On a CPU they would take cores from each other, and kernels that wait for other GPUs room on this one. Ranks must call NCCL in
-    one order. To divide k anew takes all buckets of a step.
+    one order.
     """
     over_mpi = reducer.transport.library == "MPI" and reducer.transport.size > 1
     messages = bool(reducer.p2p_unavailable_reason) and reducer.levels == "flat"
-    return over_mpi and messages and share == "bucket" and reducer.backend.stream is not None
+    return over_mpi and messages and reducer.backend.stream is not None
 
 
 def bucket_ranges(lengths: Sequence[int], least: float) -> Iterator[range]:
@@ -587,10 +528,10 @@ def bucket_ranges(lengths: Sequence[int], least: float) -> Iterator[range]:
             stop, held = number, 0
 
 
-def _entries_of(number: int, lengths: Sequence[int], weights: NDArray[np.int64], density: float) -> int:
-    """The entries that a bucket keeps: one, and its part of those that remain of all."""
+def _entries_of(number: int, lengths: Sequence[int], density: float) -> int:
+    """The entries that a bucket keeps: one, and its part by length of those that remain of all."""
     remaining = max(0, entries_kept(density, sum(lengths)) - len(lengths))
-    ends = [remaining * int(end) // int(weights.sum()) for end in accumulate(weights, initial=0)]
+    ends = [remaining * end // sum(lengths) for end in accumulate(lengths, initial=0)]
     return min(1 + ends[number + 1] - ends[number], lengths[number])
 
 

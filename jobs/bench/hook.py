@@ -168,7 +168,6 @@ def contestants(
     found.append(Contestant("powersgd", ddp(reduce_low_rank, state), sums))
     rows: dict[str, dict[str, Any]] = {
         "oktopk": {},
-        "oktopk-model": {"share": "model", "levels": "flat"},
         "oktopk-mpi": {"comm": MPI.COMM_WORLD},
     }
     if device.type == "cuda":

@@ -298,7 +298,7 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `share`, `bucket_mb`, `powersgd_rank`,
+    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb`, `powersgd_rank`,
     `powersgd_start`, `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
@@ -332,8 +332,6 @@ class ReductionConfig(Section):
     """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
     overlap: bool = False
     """For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass"""
-    share: Literal["bucket", "model"] = "bucket"
-    """With overlap: how entries are divided among buckets, by their lengths or by where the model's largest lie"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
     """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     powersgd_rank: int = Field(default=1, ge=1)
@@ -367,7 +365,7 @@ class ReductionConfig(Section):
 
     def buckets(self) -> dict[str, Any]:
         """The keywords of oktopk.DistributedOptimizer that divide the gradient into buckets."""
-        return {"overlap": True, "bucket_mb": self.bucket_mb, "share": self.share} if self.overlap else {}
+        return {"overlap": True, "bucket_mb": self.bucket_mb} if self.overlap else {}
 
     def settings(self) -> dict[str, Any]:
         """The keywords of oktopk.Settings."""

@@ -138,12 +138,6 @@ class DeviceBackend(Backend):
     def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
         target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
 
-    def sample(self, vector: Any, stride: int) -> NDArray[np.float32]:
-        taken = cupy.ascontiguousarray(vector[::stride]).get(stream=self.device.stream)
-        if taken.dtype == np.uint16:  # the bits of bfloat16
-            return (taken.astype(np.uint32) << 16).view(np.float32)
-        return np.asarray(taken, np.float32)
-
     def read_only(self, array: Any) -> Any:
         return array
 

@@ -103,7 +103,6 @@ class OkTopkState:
         comm: the ranks of the DDP; None: those of its process group.
         method: a name in `oktopk.METHODS`.
         row_density: of tables with sparse gradients, see `oktopk.rows.RowSparseAllreduce`.
-        share: how the k entries of a step are divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
         settings: keywords of `oktopk.Settings`, and `peer_memory` of `GradientAllreduce`, for buckets and tables. With
             nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and the others are reduced.
@@ -126,7 +125,6 @@ class OkTopkState:
         comm: Any = None,
         method: str = "oktopk",
         *,
-        share: str = "bucket",
         row_density: float = 1.0,
         module: nn.Module | None = None,
         **settings: Any,
@@ -135,7 +133,7 @@ class OkTopkState:
         if problem := settings_problem(settings, OkTopkState, *beside):
             raise ValueError(problem)
         self._given_comm = comm
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "share": share, **settings}
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
         self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}

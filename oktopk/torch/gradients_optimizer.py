@@ -68,8 +68,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._layout = BucketLayout(self._parameters, bucket_mb)
         self._update = torch.zeros(self._layout.length, device=self._parameters[0].device)
         updates = [memory.array(self._update[each]) for each in self._layout.slices]
-        options = options | {"updates": updates, "share": self._arguments["share"]}
-        self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, **options)
+        self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, updates=updates, **options)
 
     def _selected_type(self) -> str:
         """The type of what is selected, where the user names none."""

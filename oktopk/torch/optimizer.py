@@ -99,7 +99,6 @@ class DistributedOptimizer(WrappedOptimizer):
             for a GradScaler or `measure`.
         bucket_mb: size of a bucket, in 1e6 bytes of float32; 0: one vector without `overlap`; with it 25, on
             GPUs 240. The same buckets give the same bits with `overlap` and without.
-        share: how k is divided among buckets, see `oktopk.buckets.BucketedAllreduce`.
         order: for buckets, the parameters in the order in which the model uses them, such as `model.parameters()`, whatever else
             is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.
         sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
@@ -189,7 +188,6 @@ class DistributedOptimizer(WrappedOptimizer):
         broadcast: bool = True,
         overlap: bool = False,
         bucket_mb: float = 0.0,
-        share: str = "bucket",
         order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
         row_density: float = 1.0,
@@ -244,7 +242,7 @@ class DistributedOptimizer(WrappedOptimizer):
         held = trained if shards is None else self._parameters
         problem = problem or wrapping_problem(optimizer, held, clip_norm, settings)
         problem = problem or tables_problem(named, trained, settings)
-        problem = problem or buckets_problem(overlap, bucket_mb, share, used is not None) or unordered
+        problem = problem or buckets_problem(overlap, bucket_mb, used is not None) or unordered
         if not problem:
             gradient_type = gradient_type or self._selected_type()
             try:
@@ -253,7 +251,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 problem = str(error)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
-        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "share": share}
+        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb}
         self._arguments |= {
             "row_density": row_density,
             "sends": sends,

@@ -95,7 +95,7 @@ def order_problem(order: Sequence[Tensor], trained: Sequence[Tensor]) -> str:
     return f"order lacks {len(missing)} of the parameters that need a gradient" if missing else ""
 
 
-def buckets_problem(overlap: Any, bucket_mb: Any, share: Any, ordered: bool) -> str:
+def buckets_problem(overlap: Any, bucket_mb: Any, ordered: bool) -> str:
     """What is wrong with these arguments of `DistributedOptimizer`, in a sentence; "" if nothing is.
 
     Args:
@@ -105,9 +105,8 @@ def buckets_problem(overlap: Any, bucket_mb: Any, share: Any, ordered: bool) -> 
         return f"overlap {overlap!r} is not True or False"
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 <= bucket_mb < math.inf:
         return f"bucket_mb {bucket_mb!r} is not a number in [0, inf)"
-    if not (overlap or bucket_mb) and (ordered or share != "bucket"):
-        given = "order" if ordered else f"share {share!r}"
-        return f"{given} is for buckets: pass overlap=True, or a bucket_mb"
+    if ordered and not (overlap or bucket_mb):
+        return "order is for buckets: pass overlap=True, or a bucket_mb"
     return ""
 
 

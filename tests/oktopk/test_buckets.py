@@ -50,11 +50,10 @@ def total(comm: MPI.Intracomm, vectors: list[Vector]) -> np.ndarray:
 
 
 @pytest.fixture
-def reducer(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> BucketedAllreduce:
-    return bucketed(comm, **getattr(request, "param", {}))
+def reducer(comm: MPI.Intracomm) -> BucketedAllreduce:
+    return bucketed(comm)
 
 
-@pytest.mark.parametrize("reducer", [{}, {"share": "model"}], indirect=True)
 def test_buckets_together_keep_the_contract_of_one_vector(
     comm: MPI.Intracomm, reducer: BucketedAllreduce
 ) -> None:
@@ -90,29 +89,12 @@ def test_a_bucket_is_reduced_as_one_vector_that_keeps_as_many_entries(
             assert np.array_equal(single.update, reducer.updates[number])
 
 
-@pytest.mark.parametrize("reducer", [{"share": "model"}], indirect=True)
-def test_a_bucket_of_larger_elements_keeps_more_of_its_own(
-    comm: MPI.Intracomm, reducer: BucketedAllreduce
-) -> None:
-    for step in range(9):
-        given = [
-            vector * np.float32(64 if number == 0 else 1)
-            for number, vector in enumerate(gradients(comm, step, "iid"))
-        ]
-        kept = [bucket.k for bucket in reducer.step(given).buckets]
-        if not step:
-            assert kept[0] == K * 700 // 5000
-    assert kept[0] > 0.9 * K
-    assert min(kept) == 1
-
-
 @on_gpus
 @pytest.mark.mpi(min_size=2)
 def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(bucketed(comm)._threads) == len(bucketed(comm, "cuda")._threads) == 1
-    assert len(bucketed(comm, "cuda", peer_memory=False, share="model")._threads) == 1
     two = BucketedAllreduce(comm, [9, 9], device="cuda", peer_memory=False)
     assert len(two._threads) == 2
     reducer = bucketed(comm, "cuda", peer_memory=False)
@@ -254,7 +236,6 @@ def test_ranks_with_other_buckets_all_raise(comm: MPI.Intracomm) -> None:
     [
         ([], {}, "there must be one at least"),
         ([3, 0], {}, "of one element at least each"),
-        ([3], {"share": "layer"}, "share 'layer' is not 'bucket' or 'model'"),
         ([3], {"densty": 0.1}, "did you mean density"),
     ],
 )
@@ -274,13 +255,10 @@ def test_a_state_that_does_not_fit_changes_nothing(comm: MPI.Intracomm, reducer:
     damaged["buckets"]["4"] = damaged["buckets"]["4"] | {"steps": -1}
     with pytest.raises(ValueError, match="bucket 4: steps -1"):
         reducer.load_state_dict(damaged)
-    with pytest.raises(ValueError, match="are no weights of 5 buckets"):
-        reducer.load_state_dict(state | {"weights": np.zeros(5, np.int64)})
     assert np.array_equal(reducer.gathered_residual(), now)
     reducer.load_state_dict(state)
     assert np.array_equal(reducer.gathered_residual(), before)
     del state["buckets"]["4"]
-    state["weights"] = state["weights"][:4]
     with pytest.raises(ValueError, match=r"the state has buckets of \[700, 1, 3000, 64\] elements"):
         reducer.load_state_dict(state)
 

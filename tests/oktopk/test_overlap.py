@@ -44,10 +44,8 @@ def wrap(model: nn.Module, comm: MPI.Intracomm, **settings: Any) -> DistributedO
     ("device", "settings"),
     [
         pytest.param("cpu", {}, id="cpu"),
-        pytest.param("cpu", {"share": "model"}, id="cpu, share of the model"),
         pytest.param("cpu", {"method": "dense"}, id="cpu, dense"),
         pytest.param("cpu", {"clip_norm": 0.5, "wire": "int8"}, id="cpu, clipped and rounded"),
-        on_torchs_gpu("cuda", {"peer_memory": False, "share": "model"}, id="cuda"),
         on_torchs_gpu("cuda", {"peer_memory": False}, id="cuda, several at once"),
         on_torchs_gpu("cuda", {"peer_memory": True}, id="cuda, peer memory"),
         on_torchs_gpu("cuda", {"gradient_type": "bfloat16"}, id="cuda, bfloat16"),
@@ -272,7 +270,6 @@ def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(comm: MPI.Int
     [
         ({"overlap": 1}, "overlap 1 is not True or False"),
         ({"bucket_mb": -1.0}, "bucket_mb -1.0 is not a number in"),
-        ({"overlap": False, "bucket_mb": 0, "share": "model"}, "share 'model' is for buckets"),
     ],
 )
 def test_wrong_arguments_raise_on_every_rank(

@@ -40,7 +40,6 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "every",
         "gradient_type",
         "overlap",
-        "share",
         "bucket_mb",
         "powersgd_rank",
         "powersgd_start",
