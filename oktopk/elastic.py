@@ -220,6 +220,8 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
         if of != (rank, ranks):
             raise ValueError(f"it is of rank {of[0]} of {of[1]}, not of rank {rank} of {ranks}")
         found |= {before + name: repr(part[name]) for name in _EQUAL if name in part}
+        if "width" in part:  # a table, which holds no vectors
+            continue
         shape = _vector_shape(part, rank, ranks)
         if shape != (0,):  # else it holds no shard
             found[before + "residual"] = _residual_kind(part["residual"], shape)
@@ -228,7 +230,7 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
 
 def _vector_shape(part: dict[str, Any], rank: int, ranks: int) -> tuple[int, ...] | None:
     """The shape of a rank's residual; None where a state has no length, as those of other reducers."""
-    sizes = [part[name] for name in ("length", "width") if name in part]
+    sizes = [part["length"]] if "length" in part else []
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"its length is {sizes}")
     hosts = part.get("hosts")
@@ -259,9 +261,6 @@ def _redistributed(
 ) -> dict[str, Any]:
     """As `redistribute`, of states that were checked, or of one bucket of each."""
     template = read(rank % saved_ranks)
-    if template.get("tables") and ranks != saved_ranks:
-        inherited = inherited_ranks(rank, ranks, saved_ranks)
-        template = {**template, "tables": _tables(template["tables"], read, inherited)}
     own = template.get("reducer", template)
     if own is None:  # taken before the first step
         return template
@@ -337,20 +336,6 @@ def _mean_moments(read: Callable[[int], dict[str, Any]], ranks: Iterable[int]) -
                 for name, value in shaped.items():
                     mean[name] = mean[name].lerp(value, 1 / counts[parameter])
     return means
-
-
-def _tables(
-    template: dict[str, Any], read: Callable[[int], dict[str, Any]], inherited: range
-) -> dict[str, Any]:
-    """The states of tables with sparse gradients, whose residuals are added up: float32[length, width], or None."""
-    tables = {name: dict(state) for name, state in template.items()}
-    for state in tables.values():
-        state["residual"] = None if state["residual"] is None else 0 * state["residual"]
-    for saved in inherited:
-        for name, held in read(saved)["tables"].items():
-            if held["residual"] is not None:
-                tables[name]["residual"] = tables[name]["residual"] + held["residual"]
-    return tables
 
 
 def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[int], dict[str, Any]]:

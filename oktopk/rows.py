@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.closing import announce, closes
 from collectives.connect import connect
@@ -22,15 +21,13 @@ from collectives.rows import (
     RowKernels,
     Rows,
     RowWindows,
-    narrow,
     row_sparse_allreduce,
     row_type,
-    widen,
 )
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.devices import make_backend
-from oktopk.settings import Settings, entries_kept, plain
+from oktopk.settings import Settings
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -73,8 +70,6 @@ class RowSparseAllreduce:
             once a rank and once a sum.
         average: the mean over the ranks, else the sum.
         nonfinite: what a gradient or a sum with NaN or Inf does: "raise" or "skip", on all ranks.
-        row_density: at most this part of the table's rows is sent by a rank: those whose gradient + residual has the largest
-            Euclidean norm, of equal ones the first. What is not sent stays in the residual. 1: all rows, without a residual.
         device: "cpu" for NumPy arrays, "cuda" for CuPy arrays on the current GPU.
         stream: as `GradientAllreduce`.
         timeout: seconds that ranks may come late to a step.
@@ -92,12 +87,11 @@ class RowSparseAllreduce:
         sum: the rows of the last step, ascending, equal on all ranks; None before the first one, and where it was skipped.
 
     Memory: in a step the rows of its own, those that arrive for its region, that region's sums, and the sums of all: with r rows
-        a rank and u in the sum, about 2(r + u) where regions balance. With `row_density` below 1 a residual of length x width
-        float32, a float64 a row, and float32 copies of the rows that the last step has touched or sent. On a GPU some 13
-        bytes more a row that is added up. With peer memory the sums of all, and a window of two slots, in which own rows and the
-        region's sums lie: each has room for a quarter more rows than a rank has ever sent, or summed for its region.
+        a rank and u in the sum, about 2(r + u) where regions balance. On a GPU some 13 bytes more a row that is added up. With
+        peer memory the sums of all, and a window of two slots, in which own rows and the region's sums lie: each has room for a
+        quarter more rows than a rank has ever sent, or summed for its region.
     Traffic: see `collectives.rows.row_sparse_allreduce`.
-    Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries; error feedback as in algorithm 2.
+    Source: Li & Hoefler, PPoPP 2022, section 3.1, with rows for entries.
 
     Example:
         >>> table = RowSparseAllreduce(MPI.COMM_WORLD, length=200_000, width=64)
@@ -114,16 +108,14 @@ class RowSparseAllreduce:
         element_type: str = "float32",
         average: bool = True,
         nonfinite: str = "raise",
-        row_density: float = 1.0,
         device: str = "cpu",
         stream: Any = None,
         timeout: float = Settings.timeout,
         peer_memory: bool | None = None,
         problem: str = "",
     ) -> None:
-        row_density = plain(row_density)
         arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
-        arguments |= {"nonfinite": nonfinite, "row_density": row_density, "device": device}
+        arguments |= {"nonfinite": nonfinite, "device": device}
         problem = problem or _problem(**arguments)
         arguments["peer_memory"] = peer_memory
         try:
@@ -134,7 +126,6 @@ class RowSparseAllreduce:
         self.steps = 0
         self.sum: Rows | None = None
         self._average, self._nonfinite, self._timeout = average, nonfinite, settings.timeout
-        self._row_density = row_density
         with ExitStack() as opened:  # closed where this raises
             self.transport: Transport = connect(comm, Limit("RowSparseAllreduce(...)", self._timeout))
             opened.callback(self.transport.close)
@@ -147,13 +138,6 @@ class RowSparseAllreduce:
                 load()
             else:
                 self._use_gpu(stream, peer_memory)
-            self._most = entries_kept(row_density, length)
-            self._feedback: _RowFeedback | None = None
-            if self._most < length:
-                with self._scope():
-                    self._feedback = _RowFeedback(
-                        self.kernels.arrays, length, width, element_type, self.transport.size
-                    )
             opened.pop_all()
 
     def _use_gpu(self, stream: Any, peer_memory: bool | None) -> None:
@@ -180,32 +164,30 @@ class RowSparseAllreduce:
             types = row_type(self.length), ELEMENT_TYPES[self.element_type]
             self.windows = DeviceRowWindows(self.transport, backend.device, kernels, *types, self.width)
 
-    def step(self, rows: Any, values: Any, problem: str = "", absent: bool = False) -> RowReport:
+    def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
         """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
 
         Args:
             rows: int32[m] or int64[m], row ids in any order; values of one that comes several times are added up.
             values: [m, width] of the element type, C-contiguous.
             problem: as `GradientAllreduce.step`.
-            absent: this rank has no gradient, and no rows: its residual stays as it is.
 
         Raises:
-            NonFiniteGradientError: a gradient is NaN or Inf on some rank, or a sum is; on every rank alike. Residuals are as
-                before, bit for bit.
+            NonFiniteGradientError: a gradient is NaN or Inf on some rank, or a sum is; on every rank alike.
             ValueError: rows that are out of range, or not as many as values, or of another width or type, or no memory to add
                 equal ones up, on some rank; on every rank alike, before anything is sent.
             RuntimeError: ranks do not come within the timeout, see `GradientAllreduce.step`.
         """
         with self._scope():
-            return self._step(rows, values, problem, absent)
+            return self._step(rows, values, problem)
 
-    def _step(self, rows: Any, values: Any, problem: str, absent: bool) -> RowReport:
+    def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
         problem = problem or self._given_problem(rows, values)
         nonfinite = 0
         if not problem:
             into: RowKernels | RowWindows = self.kernels
-            if self.windows is not None and self._feedback is None:
+            if self.windows is not None:
                 into = self.windows
             try:
                 local, nonfinite = into.coalesce(rows, values, self.length, 1.0)
@@ -216,10 +198,6 @@ class RowSparseAllreduce:
         if problem:
             local = self._empty()
         touched, flagged = len(local), bool(problem or nonfinite)
-        if self._feedback is not None:
-            local = self._feedback.select(
-                self._empty() if flagged else local, 0 if flagged or absent else self._most
-            )
         self.transport.take_traffic()
         self.transport.expect_all(f"step {self.steps}", self._timeout, EVERY_RANK_CALLS)
         scale = 1.0 / self.transport.size if self._average else 1.0
@@ -235,8 +213,6 @@ class RowSparseAllreduce:
                 windows=self.windows,
             )
         except FlaggedRanksError as error:
-            if self._feedback is not None:
-                self._feedback.take_back()
             if error.ranks:
                 self.transport.agree({}, problem)  # raises it on all ranks
             if self._nonfinite == "raise":
@@ -257,17 +233,9 @@ class RowSparseAllreduce:
         )
 
     def take_back(self) -> None:
-        """Undo the residual's part of the last step, whose sum is then not to be applied. Every rank must call. No traffic."""
-        if self._feedback is not None:
-            with self._scope():
-                self._feedback.take_back()
+        """Count the last step as skipped, whose sum is then not to be applied. Every rank must call. No traffic."""
         self.steps -= self.sum is not None
         self.sum = None
-
-    @property
-    def residual(self) -> NDArray[np.float32] | None:
-        """float32[length, width], what was not sent; None where all rows are."""
-        return None if self._feedback is None else self._feedback.residual
 
     def _empty(self) -> Rows:
         empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type]
@@ -291,56 +259,37 @@ class RowSparseAllreduce:
 
     def state_dict(self) -> dict[str, Any]:
         """What a restart of this rank needs: arrays and plain values."""
-        residual = None
-        if self._feedback is not None:
-            with self._scope():
-                kept = self._feedback.residual
-                residual = kept.get() if hasattr(kept, "get") else kept.copy()
-        return {"length": self.length, "width": self.width, "steps": self.steps, "residual": residual}
+        return {"length": self.length, "width": self.width, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
 
         Raises:
-            ValueError: the state is of another table, or of another `row_density` kind, on some rank; on every rank alike.
+            ValueError: the state is of another table on some rank; on every rank alike.
         """
         problem = self.state_problem(state)
         self.transport.expect_all("load_state_dict", self._timeout)
         self.transport.agree({} if problem else {"steps": state["steps"]}, problem)
         self.steps = int(state["steps"])
-        if self._feedback is not None:
-            with self._scope():
-                self._feedback.continue_from(state["residual"])
 
     def state_problem(self, state: Any) -> str:
         """Why `load_state_dict` would refuse a state on this rank, in a sentence; "" if it would not."""
         try:
-            shape, steps, residual = (state["length"], state["width"]), state["steps"], state["residual"]
+            shape, steps = (state["length"], state["width"]), state["steps"]
         except (KeyError, TypeError) as error:
             return f"the state is not that of a table: {type(error).__name__} {error}"
         if shape != (self.length, self.width):
             return f"the state is of a table of {shape[0]} x {shape[1]}, this one has {self.length} x {self.width}"
         if not isinstance(steps, int) or steps < 0:
             return f"the state is damaged: {steps!r} steps"
-        if (residual is None) != (self._feedback is None):
-            return (
-                f"the state has {'no ' * (residual is None)}residual, and row_density is {self._row_density}"
-            )
-        if residual is None:
-            return ""
-        if not isinstance(residual, np.ndarray) or residual.shape != shape or residual.dtype != np.float32:
-            return "the state is damaged: its residual is not float32 of the table's shape"
-        return "" if np.isfinite(residual).all() else "the state is damaged: its residual has NaN or Inf"
+        return ""
 
     def reset(self) -> None:
-        """Forget residuals and the number of steps. Collective."""
+        """Forget the number of steps. Collective."""
         self.transport.expect_all("reset", self._timeout)
         self.transport.barrier()
         self.transport.expect_none()
         self.steps = 0
-        if self._feedback is not None:
-            with self._scope():
-                self._feedback.continue_from(None)
 
     @closes
     def close(self) -> None:
@@ -351,94 +300,12 @@ class RowSparseAllreduce:
         self.transport.close()
 
 
-_LARGEST = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 65504.0}
-"""Magnitudes that are finite in each type."""
-
-_BLOCK_ROWS = 4096
-
-
-class _RowFeedback:
-    """What of a table was not sent, and which rows of it are.
-
-    Args:
-        arrays: the module of the arrays, NumPy or CuPy.
-        length, width, element_type: as `RowSparseAllreduce`.
-        ranks: how many there are.
-
-    Attributes:
-        residual: float32[length, width].
-
-    Memory: beside that a float64 a row, and the rows that the last step has changed, until the next one.
-    """
-
-    def __init__(self, arrays: Any, length: int, width: int, element_type: str, ranks: int) -> None:
-        self._arrays, self._type = arrays, element_type
-        # what all ranks send at most still has a finite sum
-        self._largest = _LARGEST[element_type] / ranks
-        self.residual = arrays.zeros((length, width), np.float32)
-        self._norms = arrays.zeros(length, np.float64)  # squared, of each row
-        self._before: list[tuple[Any, Any]] = []  # rows and their residual, to be put back in this order
-
-    def select(self, local: Rows, most: int) -> Rows:
-        """Add rows to the residual, and take the largest out of it."""
-        self._before = [(local.rows, self.residual[local.rows])]
-        self.residual[local.rows] += widen(local.values, self._type)
-        self._measure(local.rows)
-        chosen = _largest(self._arrays, self._norms, most).astype(local.rows.dtype)
-        exact = self.residual[chosen]
-        sent = narrow(exact.clip(-self._largest, self._largest), self._type)
-        self._before.insert(0, (chosen, exact))
-        self.residual[chosen] = exact - widen(sent, self._type)
-        self._measure(chosen)
-        return Rows(chosen, sent)
-
-    def take_back(self) -> None:
-        """The residual as before the last `select`, bit for bit."""
-        for rows, values in self._before:
-            self.residual[rows] = values
-            self._measure(rows)
-        self._before = []
-
-    def continue_from(self, residual: Any) -> None:
-        """Take a residual of a state; None: zero."""
-        if residual is None:
-            self.residual[...] = 0.0
-        elif hasattr(self.residual, "set"):
-            self.residual.set(residual)
-        else:
-            self.residual[...] = residual
-        for first in range(0, len(self.residual), _BLOCK_ROWS):
-            self._measure(slice(first, first + _BLOCK_ROWS))
-        self._before = []
-
-    def _measure(self, rows: Any) -> None:
-        self._norms[rows] = np.square(self.residual[rows], dtype=np.float64).sum(axis=1)
-
-
-def _largest(arrays: Any, norms: Any, most: int) -> Any:
-    """The rows with the largest norms, ascending: at most so many, none of norm zero, of equal norms the first.
-
-    Args:
-        arrays: the module of the arrays.
-    """
-    if not most:
-        return arrays.empty(0, np.int64)
-    if int(arrays.count_nonzero(norms)) <= most:
-        return arrays.flatnonzero(norms)
-    least = arrays.partition(norms, len(norms) - most)[len(norms) - most]
-    chosen = norms > least
-    equal = arrays.flatnonzero(norms == least)[: most - int(chosen.sum())]
-    chosen[equal] = True
-    return arrays.flatnonzero(chosen)
-
-
 def _problem(
     length: Any,
     width: Any,
     element_type: Any,
     average: Any,
     nonfinite: Any,
-    row_density: Any,
     device: Any,
 ) -> str:
     """What is wrong with these arguments of `RowSparseAllreduce`, in a sentence; "" if nothing is."""
@@ -449,8 +316,6 @@ def _problem(
         return f"element_type {element_type!r} is not one of {', '.join(ELEMENT_TYPES)}"
     if nonfinite not in ("raise", "skip"):
         return f"nonfinite {nonfinite!r} is not 'raise' or 'skip'"
-    if isinstance(row_density, bool) or not isinstance(row_density, int | float) or not 0 < row_density <= 1:
-        return f"row_density {row_density!r} is not in (0, 1]"
     if device not in ("cpu", "cuda"):
         return f"device {device!r} is not 'cpu' or 'cuda'"
     if device == "cuda" and length > LONGEST_ON_GPU:

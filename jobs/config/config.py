@@ -71,8 +71,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _sparse_tables_are_reduced_by_row(self) -> Self:
         if self.task != "embeddings" or not self.model.sparse:
-            if self.reduction.row_density != 1.0 and self.model.name != "own":
-                raise ValueError("reduction.row_density is for a model with sparse gradients")
             return self
         if self.reduction.method not in METHODS:
             raise ValueError(

@@ -299,7 +299,7 @@ class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
     The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb`, `powersgd_rank`,
-    `powersgd_start`, `sparseloco_steps`, `row_density` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    `powersgd_start`, `sparseloco_steps` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -340,9 +340,6 @@ class ReductionConfig(Section):
     """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
     sparseloco_steps: int = Field(default=15, ge=1)
     """For sparseloco: number of steps that each rank takes alone before an exchange"""
-    row_density: float = Field(default=1.0, gt=0.0, le=1.0)
-    """For tables with sparse gradients: part of a table's rows that a rank sends a step at most, those with the largest norms;
-    the rest waits in a residual"""
     nccl_p2p: bool = True
     """For nccl, ddp, powersgd and sparseloco: let NCCL copy from GPU to GPU; false: through host memory
     (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""

@@ -102,7 +102,6 @@ class OkTopkState:
     Args:
         comm: the ranks of the DDP; None: those of its process group.
         method: a name in `oktopk.METHODS`.
-        row_density: of tables with sparse gradients, see `oktopk.rows.RowSparseAllreduce`.
         module: whose parameters' names are the keys of the state; None: that of the DDP which has this state.
         settings: keywords of `oktopk.Settings`, and `peer_memory` of `GradientAllreduce`, for buckets and tables. With
             nonfinite="skip" a bucket that is not finite becomes zero on all ranks, and the others are reduced.
@@ -125,7 +124,6 @@ class OkTopkState:
         comm: Any = None,
         method: str = "oktopk",
         *,
-        row_density: float = 1.0,
         module: nn.Module | None = None,
         **settings: Any,
     ) -> None:
@@ -135,9 +133,8 @@ class OkTopkState:
         self._given_comm = comm
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
-        self._of_tables: dict[str, Any] = {"row_density": row_density, "nonfinite": chosen.nonfinite}
-        self._of_tables |= {"average": chosen.average, "timeout": chosen.timeout}
-        self._of_tables |= {"peer_memory": settings.get("peer_memory")}
+        self._of_tables: dict[str, Any] = {"nonfinite": chosen.nonfinite, "average": chosen.average}
+        self._of_tables |= {"timeout": chosen.timeout, "peer_memory": settings.get("peer_memory")}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
         self._table_reports: dict[str, Future[RowReport]] = {}  # of the last step
         self._reducing_tables: dict[str, Future[RowReport]] = {}  # of a step that was not finished
@@ -689,13 +686,12 @@ class OkTopkState:
         """What can be saved: settings and `state_dict`. The communicator belongs to this process."""
         return {
             "arguments": {name: value for name, value in self._arguments.items() if name != "comm"},
-            "row_density": self._of_tables["row_density"],
             "state": self.state_dict(),
         }
 
     def __setstate__(self, state: dict[str, Any], comm: Any = None, module: nn.Module | None = None) -> None:
         self.__init__(  # type: ignore[misc]
-            comm, module=module, row_density=state["row_density"], **state["arguments"]
+            comm, module=module, **state["arguments"]
         )
         self.load_state_dict(state["state"])
 

@@ -102,7 +102,6 @@ class DistributedOptimizer(WrappedOptimizer):
         order: for buckets, the parameters in the order in which the model uses them, such as `model.parameters()`, whatever else
             is among them; None: with several groups that of the smallest module which holds them all, else that of the groups.
         sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
-        row_density: the part of a table's rows that a rank sends at most, see `oktopk.rows.RowSparseAllreduce`.
         sends: "gradients": the ranks sum gradients, then each wrapped optimizer steps on the mean. "updates": each wrapped
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
             `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW, Lion), which do not
@@ -190,7 +189,6 @@ class DistributedOptimizer(WrappedOptimizer):
         bucket_mb: float = 0.0,
         order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
-        row_density: float = 1.0,
         sends: str | None = None,
         every: int = 1,
         local_share: float | None = None,
@@ -253,7 +251,6 @@ class DistributedOptimizer(WrappedOptimizer):
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb}
         self._arguments |= {
-            "row_density": row_density,
             "sends": sends,
             "every": every,
             "local_share": local_share,
@@ -275,9 +272,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 options |= settings | self._options()
             buckets = bucket_mb if (overlap or bucket_mb) and not problem else None
             self._make_reducer(comm, method, memory, options, buckets)
-            self._tables = self._make_tables(
-                comm, tables, memory, row_density=row_density, peer_memory=settings.get("peer_memory")
-            )
+            self._tables = self._make_tables(comm, tables, memory, peer_memory=settings.get("peer_memory"))
             if strangers:
                 broadcast_tensors(trained, transport)
                 if transport.rank == 0:

@@ -60,7 +60,7 @@ class SparseTables:
     def reduce(self, problem: str = "", ready: Callable[[Any], None] | None = None) -> bool:
         """Make each gradient that over the ranks, a coalesced sparse tensor. Collective.
 
-        One that is missing counts as no rows, and this rank's residual of its table stays.
+        One that is missing counts as no rows.
 
         Args:
             problem: as `GradientAllreduce.step`.
@@ -81,7 +81,7 @@ class SparseTables:
             try:
                 with self._memory.on_stream():
                     rows, values = rows_of(table.grad, table, self._memory)
-                self.reports.append(reducer.step(rows, values, problem, absent=table.grad is None))
+                self.reports.append(reducer.step(rows, values, problem))
             except BaseException:
                 self._undo(done)
                 raise
@@ -95,7 +95,7 @@ class SparseTables:
         return True
 
     def take_back(self) -> None:
-        """Undo a step that is not to be applied: residuals and gradients are as before. Every rank must call."""
+        """Undo a step that is not to be applied: gradients are as before. Every rank must call."""
         self._undo(self.reducers)
         self.put_back()
 
@@ -136,7 +136,7 @@ class SparseTables:
         return {str(number): as_tensors(reducer.state_dict()) for number, reducer in enumerate(self.reducers)}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Continue from a `state`; None: without residuals. Collective.
+        """Continue from a `state`; None: as before the first step. Collective.
 
         Raises:
             ValueError: it is of other tables; on every rank alike.

@@ -341,17 +341,16 @@ def test_states_that_differ_are_refused_by_all_ranks(comm: MPI.Intracomm) -> Non
     assert np.array_equal(flat(model), before)
 
 
-def test_a_table_that_no_rank_uses_any_more_stays_and_keeps_its_residual(comm: MPI.Intracomm) -> None:
+def test_a_table_that_no_rank_uses_any_more_stays(comm: MPI.Intracomm) -> None:
     torch.manual_seed(3)
     table, layer = nn.Embedding(40, 4, sparse=True), nn.Linear(4, 2)
     inner = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1, momentum=0.9)
-    optimizer: Any = DistributedOptimizer(inner, comm, row_density=0.1, density=0.2)
+    optimizer: Any = DistributedOptimizer(inner, comm, density=0.2)
     for step in range(5):
         optimizer.zero_grad()
         words = torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(10 * step + comm.rank))
         layer(table(words) if step < 3 else torch.ones(3, 4)).square().mean().backward()
         if step == 3:
-            before, kept = table.weight.detach().clone(), optimizer._tables.reducers[0].residual.copy()
+            before = table.weight.detach().clone()
         optimizer.step()
-    assert torch.equal(table.weight, before) and comm.allreduce(np.abs(kept).sum()) > 0
-    assert np.array_equal(optimizer._tables.reducers[0].residual, kept)
+    assert torch.equal(table.weight, before)

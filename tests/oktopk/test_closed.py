@@ -64,7 +64,7 @@ def bucketed(comm: MPI.Intracomm) -> BucketedAllreduce:
 
 
 def of_rows(comm: MPI.Intracomm) -> RowSparseAllreduce:
-    table = RowSparseAllreduce(comm, 10, 2, row_density=0.5)
+    table = RowSparseAllreduce(comm, 10, 2)
     table.step(np.arange(3), np.ones((3, 2), np.float32))
     return table
 

@@ -62,46 +62,11 @@ def test_the_sum_is_that_of_all_ranks(average: bool, comm: MPI.Intracomm) -> Non
         assert len(set(bits)) == 1
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-def test_with_row_density_nothing_is_lost_and_the_largest_rows_go_first(
-    kind: str, comm: MPI.Intracomm
-) -> None:
-    given, applied = np.zeros((LENGTH, WIDTH)), np.zeros((LENGTH, WIDTH))
-    reducer = table(comm, row_density=0.1, element_type=kind, average=False)
-    for step in range(6):
-        before = reducer.residual
-        assert before is not None
-        accumulated = before + dense(*gradient(comm.rank, step, kind), kind)
-        report = reducer.step(*gradient(comm.rank, step, kind))
-        assert report.sent == 6
-        after = reducer.residual
-        assert after is not None and reducer.sum is not None
-        norms = np.square(accumulated).sum(axis=1)
-        small = np.square(after).sum(axis=1)
-        sent = np.argsort(-norms)[:6]
-        assert small[sent].max() < 1e-3 * norms[sent].min()  # what rounding left
-        given += dense(*gradient(comm.rank, step, kind), kind)
-        applied += dense(reducer.sum.rows, reducer.sum.values, kind)
-    residual = reducer.residual
-    assert residual is not None
-    left = comm.allreduce(given - residual)
-    # each sum is rounded once, in proportion to what a rank gave
-    tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[kind]
-    largest = comm.allreduce(np.abs(given).max(axis=1, keepdims=True)) + np.abs(left).max(
-        axis=1, keepdims=True
-    )
-    assert (np.abs(applied - left) <= 2 * comm.size * tolerance * largest).all()
-
-
-@pytest.mark.parametrize("row_density", [1.0, 0.2])
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    nonfinite: str, row_density: float, comm: MPI.Intracomm
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(nonfinite: str, comm: MPI.Intracomm) -> None:
     last = comm.size - 1
-    reducer = table(comm, nonfinite=nonfinite, row_density=row_density)
+    reducer = table(comm, nonfinite=nonfinite)
     reducer.step(*gradient(comm.rank, 0))
-    residual = None if reducer.residual is None else reducer.residual.copy()
     rows, values = gradient(comm.rank, 1)
     if comm.rank == last:
         values[3, 2] = np.nan
@@ -112,8 +77,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
     else:
         assert reducer.step(rows, values).skipped
     assert reducer.sum is None
-    if residual is not None:
-        assert np.array_equal(reducer.residual, residual)
     values[...] = 3e38  # the sum of which overflows
     rows[...] = 5
     if nonfinite == "raise":
@@ -121,8 +84,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
             reducer.step(rows, values)
     else:
         assert reducer.step(rows, values).skipped
-    if residual is not None:
-        assert np.array_equal(reducer.residual, residual)
     assert not reducer.step(*gradient(comm.rank, 2)).skipped
 
 
@@ -143,12 +104,10 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 def test_bad_rows_on_one_rank_are_one_error_on_all(bad: str, comm: MPI.Intracomm) -> None:
     rows, values, text = BAD[bad]
     last = comm.size - 1
-    reducer = table(comm, row_density=0.5)
+    reducer = table(comm)
     reducer.step(*gradient(comm.rank, 0))
-    before = None if reducer.residual is None else reducer.residual.copy()
     with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
         reducer.step(*((rows, values) if comm.rank == last else gradient(comm.rank, 1)))
-    assert np.array_equal(reducer.residual, before)
     assert not reducer.step(*gradient(comm.rank, 1)).skipped
 
 
@@ -183,15 +142,13 @@ def test_without_memory_on_one_rank_all_are_told(
     def none_left(*arguments: Any) -> None:
         raise MemoryError
 
-    reducer = table(comm, device=device, row_density=0.5)
+    reducer = table(comm, device=device)
     reducer.step(rows, values)
-    before = get(reducer.residual)
     with monkeypatch.context() as patch:
         if comm.rank == last:
             patch.setattr(reducer.kernels, "coalesce", none_left)
         with pytest.raises(ValueError, match=f"(rank {last}|all ranks): no memory to add up 30 rows"):
             reducer.step(rows, values)
-    assert np.array_equal(get(reducer.residual), before)
     assert not reducer.step(rows, values).skipped
 
 
@@ -200,7 +157,6 @@ def test_without_memory_on_one_rank_all_are_told(
     [
         ({"element_type": "float64"}, "element_type 'float64' is not one of"),
         ({"device": "cuda", "length": 2**33 + 1}, "a table on a GPU has at most 8589934592 rows"),
-        ({"row_density": 0}, "row_density 0 is not in"),
         ({"nonfinite": "ignore"}, "nonfinite 'ignore'"),
         ({"timeout": -1.0}, "timeout"),
     ],
@@ -222,8 +178,7 @@ def test_ranks_that_disagree_on_the_table_are_told(name: str, comm: MPI.Intracom
 
 
 def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
-    first = table(comm, row_density=0.1)
-    second = table(comm, row_density=0.1)
+    first, second = table(comm), table(comm)
     for step in range(3):
         first.step(*gradient(comm.rank, step))
     second.load_state_dict(first.state_dict())
@@ -231,14 +186,9 @@ def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
         reports = [reducer.step(*gradient(comm.rank, step)) for reducer in (first, second)]
         assert reports[0].step == reports[1].step == step
         assert same_sums(first, second)
-    assert np.array_equal(first.residual, second.residual)
     state = first.state_dict()
-    assert state["residual"] is not None
     changes: list[tuple[dict[str, Any], str]] = [
         ({"width": 3}, "of a table of"),
-        ({"residual": None}, "no residual"),
-        ({"residual": state["residual"] * np.nan}, "NaN or Inf"),
-        ({"residual": state["residual"].astype(np.float64)}, "not float32"),
         ({"steps": -5}, "-5 steps"),
     ]
     last = comm.rank == comm.size - 1
@@ -249,44 +199,13 @@ def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
         second.load_state_dict(None if last else state)  # type: ignore[arg-type]
 
 
-def test_a_residual_that_a_type_cannot_hold_is_sent_in_parts(comm: MPI.Intracomm) -> None:
-    reducer = table(comm, row_density=0.01, element_type="float16", nonfinite="skip")
-    rows, values = np.array([5, 9]), np.full((2, WIDTH), 60000, np.float16)
-    for _ in range(3):  # row 5 goes first, so that row 9 grows beyond 65504
-        assert not reducer.step(rows, values).skipped
-    nothing = rows[:0], values[:0]
-    for _ in range(20 * comm.size):
-        assert not reducer.step(*nothing).skipped
-    assert reducer.residual is not None and not reducer.residual.any()
-
-
-def test_the_part_of_the_rows_is_that_of_the_density_as_it_is_written(comm: MPI.Intracomm) -> None:
-    for density in (0.07, np.float32(0.07)):
-        reducer = RowSparseAllreduce(comm, 100, 1, row_density=density)
-        report = reducer.step(np.arange(50), np.ones((50, 1), np.float32))
-        assert report.sent == 7
-
-
-@pytest.mark.parametrize(
-    ("kind", "row_density", "peer_memory"),
-    [
-        pytest.param(
-            *(kind, row_density, peer_memory),
-            marks=[]
-            if (number + at) % 2 == peer_memory
-            else pytest.mark.long("`make test` has every pair of these settings, not each with each of each"),
-        )
-        for number, kind in enumerate(("float32", "float16", "bfloat16"))
-        for at, row_density in enumerate((1.0, 0.1))
-        for peer_memory in (False, True)
-    ],
-)
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("peer_memory", [False, True])
 def test_a_gpu_gives_the_bits_of_the_host(
-    kind: str, row_density: float, peer_memory: bool, cuda: str, comm: MPI.Intracomm
+    kind: str, peer_memory: bool, cuda: str, comm: MPI.Intracomm
 ) -> None:
-    settings = {"element_type": kind, "row_density": row_density}
-    host = table(comm, **settings)
-    gpu = table(comm, device=cuda, peer_memory=peer_memory, **settings)
+    host = table(comm, element_type=kind)
+    gpu = table(comm, device=cuda, peer_memory=peer_memory, element_type=kind)
     assert (gpu.p2p_unavailable_reason == "") == peer_memory
     for step in range(4):
         rows, values = gradient(comm.rank, step, kind, skewed=step == 2)
@@ -302,10 +221,6 @@ def test_a_gpu_gives_the_bits_of_the_host(
         else:
             assert comm.allreduce(reports[0].bytes) == comm.allreduce(reports[1].bytes)
         assert same_sums(host, gpu)
-    if row_density < 1:
-        assert np.array_equal(get(gpu.residual), host.residual)
-        gpu.load_state_dict(gpu.state_dict())
-        assert np.array_equal(get(gpu.residual), host.residual)
     bad = gradient(comm.rank, 5, kind)[1]
     bad[2, 1] = ELEMENT_TYPES[kind](0x7FC0) if kind == "bfloat16" else np.nan
     with pytest.raises(NonFiniteGradientError):

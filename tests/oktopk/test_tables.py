@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
-from oktopk.elastic import of_rank, redistribute
+from oktopk.elastic import of_rank
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 
@@ -130,9 +130,7 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
 ) -> None:
     model = TwoTables(sparse=True)
     buckets = {"overlap": True, "bucket_mb": 1e-5} if overlap else {}
-    optimizer = DistributedOptimizer(
-        inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, row_density=0.1, **buckets
-    )
+    optimizer = DistributedOptimizer(inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, **buckets)
 
     def train(step: int, poison: bool = False) -> None:
         optimizer.zero_grad()
@@ -156,9 +154,7 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
         train(1, poison=True)
         assert optimizer.report is not None and optimizer.report.skipped
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
-    tables = of_rank(optimizer.state_dict()["tables"])
-    for number, kept in of_rank(state["tables"]).items():
-        assert torch.equal(kept["residual"], tables[number]["residual"])
+    assert of_rank(optimizer.state_dict()["tables"]) == of_rank(state["tables"])
     train(2)
     assert optimizer.report is not None and not optimizer.report.skipped
     assert all(not report.skipped for report in optimizer.table_reports) and optimizer.table_reports
@@ -182,7 +178,7 @@ def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.
 def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: MPI.Intracomm) -> None:
     def made() -> tuple[TwoTables, DistributedOptimizer]:
         model = TwoTables(sparse=True)
-        return model, DistributedOptimizer(inner("sgd", model), comm, density=0.2, row_density=0.1)
+        return model, DistributedOptimizer(inner("sgd", model), comm, density=0.2)
 
     def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> None:
         for step in steps:
@@ -208,7 +204,6 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
     for settings, text in (
         ({"deferred": True}, "deferred steps are not for tables"),
         ({"sparse": [torch.zeros(2, 2)]}, "no parameter of the optimizer"),
-        ({"row_density": 2.0}, "row_density 2.0"),
     ):
         with pytest.raises(ValueError, match=text):
             DistributedOptimizer(inner("sgd", model), comm, **settings)  # type: ignore[arg-type]
@@ -226,15 +221,14 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
         on_torchs_gpu("cuda", False, id="cuda, messages"),
     ],
 )
-@pytest.mark.parametrize("row_density", [1.0, 0.2])
 def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
-    row_density: float, device: str, peer_memory: bool | None, comm: MPI.Intracomm, group: Any
+    device: str, peer_memory: bool | None, comm: MPI.Intracomm, group: Any
 ) -> None:
     place = torch_device(device, comm)
 
     def made() -> tuple[DistributedDataParallel, OkTopkState, torch.optim.Optimizer]:
         ddp = DistributedDataParallel(TwoTables(sparse=True).to(place))
-        state = OkTopkState(density=1.0, row_density=row_density, peer_memory=peer_memory)
+        state = OkTopkState(density=1.0, peer_memory=peer_memory)
         ddp.register_comm_hook(state, ddp_hook)
         return ddp, state, inner("sgd", ddp)
 
@@ -257,16 +251,15 @@ def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
             assert (table.p2p_unavailable_reason == "") == peer_memory
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    if row_density == 1.0:
-        alone = TwoTables(sparse=False).to(place)
-        other = inner("sgd", alone)
-        for step in range(6):
-            other.zero_grad()
-            for rank in range(comm.size):
-                (alone(batch_of(rank, step).to(place), bags=True) / comm.size).backward()
-            other.step()
-        for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
-            assert torch.allclose(mine, theirs, atol=2e-6)
+    alone = TwoTables(sparse=False).to(place)
+    other = inner("sgd", alone)
+    for step in range(6):
+        other.zero_grad()
+        for rank in range(comm.size):
+            (alone(batch_of(rank, step).to(place), bags=True) / comm.size).backward()
+        other.step()
+    for mine, theirs in zip(ddp.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=2e-6)
 
 
 def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
@@ -324,38 +317,3 @@ def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
         assert gradient is not None and not gradient._nnz()
     backward(False)
     assert not state.table_reports["bags.weight"].skipped
-
-
-def test_under_ddp_a_step_that_raises_leaves_every_tables_residual(comm: MPI.Intracomm, group: Any) -> None:
-    ddp = DistributedDataParallel(TwoTables(sparse=True))
-    state = OkTopkState(density=0.5, row_density=0.05)
-    ddp.register_comm_hook(state, ddp_hook)
-
-    def backward(step: int, factor: float) -> None:
-        ddp.zero_grad()
-        loss = ddp(batch_of(comm.rank, step), bags=True)
-        (loss + factor * ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum()).backward()
-
-    backward(0, 0.0)
-    before = {name: table["residual"] for name, table in of_rank(state.state_dict())["tables"].items()}
-    assert set(before) == {"words.weight", "bags.weight"}
-    with pytest.raises(RuntimeError, match="NaN or Inf on rank"):
-        backward(1, float("nan") if comm.rank == 0 else 0.0)
-    after = {name: table["residual"] for name, table in of_rank(state.state_dict())["tables"].items()}
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    backward(2, 0.0)
-
-
-def test_on_another_number_of_ranks_residuals_of_tables_are_added_up(comm: MPI.Intracomm) -> None:
-    model = TwoTables(sparse=True)
-    optimizer = DistributedOptimizer(inner("sgd", model), comm, density=0.2, row_density=0.05)
-    optimizer.zero_grad()
-    model(batch_of(comm.rank, 0), bags=True).backward()
-    optimizer.step()
-    saved = comm.allgather(optimizer.state_dict())
-    expected = sum(of_rank(state["tables"])["0"]["residual"] for state in saved)
-    for ranks in (1, comm.size, comm.size + 1):
-        states = [redistribute(saved.__getitem__, comm.size, rank, ranks) for rank in range(ranks)]
-        total = sum(state["tables"]["0"]["residual"] for state in states)
-        assert torch.allclose(total, expected, atol=1e-6) and total.any()
-    optimizer.load_state_dict(redistribute(saved.__getitem__, comm.size, comm.rank, comm.size))

@@ -424,7 +424,7 @@ class Table:
     """A table, with the call of a reducer."""
 
     def __init__(self, over: Any, **settings: Any) -> None:
-        self._rows = RowSparseAllreduce(over, 10, 2, row_density=0.5, **settings)
+        self._rows = RowSparseAllreduce(over, 10, 2, **settings)
         self.close, self.reset = self._rows.close, self._rows.reset
 
     def step(self) -> object:
@@ -518,7 +518,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_rank_that_alone_forgets_a_tables_residual_is_named_with_that_call(comm: MPI.Intracomm) -> None:
+def test_a_rank_that_alone_resets_a_table_is_named_with_that_call(comm: MPI.Intracomm) -> None:
     table = Table(comm, timeout=LIMIT)
     table.step()
     with pytest.raises(

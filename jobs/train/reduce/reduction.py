@@ -89,7 +89,6 @@ def build_reduction(
                 settings.method,
                 gradient_type=settings.gradient_type,
                 clip_norm=config.optimizer.clip_norm,
-                row_density=settings.row_density,
                 sends=settings.sends,
                 every=settings.every,
                 order=network.parameters() if settings.overlap else None,

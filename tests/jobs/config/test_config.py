@@ -44,7 +44,6 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "powersgd_rank",
         "powersgd_start",
         "sparseloco_steps",
-        "row_density",
         "nccl_p2p",
         *(f.name for f in dataclasses.fields(Settings)),
     }

@@ -154,14 +154,13 @@ def test_dense_and_sparse_gradients_take_the_same_steps(documents: Path, comm: M
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("row_density", [1.0, 0.2])
 def test_the_loss_falls_and_a_run_that_was_stopped_ends_with_the_same_losses(
-    row_density: float, documents: Path, tmp_path: Path, comm: MPI.Intracomm
+    documents: Path, tmp_path: Path, comm: MPI.Intracomm
 ) -> None:
     path, text = Path(comm.bcast(str(tmp_path / "run.h5"))), comm.bcast(str(documents))
 
     def run() -> np.ndarray:
-        words = [*TINY, f"data.path={text}", f"reduction.row_density={row_density}", f"run.file={path}"]
+        words = [*TINY, f"data.path={text}", f"run.file={path}"]
         more = ["training.steps=100", "checkpoint.every_steps=40"]
         assert main([str(CONFIG), "--set", *words, *more], comm=comm) == 0
         return np.asarray(comm.bcast(read_runs([path])[0].steps["loss"] if comm.rank == 0 else None))
@@ -181,14 +180,9 @@ def test_the_loss_falls_and_a_run_that_was_stopped_ends_with_the_same_losses(
         (["optimizer.momentum=0.9"], "model.sparse true needs optimizer.momentum 0.0, not 0.9"),
         (["optimizer.name=adam"], "model.sparse true needs optimizer.name 'sgd', not 'adam'"),
         (["training.cuda_graph=true"], "those of embeddings differ"),
-        (["reduction.row_density=0.0"], "row_density"),
         (
             ["data.name=digits", "data.path=", "data.eval_sequences=0"],
             "model.name 'skipgram' does not take data.name 'digits'",
-        ),
-        (
-            ["model.sparse=false", "reduction.row_density=0.5"],
-            "row_density is for a model with sparse gradients",
         ),
     ],
 )
