@@ -23,9 +23,6 @@ from collectives.transport import Transport
 ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
 """All give the same bits; the fastest one runs. Those in lines do as NCCL's LL128."""
 
-ROUNDING = ("int8",)
-"""Algorithms that round what travels: they run where they are asked for by name."""
-
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by type."""
 
@@ -105,19 +102,16 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
     parts = 1 if algorithm in ("pushed", "lines") else ranks
     if algorithm in ("pushed", "two_shot"):
         return min(-(-length * size // (_TILE * parts)), tile_blocks(ranks))
-    chunk = CHUNK_DATA if algorithm == "int8" else CHUNK_DATA // size  # elements
+    chunk = CHUNK_DATA // size  # elements
     return min(-(-length // (chunk * parts * _WARPS)), line_blocks(ranks))
 
 
-def bytes_sent(algorithm: str, nbytes: int, size: int, ranks: int) -> tuple[int, int]:
+def bytes_sent(algorithm: str, nbytes: int, ranks: int) -> tuple[int, int]:
     """Bytes of data that a rank sends of a vector, and of flags beside them; see `dense_p2p.cu`.
 
     Args:
         nbytes: of the vector.
-        size: bytes of an element.
     """
-    if algorithm == "int8":
-        nbytes //= size
     whole = algorithm in ("one_shot", "lines", "pushed")
     sent = nbytes * (ranks - 1) if whole else 2 * nbytes * (ranks - 1) // ranks
     if algorithm == "one_shot":
@@ -131,7 +125,7 @@ def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     sizes = {"TILE_BLOCKS": tile_blocks, "LINE_BLOCKS": line_blocks, "LINE_VECTORS": line_vectors}
     defines = [f"DENSE_{name}={of(ranks)}" for name, of in sizes.items()]
     module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
-    return {name: Kernel(module, f"dense_{name}") for name in (*ALGORITHMS, *ROUNDING)}
+    return {name: Kernel(module, f"dense_{name}") for name in ALGORITHMS}
 
 
 def lines_arrive_whole(transport: Transport, device: Device) -> bool:

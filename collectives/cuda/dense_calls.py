@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from collectives.cuda.dense_algorithms import ALGORITHMS, ROUNDING, SIZES
+from collectives.cuda.dense_algorithms import ALGORITHMS, SIZES
 from collectives.cuda.layouts import DIFFERS, MISSING
 from collectives.symmetric_memory import abort_reasons
 from collectives.transport import MissingRanksError
@@ -40,9 +40,7 @@ def last_calls(words: Sequence[int], rank: int) -> str:
             calls.append("has not called")
             continue
         length, kind, algorithm = first & (1 << _BELOW) - 1, second >> 32 & 3, second >> 34 & 15
-        calls.append(
-            f"sums {length} elements of {tuple(SIZES)[kind]} by {(*ALGORITHMS, *ROUNDING)[algorithm]}"
-        )
+        calls.append(f"sums {length} elements of {tuple(SIZES)[kind]} by {ALGORITHMS[algorithm]}")
         scales.append(float(np.uint32(second & 0xFFFFFFFF).view(np.float32)))
     if len(set(scales)) > 1:
         calls = [each if each == "has not called" else f"{each} times {scales.pop(0):.9g}" for each in calls]

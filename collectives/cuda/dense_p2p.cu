@@ -6,8 +6,6 @@
 //           store of a line arrives whole, over NVLink. See dense_lines.cuh.
 // pushed    in tiles through rings of DENSE_SLOTS, one signal a tile: a fence a tile, the bytes alone. See dense_tiles.cuh.
 // two_shot  tiles again, each summed by its owner alone, who writes the sum into the others' windows; two_shot_lines does so in lines.
-// int8      as two_shot_lines, each element a signed byte in units of its line's largest over 127, sums again; all ranks get the same.
-//           It rounds, so that the bits depend on the place in the vector.
 //
 // Shapes   in, out, addend: [n], each aligned to its elements; out may be in. A window holds calls [2 parities][RANKS sources] of 16
 //          bytes, from `calls_at` on; and from `area` on: flagged words [2 parities][RANKS sources][capacity] of 16 bytes (one_shot);
@@ -100,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
 }
 
 extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_lines(const __grid_constant__ DenseAllreduce p) {
-  if (!compares_calls(p)) reduce_in_lines<false, false>(p);
+  if (!compares_calls(p)) reduce_in_lines<false>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_pushed(const __grid_constant__ DenseAllreduce p) {
@@ -112,9 +110,5 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_two_shot(const
 }
 
 extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_two_shot_lines(const __grid_constant__ DenseAllreduce p) {
-  if (!compares_calls(p)) reduce_in_lines<true, false>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_int8(const __grid_constant__ DenseAllreduce p) {
-  if (!compares_calls(p)) reduce_in_lines<true, true>(p);
+  if (!compares_calls(p)) reduce_in_lines<true>(p);
 }

@@ -12,7 +12,6 @@ import numpy as np
 from collectives.closing import closes
 from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
-    ROUNDING,
     SIZES,
     areas,
     blocks_of,
@@ -115,7 +114,7 @@ class DenseP2P:
         )
         in_tiles["flags"] = first + within.flags
         self._areas = {"one_shot": one_shot, "pushed": in_tiles, "two_shot": in_tiles}
-        self._areas |= dict.fromkeys(("lines", "two_shot_lines", "int8"), in_lines)
+        self._areas |= dict.fromkeys(("lines", "two_shot_lines"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
         self._fastest: dict[int, str] = {}
         self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(SIZES, UNMEASURED)
@@ -188,7 +187,7 @@ class DenseP2P:
         Args:
             element_type: "float32", "bfloat16" or "float16".
             stream: None: the device's.
-            algorithm: one of ALGORITHMS, or of ROUNDING; None: by `choices`.
+            algorithm: one of ALGORITHMS; None: by `choices`.
 
         Raises:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
@@ -204,7 +203,7 @@ class DenseP2P:
         stream = self._device.stream.ptr if stream is None else stream
         self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
         self._device.pending = True
-        sent, flags = bytes_sent(algorithm, nbytes, SIZES[element_type], self.transport.size)
+        sent, flags = bytes_sent(algorithm, nbytes, self.transport.size)
         self.transport.traffic.count(sent, self.transport.size - 1)
         self.transport.traffic.count_control(flags, 0)
 
@@ -236,9 +235,9 @@ class DenseP2P:
             return nbytes <= 8 * self._most_units
         return self._lines or algorithm in ("pushed", "two_shot")
 
-    def nbytes_sent(self, algorithm: str, nbytes: int, element_type: str = "float32") -> int:
+    def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
         """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
-        return bytes_sent(algorithm, nbytes, SIZES[element_type], self.transport.size)[0]
+        return bytes_sent(algorithm, nbytes, self.transport.size)[0]
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream, and look for an abort that none of them met.
@@ -282,7 +281,7 @@ class DenseP2P:
         key = element_type, algorithm
         if key not in self._launches:
             kernel = dense_kernels(element_type, self.transport.size)[algorithm]
-            call = tuple(SIZES).index(element_type) | (*ALGORITHMS, *ROUNDING).index(algorithm) << 2
+            call = tuple(SIZES).index(element_type) | ALGORITHMS.index(algorithm) << 2
             self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
         launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
         params = launch.params

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from collectives.connect import connect
-from collectives.cuda.dense_algorithms import ALGORITHMS, ROUNDING
+from collectives.cuda.dense_algorithms import ALGORITHMS
 from collectives.cuda.dense_p2p import DenseP2P
 from collectives.cuda.device import Device
 from collectives.limit import Limit
@@ -186,10 +186,7 @@ def _contestants(
 
     vector, out = vectors["vector"], vectors["out"]
     found = [Contestant("oktopk", "in", ours(None), vector, vector)]
-    found += [
-        Contestant(name or "oktopk", "out", ours(name), vector, out)
-        for name in (None, *ALGORITHMS, *ROUNDING)
-    ]
+    found += [Contestant(name or "oktopk", "out", ours(name), vector, out) for name in (None, *ALGORITHMS)]
     found.append(Contestant("nccl", "in", lambda source, _: lambda: dist.all_reduce(source), vector, vector))
     found.append(Contestant("nccl", "out", nccl, vector, out))
     if "window" in vectors:
@@ -227,7 +224,7 @@ def _errors(
     dist.all_gather(parts, kept)
     exact = torch.stack(parts).double().sum(dim=0)
     errors: dict[str, float] = {}
-    bits = ""  # of ours that do not round
+    bits = ""  # of ours
     for one in found:
         one.source[:n].copy_(kept)
         call = one.call_on(n)

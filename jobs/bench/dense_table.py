@@ -17,7 +17,6 @@ MODES = {"graph": "in a CUDA graph", "launched": "launched by the host", "waited
 
 _DRAWN = {
     "oktopk, out": ("Ok-Topk", COLOURS[1]),
-    "int8, out": ("Ok-Topk, elements as bytes", COLOURS[4]),
     "nccl, in": ("NCCL", colour_of("nccl")),
     "torch-one-shot, out": ("torch, one shot", COLOURS[5]),
     "torch-two-shot, in": ("torch, two shots", COLOURS[0]),
