@@ -73,8 +73,6 @@ def test_a_staged_step_waits_for_the_gpu_once_for_each_thing_that_the_host_must_
     assert report.wire == wire
 
 
-
-
 @pytest.mark.parametrize("density", [0.1, 0.004])
 def test_steps_through_peer_memory_give_the_cpus_bits(comm: MPI.Intracomm, density: float) -> None:
     """Long enough for thresholds to settle, so that regular steps need no help from the host."""

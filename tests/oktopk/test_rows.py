@@ -146,7 +146,7 @@ def test_without_memory_on_one_rank_all_are_told(
     reducer.step(rows, values)
     with monkeypatch.context() as patch:
         if comm.rank == last:
-            patch.setattr(reducer.kernels, "coalesce", none_left)
+            patch.setattr(reducer.windows or reducer.kernels, "coalesce", none_left)
         with pytest.raises(ValueError, match=f"(rank {last}|all ranks): no memory to add up 30 rows"):
             reducer.step(rows, values)
     assert not reducer.step(rows, values).skipped
