@@ -13,9 +13,6 @@ from collectives.allgatherv import allgatherv, even_order, needs_balancing
 from collectives.sparse import MAX_LENGTH
 from collectives.transport import FlaggedRanksError, Round, Transport
 
-ELEMENT_TYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-"""Type of a table's elements -> how NumPy holds them; bfloat16 by its bits."""
-
 _EVEN_ABOVE = 1.1
 """Gather in `even_order` where the largest block of sums exceeds this times the mean: it takes more messages."""
 
@@ -85,24 +82,6 @@ class RowKernels(Protocol):
 
 _POINTS = 16
 """Rows of its own that a rank shows the others, to cut the table by."""
-
-
-def widen(values: Any, element_type: str) -> Any:
-    """Elements of a type as float32; those of float32 as they are."""
-    if element_type == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-def narrow(values: Any, element_type: str) -> Any:
-    """float32 rounded to a type, to nearest even; a NaN stays one."""
-    if element_type == "bfloat16":
-        bits = values.view(np.uint32)
-        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-        rounded[np.isnan(values)] = 0x7FC0
-        return rounded
-    with np.errstate(over="ignore"):
-        return values.astype(ELEMENT_TYPES[element_type], copy=False)
 
 
 def row_type(length: int) -> Any:

@@ -14,9 +14,9 @@ from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
+from collectives.element_types import ELEMENT_TYPES
 from collectives.limit import Limit
 from collectives.rows import (
-    ELEMENT_TYPES,
     LONGEST_ON_GPU,
     RowKernels,
     Rows,
@@ -161,7 +161,7 @@ class RowSparseAllreduce:
         if self.transport.p2p and self.transport.size > 1:
             from collectives.row_windows import DeviceRowWindows
 
-            types = row_type(self.length), ELEMENT_TYPES[self.element_type]
+            types = row_type(self.length), ELEMENT_TYPES[self.element_type].dtype
             self.windows = DeviceRowWindows(self.transport, backend.device, kernels, *types, self.width)
 
     def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
@@ -238,12 +238,12 @@ class RowSparseAllreduce:
         self.sum = None
 
     def _empty(self) -> Rows:
-        empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type]
+        empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type].dtype
         return Rows(empty(0, row_type(self.length)), empty((0, self.width), kind))
 
     def _given_problem(self, rows: Any, values: Any) -> str:
         """What is wrong with what a step was given, in a sentence; "" if nothing is."""
-        kind, array = np.dtype(ELEMENT_TYPES[self.element_type]), self.kernels.arrays.ndarray
+        kind, array = ELEMENT_TYPES[self.element_type].dtype, self.kernels.arrays.ndarray
         for name, argument in (("rows", rows), ("values", values)):
             if not isinstance(argument, array):
                 return f"{name} are a {type(argument).__name__}, not a {array.__module__}.{array.__name__}"

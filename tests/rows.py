@@ -11,7 +11,7 @@ from collectives.rows import Rows
 
 
 def widened(values: Any, kind: str) -> NDArray[np.float32]:
-    """Elements of one of `collectives.rows.ELEMENT_TYPES` as float32."""
+    """Elements of one of `collectives.element_types.ELEMENT_TYPES` as float32."""
     if kind == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)

@@ -279,3 +279,13 @@ def test_there_need_be_no_mpi_to_import_what_starts_no_ranks() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_list_of_types_needs_neither_torch_nor_cuda_nor_mpi() -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, cupy=None, mpi4py=None); import collectives.element_types"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -9,7 +9,8 @@ from numba import types
 from numpy.typing import NDArray
 
 from collectives.cpu.compiled import FLOAT, compiled
-from collectives.rows import ELEMENT_TYPES, Rows, narrow, row_type, rows_problem, widen
+from collectives.element_types import NAMES, narrow, widen
+from collectives.rows import Rows, row_type, rows_problem
 
 _BLOCK = 1 << 18
 """Elements of half a word that are widened to float32 at a time: 1 MB."""
@@ -100,7 +101,7 @@ def _sum_halves(
     sums: NDArray[Any],
 ) -> int:
     """As `sum_rows`, for types of 16 bits: some rows at a time in float32, then rounded."""
-    kind = next(name for name, element in ELEMENT_TYPES.items() if values.dtype == element)
+    kind = NAMES[values.dtype]
     width, nonfinite, first = values.shape[1], 0, 0
     most = max(1, _BLOCK // max(1, width))
     while first < len(starts) - 1:

@@ -18,15 +18,12 @@ from collectives.cuda.layouts import (
     DENSE_THREADS,
     DENSE_VECTORS,
 )
+from collectives.element_types import ELEMENT_TYPES
 from collectives.transport import Transport
 
 ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
 """All give the same bits; the fastest one runs. Those in lines do as NCCL's LL128."""
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element, by type."""
-
-_CUDA = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
 _RING_BLOCKS = DENSE_BLOCKS  # of a launch through rings at most, for two ranks
 _AT_ONCE = 132  # blocks that a GPU runs at once of a launch in tiles for more ranks, one a multiprocessor of an H100 or H200
@@ -124,7 +121,7 @@ def dense_kernels(element_type: str, ranks: int) -> dict[str, Kernel]:
     """The kernels of all algorithms, by name, for so many ranks."""
     sizes = {"TILE_BLOCKS": tile_blocks, "LINE_BLOCKS": line_blocks, "LINE_VECTORS": line_vectors}
     defines = [f"DENSE_{name}={of(ranks)}" for name, of in sizes.items()]
-    module = compiled(_SOURCE, f"GRADIENT={_CUDA[element_type]}", f"RANKS={ranks}", *defines)
+    module = compiled(_SOURCE, f"GRADIENT={ELEMENT_TYPES[element_type].cuda}", f"RANKS={ranks}", *defines)
     return {name: Kernel(module, f"dense_{name}") for name in ALGORITHMS}
 
 

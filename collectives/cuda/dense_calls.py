@@ -8,17 +8,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from collectives.cuda.dense_algorithms import ALGORITHMS, SIZES
+from collectives.cuda.dense_algorithms import ALGORITHMS
 from collectives.cuda.layouts import DIFFERS, MISSING
+from collectives.element_types import ELEMENT_TYPES, NAMES
 from collectives.symmetric_memory import abort_reasons
 from collectives.transport import MissingRanksError
-
-ELEMENT_TYPES = {
-    np.dtype(np.float32): "float32",
-    np.dtype(np.float16): "float16",
-    np.dtype(np.uint16): "bfloat16",
-}
-"""Element type of a CuPy array; bfloat16 is given as its bits."""
 
 _BELOW = 39
 """Bits of a word of a call below the call's number, see `compares_calls` of dense.cuh."""
@@ -40,7 +34,7 @@ def last_calls(words: Sequence[int], rank: int) -> str:
             calls.append("has not called")
             continue
         length, kind, algorithm = first & (1 << _BELOW) - 1, second >> 32 & 3, second >> 34 & 15
-        calls.append(f"sums {length} elements of {tuple(SIZES)[kind]} by {ALGORITHMS[algorithm]}")
+        calls.append(f"sums {length} elements of {tuple(ELEMENT_TYPES)[kind]} by {ALGORITHMS[algorithm]}")
         scales.append(float(np.uint32(second & 0xFFFFFFFF).view(np.float32)))
     if len(set(scales)) > 1:
         calls = [each if each == "has not called" else f"{each} times {scales.pop(0):.9g}" for each in calls]
@@ -76,8 +70,8 @@ def element_type_of(array: Any, out: Any, addend: Any) -> str:
             continue
         if not isinstance(vector, cupy.ndarray):
             raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
-        if vector.dtype not in ELEMENT_TYPES or vector.dtype != array.dtype:
-            known = ", ".join(map(str, ELEMENT_TYPES))
+        if vector.dtype not in NAMES or vector.dtype != array.dtype:
+            known = ", ".join(map(str, NAMES))
             raise TypeError(
                 f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}"
             )
@@ -85,4 +79,4 @@ def element_type_of(array: Any, out: Any, addend: Any) -> str:
             raise ValueError(
                 f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array"
             )
-    return ELEMENT_TYPES[array.dtype]
+    return NAMES[array.dtype]

@@ -12,7 +12,6 @@ import numpy as np
 from collectives.closing import closes
 from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
-    SIZES,
     areas,
     blocks_of,
     bytes_sent,
@@ -33,6 +32,7 @@ from collectives.cuda.dense_choices import (
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
+from collectives.element_types import ELEMENT_TYPES
 from collectives.symmetric_memory import SymmetricMemory, raise_problems
 from collectives.transport import NoPeerMemoryError, Transport
 
@@ -117,7 +117,7 @@ class DenseP2P:
         self._areas |= dict.fromkeys(("lines", "two_shot_lines"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
         self._fastest: dict[int, str] = {}
-        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(SIZES, UNMEASURED)
+        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(ELEMENT_TYPES, UNMEASURED)
         if len(measure) and ranks > 1:
             try:
                 self.choices["float32"] = choices_by(self._measured(measure, "float32"))
@@ -193,7 +193,7 @@ class DenseP2P:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
         """
         self.raise_if_aborted()
-        nbytes = length * SIZES[element_type]
+        nbytes = length * ELEMENT_TYPES[element_type].nbytes
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
                 raise ValueError(f"out overlaps {name} and is not {name}")
@@ -281,14 +281,14 @@ class DenseP2P:
         key = element_type, algorithm
         if key not in self._launches:
             kernel = dense_kernels(element_type, self.transport.size)[algorithm]
-            call = tuple(SIZES).index(element_type) | ALGORITHMS.index(algorithm) << 2
+            call = tuple(ELEMENT_TYPES).index(element_type) | ALGORITHMS.index(algorithm) << 2
             self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
         launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
         params = launch.params
         params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
         params.out, params.addend, params.nonfinite = out, addend, nonfinite
         setattr(params, "in", array)
-        blocks = blocks_of(algorithm, length, SIZES[element_type], self.transport.size)
+        blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
         launch(1 + blocks, DENSE_THREADS, stream)
 
     def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
@@ -296,7 +296,7 @@ class DenseP2P:
 
         def call(address: int, nbytes: int, name: str, stream: int) -> None:
             self.raise_if_aborted()
-            length = nbytes // SIZES[element_type]
+            length = nbytes // ELEMENT_TYPES[element_type].nbytes
             self._launch(address, address, 0, length, element_type, 0.5, 0, stream, name)
 
         self.check()  # it has a stream of its own, and launches share counters

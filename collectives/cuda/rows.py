@@ -21,11 +21,11 @@ from collectives.cuda.layouts import (
     RowsSummed,
     RowState,
 )
+from collectives.element_types import ELEMENT_TYPES
 from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, row_type, rows_problem
 from collectives.sparse import MAX_LENGTH
 
 _SOURCE = Path(__file__).with_name("rows.cu")
-_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
 _THREADS = 256
 """Of a block that adds up rows."""
 
@@ -46,7 +46,7 @@ class DeviceRowKernels:
 
     def __init__(self, device: Device, element_type: str) -> None:
         self._device = device
-        module = compiled(_SOURCE, f"GRADIENT={_TYPES[element_type]}")
+        module = compiled(_SOURCE, f"GRADIENT={ELEMENT_TYPES[element_type].cuda}")
         state = address_of(device.scratch("rows state", ctypes.sizeof(RowState), np.uint8))
         self._report = device.view("rows", RowsSummed)
         report = device.address("rows")

@@ -16,6 +16,7 @@ from collectives.cuda.device import Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.launch import stream_of_priority
 from collectives.cuda.ucx import device_memory_problem
+from collectives.element_types import ELEMENT_TYPES
 from collectives.entry_windows import DeviceEntryWindows
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
@@ -28,8 +29,6 @@ from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
-
-_STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
 class DeviceBackend(Backend):
@@ -54,7 +53,7 @@ class DeviceBackend(Backend):
         CollectiveKernels(self.device).collect_kernels()
         compile_p2p_kernels()
         self._gradient_type = gradient_type
-        self._stored = np.dtype(_STORED[gradient_type])
+        self._stored = ELEMENT_TYPES[gradient_type].dtype
 
     def connect(self, host: Any) -> Transport:
         """As the host's; warns on rank 0 where an MPI does not move device memory, which is staged through the host then."""

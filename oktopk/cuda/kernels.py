@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from collectives.cuda.device import Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
+from collectives.element_types import ELEMENT_TYPES
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.cpu.kernels import Packing
 from oktopk.cuda.adamw import DeviceAdamW
@@ -27,13 +28,11 @@ from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import Displacement
 
 _KERNELS = Path(__file__).parent
-_CUDA_TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "float16": "__half"}
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
     """The kernels that read a gradient, by name."""
-    define = f"GRADIENT={_CUDA_TYPES[gradient_type]}"
+    define = f"GRADIENT={ELEMENT_TYPES[gradient_type].cuda}"
     files = {
         "accumulate_select": ("accumulate_select", "compact_selection"),
         "accumulate": (
@@ -49,9 +48,9 @@ def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
 
 def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
     """The kernels that read a list of tensors of another type, or of the gradient's, by the names of those for one vector."""
-    defines = [f"GRADIENT={_CUDA_TYPES[gradient_type]}"]
+    defines = [f"GRADIENT={ELEMENT_TYPES[gradient_type].cuda}"]
     if element_type != gradient_type:
-        defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
+        defines.append(f"SOURCE={ELEMENT_TYPES[element_type].cuda}")
     fused = compiled(_KERNELS / "accumulate_select.cu", *defines)
     passes = compiled(_KERNELS / "accumulate.cu", *defines)
     return {
@@ -69,7 +68,7 @@ def _displacement_kernels(element_type: str, kind: str) -> dict[str, Kernel]:
     """
     defines = ["GRADIENT=float"]
     if element_type != "float32":
-        defines.append(f"SOURCE={_CUDA_TYPES[element_type]}")
+        defines.append(f"SOURCE={ELEMENT_TYPES[element_type].cuda}")
     return {
         name: Kernel(compiled(_KERNELS / f"{file}.cu", *defines), kernel)
         for name, file, kernel in (
@@ -93,7 +92,7 @@ class DeviceKernels:
 
     def __init__(self, device: Device, gradient_type: str = "float32") -> None:
         self.device = device
-        self.gradient_bytes = _BYTES[gradient_type]
+        self.gradient_bytes = ELEMENT_TYPES[gradient_type].nbytes
         self._gradient_type = gradient_type
         # the sum of a host's gradients is float32 whatever these are
         self._typed = {16: _gradient_kernels(gradient_type), 32: _gradient_kernels("float32")}
@@ -264,7 +263,7 @@ class DeviceKernels:
     @cached_property
     def shard_sum_kernels(self) -> dict[str, Kernel]:
         """The kernels of `shard_sum`, compiled when they are first asked for: flat steps do not need `sum_shard`."""
-        define = f"GRADIENT={_CUDA_TYPES[self._gradient_type]}"
+        define = f"GRADIENT={ELEMENT_TYPES[self._gradient_type].cuda}"
         return {
             "accumulate_select": Kernel(
                 compiled(_KERNELS / "accumulate_select.cu", define), "accumulate_select_sum"
@@ -291,19 +290,21 @@ class DeviceKernels:
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """A gradient as a list of tensors of so many elements, each "float32", "bfloat16" or "float16"."""
         kernels = _tensor_kernels(self._gradient_type, element_type)
-        return GradientTensors(self.device, kernels, sizes, _BYTES[element_type])
+        return GradientTensors(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> DeviceDisplacement:
         """What parameters of so many elements, each "float32", "bfloat16" or "float16", have moved."""
         kernels = _displacement_kernels(element_type, "displacement")
-        return DeviceDisplacement(self.device, kernels, sizes, _BYTES[element_type], reference, share)
+        return DeviceDisplacement(
+            self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes, reference, share
+        )
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> DeviceAdamW:
         """What AdamW moves parameters of so many elements by, of gradients and moments of this type."""
         kernels = _displacement_kernels(element_type, "adamw")
-        return DeviceAdamW(self.device, kernels, sizes, _BYTES[element_type])
+        return DeviceAdamW(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
         fields = {"vector": vector.data.ptr, "entries": entries.pointer, **more}

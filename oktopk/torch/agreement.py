@@ -17,13 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from collectives.transport import Transport
+from oktopk import devices
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import local_tensor
 from oktopk.torch.step_agreement import groups_difference, numbers_of
 
-GRADIENT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRADIENT_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in devices.GRADIENT_TYPES["cuda"]
+}
 """What `GradientAllreduce` calls a type of torch's."""
+
+TYPE_NAMES = {dtype: name for name, dtype in GRADIENT_TYPES.items()}
+"""The same, by the type of torch's."""
 
 _REDUCERS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """What reduces gradients -> the ids of its parameters, which it keeps. No weak references to these: `torch.utils.swap_tensors`,
@@ -106,7 +112,7 @@ def wrapping_problem(
 def type_problem(parameters: Iterable[Tensor]) -> str:
     """Why gradients of these parameters' types are not reduced, in a sentence; "" if they are."""
     for parameter in parameters:
-        if parameter.dtype not in GRADIENT_TYPES.values():
+        if parameter.dtype not in TYPE_NAMES:
             parts = (
                 ": keep its real and imaginary parts in one of those, by torch.view_as_real"
                 if parameter.is_complex()

@@ -30,6 +30,7 @@ from oktopk.settings import Settings, settings_problem
 from oktopk.step import Spans
 from oktopk.torch.agreement import (
     GRADIENT_TYPES,
+    TYPE_NAMES,
     FoundOptimizers,
     reducer_of,
     register_reducer,
@@ -43,7 +44,7 @@ from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
 from oktopk.torch.step_agreement import StepAgreement
-from oktopk.torch.tables import gradient_of, rows_of, table_type, tables_problem
+from oktopk.torch.tables import gradient_of, rows_of, tables_problem
 from oktopk.worker import CommunicationThread
 
 _Layout = list[list[Tensor]]
@@ -238,7 +239,7 @@ class OkTopkState:
         name, gradient = self._names[table], given.buffer
         if name not in self._tables:
             problem = tables_problem([table], [table], {})
-            kind = "float32" if problem else table_type(table)
+            kind = "float32" if problem else TYPE_NAMES[table.dtype]
             self._tables[name] = RowSparseAllreduce(
                 self._arguments["comm"],
                 *table.shape,

@@ -13,11 +13,10 @@ from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
 from collectives.transport import NoPeerMemoryError
 from oktopk.settings import Settings
+from oktopk.torch.agreement import TYPE_NAMES
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
-
-_TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class DenseAllreduce:
@@ -109,7 +108,7 @@ class DenseAllreduce:
         for name, given in (("tensor", tensor), ("out", out), ("addend", addend)):
             if given is None:
                 continue
-            if given.dtype not in _TYPES or given.dtype != tensor.dtype:
+            if given.dtype not in TYPE_NAMES or given.dtype != tensor.dtype:
                 raise TypeError(
                     f"{name} is {given.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
                 )
@@ -123,7 +122,7 @@ class DenseAllreduce:
             out.data_ptr(),
             0 if addend is None else addend.data_ptr(),
             tensor.numel(),
-            _TYPES[tensor.dtype],
+            TYPE_NAMES[tensor.dtype],
             scale=scale,
             stream=torch.cuda.current_stream(self._gpu).cuda_stream,
         )

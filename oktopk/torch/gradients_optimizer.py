@@ -19,7 +19,7 @@ from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.results import StepReport
-from oktopk.torch.agreement import GRADIENT_TYPES, groups_of, reduced_twice_warning, state_digest
+from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
 from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import DistributedOptimizer, may_only_set_up
@@ -72,7 +72,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     def _selected_type(self) -> str:
         """The type of what is selected, where the user names none."""
-        return _type_name(self._parameters[0].dtype)
+        return TYPE_NAMES[self._parameters[0].dtype]
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         """Set up what a step reads and writes, once there is a reducer. Collective."""
@@ -124,7 +124,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self, reducers: Sequence[GradientAllreduce], ranges: Sequence[slice]
     ) -> list[GradientTensors]:
         """For each reducer a list of its parameters' gradients. Collective."""
-        kind = _type_name(self._parameters[0].dtype)
+        kind = TYPE_NAMES[self._parameters[0].dtype]
         try:
             return [
                 reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
@@ -415,7 +415,3 @@ def clip_(vectors: Sequence[Tensor], norm: float) -> None:
     scale = (norm / (together + 1e-6)).clamp(max=1.0)
     for vector in vectors:
         vector.mul_(scale)
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in GRADIENT_TYPES.items() if known == dtype)

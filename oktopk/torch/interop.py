@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives.cuda.environment import gpu_problem
-from collectives.rows import ELEMENT_TYPES
+from collectives.element_types import ELEMENT_TYPES
 
 
 class TensorMemory:
@@ -75,7 +75,9 @@ class TensorMemory:
         return self.after(self.mark())
 
 
-_CUPY_TYPES = {getattr(torch, name): held for name, held in ELEMENT_TYPES.items()}
+_CUPY_TYPES: dict[torch.dtype, Any] = {
+    getattr(torch, name): each.dtype for name, each in ELEMENT_TYPES.items()
+}
 _CUPY_TYPES |= {torch.int32: np.int32, torch.int64: np.int64}
 
 

@@ -13,7 +13,7 @@ from collectives.closing import announce
 from collectives.rows import Rows
 from collectives.transport import Transport
 from oktopk.rows import RowReport, RowSparseAllreduce
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
 
@@ -50,8 +50,8 @@ class SparseTables:
         self.reports: list[RowReport] = []
         try:
             for table in self.tables:
-                made = RowSparseAllreduce(comm, *table.shape, element_type=table_type(table), **settings)
-                self.reducers.append(made)
+                kind = TYPE_NAMES[table.dtype]
+                self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings))
         except BaseException:
             self.close()
             raise
@@ -182,7 +182,7 @@ def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings
     for table in tables:
         if id(table) not in known:
             return "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
-        if table.dtype not in GRADIENT_TYPES.values():
+        if table.dtype not in TYPE_NAMES:
             return f"a table with sparse gradients is {table.dtype}, not of {', '.join(GRADIENT_TYPES)}"
         if table.dim() != 2 or not table.is_contiguous():
             return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
@@ -215,8 +215,3 @@ def gradient_of(rows: Rows | None, table: Tensor, memory: TensorMemory) -> Tenso
     return torch.sparse_coo_tensor(
         ids[None], values.detach(), table.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def table_type(table: Tensor) -> str:
-    """What `oktopk.rows.RowSparseAllreduce` calls the type of a table."""
-    return next(name for name, known in GRADIENT_TYPES.items() if known == table.dtype)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from collectives.cpu.rows import HostRowKernels
-from collectives.rows import ELEMENT_TYPES, LONGEST_ON_GPU, MOST_ON_GPU, Rows
+from collectives.element_types import ELEMENT_TYPES
+from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
 from tests.devices import get, gpus, put
 from tests.rows import narrowed, touched
 

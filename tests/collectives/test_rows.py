@@ -10,9 +10,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.rows import HostRowKernels
+from collectives.element_types import ELEMENT_TYPES
 from collectives.mpi import MpiTransport
 from collectives.rows import (
-    ELEMENT_TYPES,
     Rows,
     balanced_boundaries,
     row_sparse_allreduce,
