@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +60,8 @@ class DenseAllreduce:
     ) -> None:
         self._transport = connect(communicator(comm), Limit("DenseAllreduce(...)", timeout))
         self.size = self._transport.size
-        try:
+        with ExitStack() as opened:  # closed where this raises
+            opened.callback(self._transport.close)
             problems = {
                 rank: each
                 for rank, each in enumerate(self._transport.allgather_objects(gpu_problem()))
@@ -80,9 +82,7 @@ class DenseAllreduce:
             if problem:
                 raise NoPeerMemoryError(f"no dense allreduce through peer memory: {problem}")
             self._dense = DenseP2P(self._transport, Device(), timeout, MEASURED if measure else ())
-        except BaseException:
-            self._transport.close()
-            raise
+            opened.pop_all()
 
     def __call__(
         self, tensor: Tensor, out: Tensor | None = None, *, addend: Tensor | None = None, scale: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -48,13 +49,12 @@ class SparseTables:
         settings |= {"device": memory.device, "stream": memory.stream}
         self.reducers: list[RowSparseAllreduce] = []
         self.reports: list[RowReport] = []
-        try:
+        with ExitStack() as opened:  # closed where this raises
+            opened.callback(self.close)
             for table in self.tables:
                 kind = TYPE_NAMES[table.dtype]
                 self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings))
-        except BaseException:
-            self.close()
-            raise
+            opened.pop_all()
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
     def reduce(self, problem: str = "", ready: Callable[[Any], None] | None = None) -> bool:
