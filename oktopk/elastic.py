@@ -56,9 +56,9 @@ def redistribute(
 ) -> dict[str, Any]:
     """The state of one rank among another number of ranks, or of hosts, for `load_state_dict`. Talks to no other rank.
 
-    The sums of the residuals and of the velocities over the ranks are kept: exactly on more ranks than before, to float32
-    rounding on fewer. The next step computes exact thresholds and new region boundaries. On as many ranks as before, on the same
-    hosts, it is the rank's own state, which continues bit for bit.
+    The sum of the residuals over the ranks is kept: exactly on more ranks than before, to float32 rounding on fewer. The next
+    step computes exact thresholds and new region boundaries. On as many ranks as before, on the same hosts, it is the rank's
+    own state, which continues bit for bit.
 
     Of a `DistributedOptimizer` that sends updates the sum of the residuals over the number of ranks is kept: what the reference
     is still to move by. Steps since the last exchange are dropped. A replica's moments are the mean of those of the saved
@@ -361,16 +361,16 @@ def _whole_residual(
     read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
 ) -> Any:
     """The residual that some saved ranks hold together, float32[n] or None."""
-    whole = part = None
+    whole = kind = None
     for shard, saved in enumerate(holder):
         state = read(saved)
         part = state.get("reducer", state)["residual"]
         if hosts is None:
             return part
         if part is not None:
-            whole = np.zeros(length, np.float32) if whole is None else whole
+            whole, kind = np.zeros(length, np.float32) if whole is None else whole, part
             Layout(tuple(hosts), length).insert(part, shard, whole)
-    return _as_read(whole, part)
+    return _as_read(whole, kind)
 
 
 def _as_read(vector: Any, template: Any) -> Any:

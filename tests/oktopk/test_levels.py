@@ -222,14 +222,6 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
         before = check_mass(comm, reducer, gradient, before)
 
 
-def _cleared(step: reference.Step) -> np.ndarray:
-    """bool[H, n], where a host's residual became zero."""
-    cleared = np.zeros(step.accumulated.shape, bool)
-    for row, mine in zip(cleared, step.selected, strict=True):
-        row[np.intersect1d(mine, step.applied)] = True
-    return cleared
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
 @pytest.mark.parametrize(
