@@ -255,6 +255,7 @@ def settle(unsent, sent, s, tg):
 
 
 def thresholds(x, k, count=400_000):
+    count = min(count, n)
     pos = torch.randint(0, n, (count,), device=dev)
     return torch.topk(x[:, pos].abs(), max(1, round(count * k / n)), dim=1, sorted=False).values.amin(
         1, keepdim=True
@@ -272,7 +273,7 @@ def exchange_masked(unsent, d, wire, kind, turn, weight=None):
         q = turn % P
         mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
     elif weight is not None:
-        t = thresholds_of(unsent, weight, d * n / P * 1.05, 400_000)
+        t = thresholds_of(unsent, weight, d * n / P * 1.05, min(400_000, n))
         mask = (unsent.abs() * weight >= t).any(0, keepdim=True)
     else:
         mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
@@ -309,9 +310,9 @@ def share_of(unsent, tau, low, high, power: float):
 
 def exchange_weighted(unsent, d, weight):
     """As `exchange`, where entries are chosen by size times weight [P, n], the sums by the mean weight."""
-    sent = picked_by(unsent, weight, thresholds_of(unsent, weight, d * n, 400_000))
+    sent = picked_by(unsent, weight, thresholds_of(unsent, weight, d * n, min(400_000, n)))
     s, mean = sent.sum(0, keepdim=True), weight.mean(0, keepdim=True)
-    return settle_by(unsent, sent, s, mean, thresholds_of(s, mean, d * n, 1_600_000))[0] / P
+    return settle_by(unsent, sent, s, mean, thresholds_of(s, mean, d * n, min(1_600_000, 2 * n)))[0] / P
 
 
 def thresholds_of(x, weight, k, count):
@@ -350,7 +351,7 @@ def exchange(unsent, d, wire, chunk, stride=None, d2=0.0):
     sent = picked(unsent, thresholds(unsent, d * n))
     sent = rounded(sent, wire, None, d)
     s = sent.sum(0, keepdim=True)
-    tg = thresholds(s, (d2 or d) * n, 1_600_000)
+    tg = thresholds(s, (d2 or d) * n, min(1_600_000, 2 * n))
     u = settle(unsent, sent, s, tg)
     if wire not in ("float32", "plain"):
         v = rounded(u, wire, None, d)

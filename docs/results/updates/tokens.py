@@ -1,4 +1,4 @@
-"""Text files to train.npy and held.npy of tokens, uint16, by a byte-pair encoding of 16,384 that is learned from the first 20 MB.
+"""Text files to train.npy and held.npy of tokens, uint16, by a byte-pair encoding that is learned from the first 20 MB.
 
 python tokens.py OUT TRAIN.txt.gz ... --held HELD.txt.gz          files of gzip or xz
 """
@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("out", type=Path)
 parser.add_argument("train", nargs="+")
 parser.add_argument("--held", required=True)
+parser.add_argument("--vocabulary", type=int, default=16384)
 options = parser.parse_args()
 
 
@@ -33,7 +34,7 @@ train = "\n".join(map(read, options.train))
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 alphabet = pre_tokenizers.ByteLevel.alphabet()
-trainer = trainers.BpeTrainer(vocab_size=16384, show_progress=False, initial_alphabet=alphabet)
+trainer = trainers.BpeTrainer(vocab_size=options.vocabulary, show_progress=False, initial_alphabet=alphabet)
 tokenizer.train_from_iterator(pieces(train[:20_000_000]), trainer)
 options.out.mkdir(parents=True, exist_ok=True)
 for name, text in (("train", train), ("held", read(options.held))):
