@@ -140,8 +140,8 @@ def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, k
         (model(x)[:, 0] - y).square().mean().backward()
         optimizer.step()
         expected.step(batches, optimizer.report.k)
-        assert np.allclose(optimizer._reference.vector, expected.reference, rtol=0, atol=2e-5)
-        assert np.allclose(flat(model), expected.held[optimizer.hosts[comm.rank]], rtol=0, atol=2e-5)
+        assert np.allclose(optimizer._reference.vector, expected.reference, rtol=1e-5, atol=2e-5)
+        assert np.allclose(flat(model), expected.held[optimizer.hosts[comm.rank]], rtol=1e-5, atol=2e-5)
     assert np.abs(expected.reference - start).max() > 0.05
     hosts = len(expected.ranks)
     assert hosts == 1 or not adam or 1 / hosts + 0.05 < expected.ratio < 0.95
