@@ -269,19 +269,14 @@ class Reference:
     def take(self, numbers: Sequence[int]) -> None:
         """Make elements that the parameters do not hold as `show` left them the reference; the residual becomes zero there.
 
-        Where more than half of a parameter's elements are others, all of it was written: of those that by chance are as `show`
-        left them on this rank, other ranks take theirs.
-
         Args:
             numbers: of the parameters to compare.
         """
         self._follow()
         residuals = dense_views(self.residual, self.views)
         for number in numbers:
-            changed = self._held[number] != self._shown(number, residuals[number])
-            if 2 * int(changed.count_nonzero()) > changed.numel():
-                changed.fill_(True)
-            self._take(number, changed, residuals[number])
+            shown = self._shown(number, residuals[number])
+            self._take(number, self._held[number] != shown, residuals[number])
         self._put_residual()
 
     def take_all(self) -> None:

@@ -100,10 +100,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     `clip_norm`, which is that of the whole gradient; on the ratio; and on how an exchange ended: an error of one rank is raised
     on all ranks, and a step that one skips is skipped. See docs/ddp.md.
 
-    Elements that a user writes between steps become the reference, and what was not sent of them is dropped; of a parameter of
-    which more than half is written, all elements. All ranks must write the same, within `agreed`, as their parameters differ.
-    Where `every` > 1, writing outside of it also drops the parameter's steps since the last exchange. Ranks whose references
-    part are named within ten exchanges.
+    Elements that a user writes between steps become the reference, and what was not sent of them is dropped; one that is
+    written with what it holds already counts as not written. All ranks must write the same, within `agreed`, as their
+    parameters differ. Where `every` > 1, writing outside of it also drops the parameter's steps since the last exchange. Ranks
+    whose references part are named within ten exchanges.
 
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n

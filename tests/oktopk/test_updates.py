@@ -795,18 +795,12 @@ def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Int
 
 
 def test_closing_keeps_what_was_written_last(comm: MPI.Intracomm) -> None:
-    """Also an element that is, by chance, what one rank's parameter holds already, a share of its residual included."""
-    model, other = network(), network(9)
+    model = network()
     optimizer = wrap(model, comm)
     train(model, optimizer, comm.rank, range(3))
-    most = int(np.abs(optimizer.reducer.residual[: model[0].weight.numel()]).argmax())
-    with torch.no_grad():
-        by_chance = model[0].weight.view(-1)[most].item()
-        assert comm.size == 1 or by_chance != optimizer._reference.vector[most]
-        other[0].weight.view(-1)[comm.bcast(most)] = comm.bcast(by_chance)
-    model.load_state_dict(other.state_dict())
+    model.load_state_dict(network(9).state_dict())
     optimizer.close()
-    assert np.array_equal(flat(model), flat(other))
+    assert np.array_equal(flat(model), flat(network(9)))
 
 
 @pytest.mark.mpi(min_size=2)
