@@ -322,7 +322,7 @@ class GradientAllreduce:
             share: of the residual that parameters hold.
 
         Raises:
-            ValueError: as `gradient_tensors`; or steps have no residual, are deferred.
+            ValueError: as `gradient_tensors`; or steps have no residual, or are deferred.
 
         Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words. In two levels n/G words.

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import ADAMW_TERMS, AdamWDisplacement, adamw_terms
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -105,7 +105,7 @@ class SelectingStep:
     ) -> None:
         self._optimizer, self._as_wrapped = optimizer, as_wrapped
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        kind = next(name for name, known in GRADIENT_TYPES.items() if known == parameters[0].dtype)
+        kind = TYPE_NAMES[parameters[0].dtype]
         self.displacement: AdamWDisplacement = reducer.adamw_displacement(
             [parameter.numel() for parameter in parameters], kind
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import Displacement, ShardDisplacement
-from oktopk.torch.agreement import GRADIENT_TYPES
+from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense, missing_spans
 from oktopk.torch.interop import TensorMemory
@@ -62,7 +62,7 @@ class Reference:
         self._reducer, self._memory = reducer, memory
         self.vector = torch.zeros(reducer.length, device=parameters[0].device)
         self._array = memory.array(self.vector)
-        kind = next(name for name, known in GRADIENT_TYPES.items() if known == parameters[0].dtype)
+        kind = TYPE_NAMES[parameters[0].dtype]
         with memory.stream_scope():
             self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
         self._whole: Tensor | None = None  # residual of the host, in two levels

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
-from oktopk.elastic import of_rank
+from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 
@@ -317,3 +317,18 @@ def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
         assert gradient is not None and not gradient._nnz()
     backward(False)
     assert not state.table_reports["bags.weight"].skipped
+
+
+def test_on_another_number_of_ranks_tables_go_on_at_their_step(comm: MPI.Intracomm) -> None:
+    model = TwoTables(sparse=True)
+    optimizer = DistributedOptimizer(inner("sgd", model), comm, density=0.2)
+    optimizer.zero_grad()
+    model(batch_of(comm.rank, 0), bags=True).backward()
+    optimizer.step()
+    saved = comm.allgather(optimizer.state_dict())
+    tables = of_rank(saved[0]["tables"])
+    assert {table["steps"] for table in tables.values()} == {1}
+    for ranks in (1, comm.size, comm.size + 1):
+        states = [redistribute(saved.__getitem__, comm.size, rank, ranks) for rank in range(ranks)]
+        assert all(of_rank(state["tables"]) == tables for state in states)
+    optimizer.load_state_dict(redistribute(saved.__getitem__, comm.size, comm.rank, comm.size))

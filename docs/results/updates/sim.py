@@ -14,8 +14,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
-  lvp, lvx: the share grows from lv to lvx with (|unsent| over the worker's threshold)^lvp; d2: density of the sums, in place of d
-  ew: entries of the embeddings count by so much when they are chosen
+  lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
   rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
   dr, dw: density falls from dr to d over the share dw of the steps
@@ -304,8 +303,8 @@ def settle_by(unsent, sent, s, weight, tg):
 
 
 @compiled
-def share_of(unsent, tau, low, high, power: float):
-    return low + (high - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
+def share_of(unsent, tau, low, power: float):
+    return low + (1 - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
 
 
 def exchange_weighted(unsent, d, weight):
@@ -321,7 +320,7 @@ def thresholds_of(x, weight, k, count):
     return torch.topk(sizes_, max(1, round(count * k / n)), dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
-def exchange(unsent, d, wire, chunk, stride=None, d2=0.0):
+def exchange(unsent, d, wire, chunk, stride=None):
     """The mean update; unsent loses what was sent and applied."""
     if (
         stride is not None and d < 1
@@ -351,7 +350,7 @@ def exchange(unsent, d, wire, chunk, stride=None, d2=0.0):
     sent = picked(unsent, thresholds(unsent, d * n))
     sent = rounded(sent, wire, None, d)
     s = sent.sum(0, keepdim=True)
-    tg = thresholds(s, (d2 or d) * n, min(1_600_000, 2 * n))
+    tg = thresholds(s, d * n, min(1_600_000, 2 * n))
     u = settle(unsent, sent, s, tg)
     if wire not in ("float32", "plain"):
         v = rounded(u, wire, None, d)
@@ -492,8 +491,8 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
-    imp, mm, d2 = f("imp", 0), int(f("mm", 0)), f("d2", 0)
-    lvp, lvx, tau, ew = f("lvp", 0), f("lvx", 1), None, f("ew", 1)
+    imp, mm = f("imp", 0), int(f("mm", 0))
+    lvp, tau = f("lvp", 0), None
     full = torch.zeros(0, dtype=torch.long, device=dev)
     if "full" in o:
         parts, at = [], 0
@@ -531,7 +530,7 @@ def run(spec):
         with torch.no_grad():
             if name == "updates" and (since or lv):
                 if lvp and tau is not None:
-                    torch.sub(ref, unsent * share_of(unsent, tau, lv, lvx, lvp), out=views)
+                    torch.sub(ref, unsent * share_of(unsent, tau, lv, lvp), out=views)
                 elif car is not None:
                     torch.sub(ref, unsent, out=views)
                     views.add_(car, alpha=1 - lv)
@@ -677,9 +676,6 @@ def run(spec):
                 if imp and dd < 1:
                     weight = (v * c2 + 1e-20).pow(imp / 2)
                     weight /= weight.mean()
-                if ew != 1:
-                    weight = torch.ones(P, n, device=dev) if weight is None else weight
-                    weight[:, : sizes[0]] *= ew
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
                 if weight is not None and dd < 1 and not mask:
@@ -689,7 +685,7 @@ def run(spec):
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = exchange(unsent, dd, wire, chunk, turn if stride else None, d2)
+                    u = exchange(unsent, dd, wire, chunk, turn if stride else None)
                 if len(full) and dd < 1:
                     u[full] = dense_part
                 if mm:
