@@ -85,3 +85,4 @@ print(f"rank {rank}: goes on bit for bit: {agreed(model, optimizer) == whole}")
 if accelerator.is_main_process:
     shutil.rmtree(folder)
     print(f"at first: loss {losses[0]:.3f}\nat the end: loss {losses[-1]:.3f}")
+accelerator.end_training()

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -49,3 +50,4 @@ if trainer.is_world_process_zero():
     for entry in trainer.state.log_history[:2]:
         print(f"step {entry['step']}: loss {float(entry['loss']):.3f}")
     print(f"sent {state.report.words / state.report.length:.3f} words per gradient element")
+dist.destroy_process_group()

@@ -99,3 +99,4 @@ print(f"rank {dist.get_rank()}: goes on bit for bit: {again == whole}")
 if dist.get_rank() == 0:
     shutil.rmtree(folder)
     print(f"at first: loss {losses[0]:.3f}\nat the end: loss {losses[-1]:.3f}")
+dist.destroy_process_group()

@@ -4,6 +4,7 @@ import os
 
 import pytorch_lightning as lightning
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,3 +43,4 @@ trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=ranks, stra
 trainer.fit(Regression(), batches)
 if trainer.is_global_zero:
     print(f"sent {state.report.words / state.report.length:.3f} words per gradient element")
+dist.destroy_process_group()

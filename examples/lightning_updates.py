@@ -39,9 +39,7 @@ class Agreed(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         self.trained.close()
-        if hasattr(
-            self.trainer.model, "register_comm_hook"
-        ):  # a DistributedDataParallel, whose sums are switched off
+        if hasattr(self.trainer.model, "register_comm_hook"):  # a DDP, whose sums are switched off
             self.trainer.model.register_comm_hook(None, noop_hook)
         if self.saved is not None:  # Lightning has loaded rank 0's on all ranks
             here = len(self.saved), self.global_rank, self.trainer.world_size
@@ -51,9 +49,7 @@ class Agreed(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         with self.agreed():
             checkpoint["state_dict"] = {name: value.clone() for name, value in self.state_dict().items()}
-        if (
-            self.trainer.world_size > 1 and "optimizer_states" in checkpoint
-        ):  # Lightning writes rank 0's alone
+        if self.trainer.world_size > 1 and "optimizer_states" in checkpoint:  # Lightning writes rank 0's
             every: Any = [None] * self.trainer.world_size if self.trainer.is_global_zero else None
             dist.gather_object(checkpoint["optimizer_states"], every)
             checkpoint["every_optimizer_states"] = every
@@ -112,3 +108,4 @@ print(f"rank {again.global_rank}: goes on bit for bit: {held(again) == held(whol
 if again.is_global_zero:
     os.remove(saved)
     print(f"at first: loss {first:.3f}\nat the end: loss {last:.3f}")
+dist.destroy_process_group()
