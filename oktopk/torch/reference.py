@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import Displacement, ShardDisplacement
 from oktopk.torch.agreement import TYPE_NAMES
@@ -44,9 +46,11 @@ class Reference:
     Attributes:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
+        marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
 
-    Memory: 4n bytes. A parameter that is laid out otherwise than it was, once more. In two levels 4n for the residual of the
-        host; and in each exchange the parameters once more, and some 20 bytes an element of the shard.
+    Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more. In
+        two levels 4n for the residual of the host; and in each exchange the parameters once more, and some 20 bytes an element of
+        the shard.
     Traffic: that of `gather_residual` alone.
     """
 
@@ -71,6 +75,7 @@ class Reference:
             self._whole_array = memory.array(self._whole)
         self._residual: tuple[Any, Tensor] | None = None  # the reducer's array, and the tensor over it
         self.views = dense_views(self.vector, parameters)
+        self.marked: dict[int, Tensor] = {}
         self._held = [parameter.detach() for parameter in parameters]
         self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
         self._resampled: list[int] = []  # the samples that are copies, as parameters are laid out otherwise
@@ -220,6 +225,7 @@ class Reference:
     def load(self, vector: Tensor) -> None:
         """Take float32[n] for the reference."""
         self.vector.copy_(vector)
+        self.marked.clear()
 
     def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
         """A copy of what the parameters hold, or of what is given, [n] of their type, in the order of the reference."""
@@ -283,6 +289,41 @@ class Reference:
         """Make what the parameters hold the reference; the residual stays."""
         self._follow()
         torch._foreach_copy_(self.views, self._held)
+        self.marked.clear()
+
+    def reconcile(self, transport: Transport) -> None:
+        """Where some ranks have taken an element since the last exchange and others have not, give these the same value.
+
+        One rank holds what is loaded already, by chance or as bfloat16 rounds; a bound cuts what another rank holds. Nothing is
+        done where the ranks that took an element took unlike values, and for a parameter that a rank has not written to.
+        Collective.
+
+        Traffic: an allgather of the marked parameters' numbers. For each of them an or of 2 bits an element, then of 8 bytes
+            for each element that is given.
+        """
+
+        def any_of(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            transport.allreduce_or(bits.view(np.uint8))
+            return bits
+
+        everywhere = set.intersection(*map(set, transport.allgather_objects(list(self.marked))))
+        for number in sorted(everywhere):
+            view = self.views[number]
+            taken = self.marked[number].reshape(-1).cpu().numpy()
+            some, others = (
+                np.unpackbits(any_of(np.packbits(each)), count=len(taken)) for each in (taken, ~taken)
+            )
+            places = np.flatnonzero(some & others)
+            if not len(places):
+                continue
+            here = taken[places]
+            values = view.reshape(-1)[torch.from_numpy(places).to(view.device)].cpu().numpy().view(np.int32)
+            ones, zeros = (any_of(np.where(here, each, 0).astype(np.int32)) for each in (values, ~values))
+            given = ~here & (ones == ~zeros)
+            whole = view.reshape(-1)
+            at = torch.from_numpy(places[given]).to(view.device)
+            whole[at] = torch.from_numpy(ones[given].view(np.float32)).to(view.device)
+            view.copy_(whole.view_as(view))
 
     def _written_to(self) -> list[tuple[int, int]]:
         """Of each parameter how often torch has written to it, and where it lies, as `_follow` found it."""
@@ -314,7 +355,8 @@ class Reference:
 
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""
-        held = self._held[number]
+        held, before = self._held[number], self.marked.get(number)
+        self.marked[number] = changed if before is None else changed | before
         self.views[number].copy_(torch.where(changed, held.float(), self.views[number]))
         residual.masked_fill_(changed, 0)
         if kept is not None:

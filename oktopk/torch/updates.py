@@ -101,9 +101,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     on all ranks, and a step that one skips is skipped. See docs/ddp.md.
 
     Elements that a user writes between steps become the reference, and what was not sent of them is dropped; one that is
-    written with what it holds already counts as not written. All ranks must write the same, within `agreed`, as their
-    parameters differ. Where `every` > 1, writing outside of it also drops the parameter's steps since the last exchange. Ranks
-    whose references part are named within ten exchanges.
+    written with what it holds already counts as not written, unless another rank has taken it. All ranks must write the same,
+    within `agreed` where that depends on what parameters hold. Where `every` > 1, writing outside of it also drops the
+    parameter's steps since the last exchange. Ranks whose references part are named within ten exchanges, those that write
+    unlike values in the next one.
 
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
@@ -185,7 +186,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._counted = [*self._parameters, *self._table_list]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
-        self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted))
+        self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted), self._reconcile)
         self._replica.meet(self.reducer.transport, self.reducer.advice, groups)
 
     def _replica_in_levels(self) -> Replica:
@@ -450,7 +451,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport = self._reference, self.reducer.transport
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
-        if new or self._failed:
+        if new or self._failed or reference.marked:
             self._hash[REFERENCE] = reference.digest()
         if new:
             problem = self._replica.unequal(problem)
@@ -479,6 +480,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             applied = not report.skipped
             if applied:
                 anywhere = self._agreement.hear(self.reducer.tokens, transport)
+                reference.marked.clear()  # of what was written the ranks' hashes are equal
         except (NonFiniteGradientError, ValueError) as error:
             failed = self._replica.of_world(error)
         except MissingRanksError as error:
@@ -538,6 +540,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         ]
 
     # what users write
+
+    def _reconcile(self) -> bytes:
+        """Before ranks are said to have parted: give all of them what some have written. Collective."""
+        self._reference.reconcile(self.reducer.transport)
+        self._hash[REFERENCE] = self._reference.digest()
+        return b""
 
     @torch.no_grad()
     def _take_written(self, changed: bool | None = None) -> None:
