@@ -46,6 +46,7 @@ MANY_RANKS = 8
 OTHER_RANKS = (2,)  # left to --long
 HOSTS_RANKS = 6  # left to --long: 3 hosts, or replicas, of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
 ON_HOSTS_RANKS = (
+    "tests/oktopk/test_kinds_of_replicas.py",
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_replicas.py",
     "tests/oktopk/test_shards.py",

@@ -250,14 +250,14 @@ MUTANTS = (
         "        vector.mul_(group.host.size)\n",
         "",
         "a host counts as one rank",
-        f"{_ON_THREE} tests/oktopk/test_replicas.py",
+        f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",
     ),
     Mutant(
         "replica-shards",
         "oktopk/torch/reference.py",
         "            self._put_residual()\n        torch",
-        "        torch",
+        "            pass\n        torch",
         "what is written within `agreed` stays in the shards of the residual",
-        f"{_ON_THREE} tests/oktopk/test_replicas.py",
+        f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ from mpi4py import MPI
 import oktopk
 from collectives.connect import connect
 from oktopk import DistributedOptimizer, GradientAllreduce
-from oktopk.buckets import BucketedAllreduce
-from oktopk.rows import RowSparseAllreduce
 from oktopk.torch import OkTopkState
 from oktopk.worker import CommunicationThread
 from tests.conftest import NO_GPU
 from tests.devices import gpus, put, use
+from tests.oktopk.test_users_mistakes import MADE
 from tests.training import network, squares
 
 pytestmark = pytest.mark.mpi
@@ -27,10 +27,10 @@ LENGTH = 60
 GRADIENT = np.ones(LENGTH, np.float32)
 
 
-def stepped(comm: MPI.Intracomm, **settings: Any) -> GradientAllreduce:
-    reducer = GradientAllreduce(comm, LENGTH, density=0.1, **settings)
-    reducer.step(GRADIENT)
-    return reducer
+def stepped(name: str, comm: MPI.Intracomm) -> Any:
+    made = MADE[name](comm)
+    made.step()
+    return made.reducer
 
 
 def wrapped(
@@ -57,25 +57,9 @@ def on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
     return reducer
 
 
-def bucketed(comm: MPI.Intracomm) -> BucketedAllreduce:
-    reducer = BucketedAllreduce(comm, [LENGTH, LENGTH], density=0.1)
-    reducer.step([GRADIENT, GRADIENT])
-    return reducer
-
-
-def of_rows(comm: MPI.Intracomm) -> RowSparseAllreduce:
-    table = RowSparseAllreduce(comm, 10, 2)
-    table.step(np.arange(3), np.ones((3, 2), np.float32))
-    return table
-
-
 MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
-    "messages": stepped,
-    "tree": lambda comm: stepped(comm, method="gtopk"),
+    **{name: partial(stepped, name) for name in ("reducer", "gtopk", "two levels", "buckets", "table")},
     "two levels on GPUs": on_gpus,
-    "two levels": lambda comm: stepped(comm, levels="hosts", ranks_per_host=2),
-    "buckets": bucketed,
-    "table": of_rows,
     "optimizer": wrapped,
     "updates": lambda comm: wrapped(comm, torch.optim.AdamW),
     "updates in one pass": lambda comm: wrapped(comm, oktopk.torch.AdamW),
@@ -125,7 +109,7 @@ def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name:
     assert isinstance(made, kind)
     if buffer is not None:  # its memory lives as long as the array
         buffer[:] = 1
-        assert buffer.sum() == LENGTH
+        assert buffer.sum() == len(buffer)
     comm.barrier()
 
 

@@ -8,8 +8,8 @@ import io
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 from tests.oktopk.test_closed import every_call_refuses
+from tests.replicas import Replicas
 from tests.training import flat, loss
 from tests.training import train as train_wrapped
 
@@ -191,30 +192,45 @@ def test_torchs_distributed_checkpoint_keeps_every_ranks_residual(
         assert continued.report.step == 7
 
 
+@contextmanager
+def fewer_ranks(comm: MPI.Intracomm, folder: Path, key: str, names: Sequence[str] = ()) -> Iterator[Any]:
+    """(a process group of all ranks but the last, its communicator, what `redistribute` reads a rank's state with).
+
+    On the last rank None. key: of the states in a distributed checkpoint, which are under these names of it, or alone there.
+    """
+
+    def read(rank: int) -> Any:
+        own = {f"rank-{rank}": None}
+        saved: dict[str, Any] = {key: {name: dict(own) for name in names} or own}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch reads for this process alone
+            dcp.load(saved, checkpoint_id=folder, no_dist=True)
+        return saved[key]
+
+    ranks = comm.size - 1
+    group = dist.new_group(list(range(ranks)))
+    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
+    yield (group, part, read) if comm.rank < ranks else None
+    if comm.rank < ranks:
+        part.Free()
+    comm.Barrier()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_on_fewer_ranks_a_distributed_checkpoint_is_redistributed(
-    comm: MPI.Intracomm,
-    tmp_path: Path,
+    comm: MPI.Intracomm, tmp_path: Path
 ) -> None:
     folder = comm.bcast(tmp_path)
     ddp, state = hooked()
     train(ddp, comm.rank, range(4))
     dcp.save({"hook": state}, checkpoint_id=folder)
     before = residuals(comm, state)
-
-    def read(rank: int) -> dict[str, Any]:
-        saved: dict[str, dict[str, Any]] = {"hook": {f"rank-{rank}": None}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch reads for this process alone
-            dcp.load(saved, checkpoint_id=folder, no_dist=True)
-        return saved["hook"]
-
-    ranks = comm.size - 1
-    group = dist.new_group(list(range(ranks)))
-    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
-    if comm.rank < ranks:
+    with fewer_ranks(comm, folder, "hook") as among:
+        if among is None:
+            return
+        group, part, read = among
         fewer, continued = hooked({"process_group": group}, comm=group)
-        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks))
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, part.size))
         after = residuals(part, continued)
         for name, total in before.items():
             assert np.allclose(after[name], total, rtol=1e-5, atol=1e-7), name
@@ -222,8 +238,37 @@ def test_on_fewer_ranks_a_distributed_checkpoint_is_redistributed(
         assert continued.report.step == 5
         assert np.array_equal(flat(fewer), part.bcast(flat(fewer)))
         continued.close()
-        part.Free()
-    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_on_fewer_ranks_the_replicas_of_a_distributed_checkpoint_are_redistributed(
+    comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = comm.bcast(tmp_path)
+    model = Branches()
+    optimizer = Replicas(dist.group.WORLD).wrap(model, every=2)
+    train_wrapped(model, optimizer, comm.rank, range(4))
+    with optimizer.agreed():
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+        agreed = flat(model)
+    to_come = comm.allreduce(optimizer.reducer.residual) / comm.size
+    moments = comm.allgather(optimizer.state[model.first.weight]["exp_avg_sq"])
+    with fewer_ranks(comm, folder, "optimizer", ("reducer", "updates")) as among:
+        if among is None:
+            return
+        group, part, read = among
+        fewer = Branches()
+        continued, ranks = Replicas(group).wrap(fewer, every=2), part.size
+        weights = fewer.state_dict()
+        dcp.load({"model": weights}, checkpoint_id=folder, process_group=group)
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks, continued.hosts))
+        with continued.agreed():
+            assert np.array_equal(flat(fewer), agreed)
+        assert np.allclose(part.allreduce(continued.reducer.residual) / ranks, to_come, atol=1e-7)
+        mean = sum(moments[comm.rank :: ranks]) / len(moments[comm.rank :: ranks])
+        assert torch.allclose(continued.state[fewer.first.weight]["exp_avg_sq"], mean)
+        train_wrapped(fewer, continued, comm.rank, range(4, 8))  # the references are compared
+        continued.close()
 
 
 def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
@@ -252,69 +297,6 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
     continued.load_state_dict(continued.inner.state_dict() | {"reducer": saved["reducer"]})
     train_wrapped(again, continued, comm.rank, range(4, 8))
     assert np.array_equal(flat(again), flat(model))
-
-
-def adamw(comm: Any = None) -> tuple[nn.Module, Any]:
-    model = Branches()
-    inner = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
-    return model, DistributedOptimizer(inner, comm, density=0.05, threshold_interval=3, every=2)
-
-
-def test_torchs_distributed_checkpoint_keeps_what_every_replica_has(
-    comm: MPI.Intracomm, tmp_path: Path
-) -> None:
-    folder = comm.bcast(tmp_path)
-    model, optimizer = adamw()
-    train_wrapped(model, optimizer, comm.rank, range(5))  # ends between two exchanges
-    with optimizer.agreed():
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-    train_wrapped(model, optimizer, comm.rank, range(5, 10))
-    again, continued = adamw()
-    dcp.load({"model": again.state_dict(), "optimizer": continued}, checkpoint_id=folder)
-    train_wrapped(again, continued, comm.rank, range(5, 10))
-    assert np.array_equal(flat(again), flat(model))
-    assert np.array_equal(continued.reducer.residual, optimizer.reducer.residual)
-    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(continued.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_on_fewer_ranks_the_replicas_of_a_distributed_checkpoint_are_redistributed(
-    comm: MPI.Intracomm, tmp_path: Path
-) -> None:
-    folder = comm.bcast(tmp_path)
-    model, optimizer = adamw()
-    train_wrapped(model, optimizer, comm.rank, range(4))
-    with optimizer.agreed():
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-        agreed = flat(model)
-    to_come = comm.allreduce(optimizer.reducer.residual) / comm.size
-    moments = comm.allgather(optimizer.state[model.first.weight]["exp_avg_sq"])
-
-    def read(rank: int) -> dict[str, Any]:
-        saved = {"optimizer": {name: {f"rank-{rank}": None} for name in ("reducer", "updates")}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch reads for this process alone
-            dcp.load(saved, checkpoint_id=folder, no_dist=True)
-        return saved["optimizer"]
-
-    ranks = comm.size - 1
-    group = dist.new_group(list(range(ranks)))
-    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
-    if comm.rank < ranks:
-        fewer, continued = adamw(group)
-        weights = fewer.state_dict()
-        dcp.load({"model": weights}, checkpoint_id=folder, process_group=group)
-        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks, continued.hosts))
-        with continued.agreed():
-            assert np.array_equal(flat(fewer), agreed)
-        assert np.allclose(part.allreduce(continued.reducer.residual) / ranks, to_come, atol=1e-7)
-        mean = sum(moments[comm.rank :: ranks]) / len(moments[comm.rank :: ranks])
-        assert torch.allclose(continued.state[fewer.first.weight]["exp_avg_sq"], mean)
-        train_wrapped(fewer, continued, comm.rank, range(4, 8))  # the references are compared
-        continued.close()
-        part.Free()
-    comm.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

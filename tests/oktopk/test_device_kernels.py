@@ -293,7 +293,7 @@ def test_pieces_are_selected_from_as_one_vector(
         assert np.all(left[1].get()[n:] == 0)
 
 
-@pytest.mark.parametrize(
+each_type_in_pieces = pytest.mark.parametrize(
     ("element_type", "pieces"),
     [
         pytest.param(
@@ -307,6 +307,9 @@ def test_pieces_are_selected_from_as_one_vector(
         for at, pieces in enumerate(PIECES)
     ],
 )
+
+
+@each_type_in_pieces
 def test_displacements_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
     """Added and selected from, and shown: residual, reference and parameters bit for bit, wherever these begin."""
     import cupy
@@ -355,20 +358,7 @@ def test_displacements_are_the_hosts(device: Any, element_type: str, pieces: str
             assert now[end:].tobytes() == was[end:].tobytes()
 
 
-@pytest.mark.parametrize(
-    ("element_type", "pieces"),
-    [
-        pytest.param(
-            element_type,
-            pieces,
-            marks=[]
-            if at in (3, number + 4, 7)
-            else pytest.mark.long("`make test` has lists of many parts in each type"),
-        )
-        for number, element_type in enumerate(("float32", "bfloat16", "float16"))
-        for at, pieces in enumerate(PIECES)
-    ],
-)
+@each_type_in_pieces
 def test_adamws_moves_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
     """On 2 steps: residual, moments and list bit for bit, wherever these begin; nothing beside them is written."""
     import cupy

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,10 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError, levels
 from oktopk.elastic import of_rank, redistribute
 from oktopk.levels import Layout
 from tests import oracle
+from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, loss, network, train
 
 pytestmark = pytest.mark.mpi
-
-ADAMW = {"lr": 2e-3, "weight_decay": 0.1}
-SGD = {"lr": 0.05, "momentum": 0.9}
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +35,11 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrap(model: nn.Module, comm: Any, per_host: int = 2, **settings: Any) -> Any:
-    kind = settings.pop("kind", torch.optim.AdamW)
-    inner = kind(model.parameters(), **(SGD if kind is torch.optim.SGD else ADAMW))
-    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates", "replica": "host"} | settings
-    return DistributedOptimizer(inner, comm, ranks_per_host=per_host, **given)
+    return Replicas(comm, per_host).wrap(model, **settings)
 
 
-def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
-    """References are equal on all ranks, and what the ranks of a host hold is."""
-    assert len(set(comm.allgather(optimizer._reference.vector.numpy().tobytes()))) == 1
-    held: dict[int, set[bytes]] = {}
-    for host, parameters in zip(optimizer.hosts, comm.allgather(flat(model).tobytes()), strict=True):
-        held.setdefault(host, set()).add(parameters)
-    assert all(len(each) == 1 for each in held.values())
+def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm, per_host: int = 2) -> None:
+    Replicas(comm, per_host).check_agreed(model, optimizer)
 
 
 class Oracle:
@@ -149,29 +138,10 @@ def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, k
     assert (optimizer.report.levels, optimizer.report.replicas) == ("hosts", hosts)
 
 
-@pytest.mark.parametrize(
-    ("per_host", "settings"),
-    [(2, {}), (3, {"every": 3, "wire": "int4"}), (3, {"local_share": 0.0}), (2, {"clip_norm": 0.1})],
-    ids=str,
-)
-def test_references_are_equal_on_all_ranks_and_parameters_within_a_host(
-    comm: MPI.Intracomm, per_host: int, settings: dict[str, Any]
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, per_host, **settings)
-    for step in range(6):
-        train(model, optimizer, comm.rank, range(step, step + 1))
-        check_agreed(model, optimizer, comm)
-    assert optimizer.reducer.gathered_residual().any() or optimizer.reducer.group.host.rank
-    with optimizer.agreed():
-        assert len(set(comm.allgather(flat(model).tobytes()))) == 1
-    assert not np.array_equal(flat(model), flat(network()))
-
-
 def test_states_that_part_inside_a_host_part_no_references(comm: MPI.Intracomm) -> None:
     """Each shard's displacement is its holder's alone."""
     model = network()
-    optimizer = wrap(model, comm, kind=torch.optim.SGD)
+    optimizer = wrap(model, comm, kind="sgd")
     for step in range(5):
         train(model, optimizer, comm.rank, range(step, step + 1))
         for state in optimizer.inner.state.values():
@@ -179,48 +149,7 @@ def test_states_that_part_inside_a_host_part_no_references(comm: MPI.Intracomm) 
         check_agreed(model, optimizer, comm)
 
 
-def counted(model: nn.Module, optimizer: Any) -> NDArray[np.float64]:
-    """float64[n], to which each step of the wrapped optimizer adds what it takes off the parameters."""
-    moved = np.zeros(len(flat(model)))
-    inner = optimizer.inner.step
-
-    def step() -> None:
-        held = flat(model).astype(np.float64)
-        inner()
-        moved[:] += held - flat(model)
-
-    optimizer.inner.step = step
-    return moved
-
-
-@pytest.mark.parametrize(("per_host", "dtype"), [(2, torch.float32), (3, torch.bfloat16)], ids=str)
-def test_nothing_is_lost_between_the_optimizers_and_the_reference(
-    comm: MPI.Intracomm, per_host: int, dtype: torch.dtype
-) -> None:
-    model = network().to(dtype)
-    optimizer = wrap(model, comm, per_host, kind=torch.optim.SGD, density=0.1, every=2, local_share=0.5)
-    group = optimizer.reducer.group
-    before = optimizer._reference.vector.double().numpy().copy()
-    moved = counted(model, optimizer)
-    for step in range(8):
-        optimizer.zero_grad()
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
-        model(batch).float().square().mean().backward()
-        optimizer.step()
-    check_agreed(model, optimizer, comm)
-    all_moved = comm.allreduce(moved)  # the ranks of a host move alike
-    residuals = comm.allreduce(optimizer.reducer.gathered_residual().astype(np.float64))
-    applied = (before - optimizer._reference.vector.double().numpy()) * comm.size
-    assert np.abs(all_moved).max() > 0.01 and np.abs(applied).max() > 0.01
-    assert comm.size == 1 or np.abs(residuals).max() > 1e-3
-    assert np.allclose(all_moved, residuals + applied, atol=2e-5)
-    # half of what the host has not sent, whose residual is times its ranks
-    unsent = sum(group.host.allgather_objects(optimizer.reducer.gathered_residual())) / group.host.size
-    shown = optimizer._reference.vector.numpy() - 0.5 * unsent
-    assert np.allclose(flat(model), shown, rtol=0 if dtype == torch.float32 else 2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_hosts_of_one_rank_are_ranks(comm: MPI.Intracomm, kind: Any) -> None:
     vectors = []
     for replica in ("rank", "host"):
@@ -230,22 +159,6 @@ def test_hosts_of_one_rank_are_ranks(comm: MPI.Intracomm, kind: Any) -> None:
         assert optimizer.reducer.levels == ("flat" if replica == "rank" else "hosts")
         vectors.append((optimizer._reference.vector.numpy().tobytes(), flat(model).tobytes()))
     assert vectors[0] == vectors[1]
-
-
-def test_one_host_trains_as_the_optimizer_alone_on_the_mean_gradient(comm: MPI.Intracomm) -> None:
-    model, alone = network(), network()
-    optimizer = wrap(model, comm, comm.size, kind=torch.optim.SGD)
-    plain = torch.optim.SGD(alone.parameters(), **SGD)
-    for step in range(8):
-        train(model, optimizer, comm.rank, range(step, step + 1))
-        plain.zero_grad()
-        loss(alone, comm.rank, step).backward()
-        for p in alone.parameters():
-            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
-        plain.step()
-    assert optimizer.reducer.gathered_residual().any() or comm.rank
-    assert np.allclose(flat(model), flat(alone), rtol=0, atol=1e-5)
-    assert optimizer.report.bytes_between == 0
 
 
 @pytest.mark.mpi(min_size=3)
@@ -313,37 +226,9 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize(("nonfinite", "every"), [("raise", 1), ("raise", 2), ("skip", 1)])
-def test_a_host_of_which_one_rank_has_a_nan_does_not_step(
-    comm: MPI.Intracomm, nonfinite: str, every: int
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, 2, nonfinite=nonfinite, every=every)
-    train(model, optimizer, comm.rank, range(every))
-    here = optimizer.hosts[comm.rank] == 0
-    optimizer.zero_grad()
-    loss(model, comm.rank, 9).backward()
-    if comm.rank == 1:
-        model[0].weight.grad[0, 0] = math.nan
-    reference = optimizer._reference.vector.clone()
-    with pytest.raises(NonFiniteGradientError, match="0, 1") if nonfinite == "raise" else nullcontext():
-        optimizer.step()
-        if every == 2:
-            train(model, optimizer, comm.rank, range(10, 11))
-    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
-    assert steps == {2.0 * every - here}
-    assert torch.equal(reference, optimizer._reference.vector) == (nonfinite == "raise")
-    residual = comm.allgather(optimizer.reducer.gathered_residual())
-    assert nonfinite == "skip" or residual[2].any()  # what the other host has done stays
-    train(model, optimizer, comm.rank, range(11, 11 + 3 * every))
-    assert np.isfinite(flat(model)).all()
-    check_agreed(model, optimizer, comm)
-
-
-@pytest.mark.mpi(min_size=3)
 def test_a_state_that_is_not_finite_on_a_shards_holder_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = wrap(model, comm, kind=torch.optim.SGD)
+    optimizer = wrap(model, comm, kind="sgd")
     train(model, optimizer, comm.rank, range(2))
     bad = comm.size - 1 if optimizer.reducer.shards > 1 else 0
     if comm.rank == bad:
@@ -353,27 +238,6 @@ def test_a_state_that_is_not_finite_on_a_shards_holder_is_found_on_all_ranks(com
         train(model, optimizer, comm.rank, range(2, 3))
     check_agreed(model, optimizer, comm)
     assert np.isfinite(flat(model)).all()
-
-
-@pytest.mark.mpi(min_size=3)
-def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_host(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss(model, comm.rank, step)).backward()
-        if comm.rank == 1:
-            if step == 1:
-                optimizer.zero_grad()  # a rank without gradients
-            elif step == 2:
-                model[0].weight.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-        check_agreed(model, optimizer, comm)
-    skipped = optimizer.hosts[comm.rank] == 0
-    assert scaler.get_scale() == (512.0 if skipped else 1024.0)
-    assert {float(s["step"]) for s in optimizer.inner.state.values()} == {3.0 if skipped else 4.0}
 
 
 def test_a_parameter_has_a_gradient_where_any_rank_of_the_host_has_one(comm: MPI.Intracomm) -> None:
@@ -402,67 +266,6 @@ def test_a_parameter_has_a_gradient_where_any_rank_of_the_host_has_one(comm: MPI
     train(model, optimizer, comm.rank, range(8, 10))
     assert not np.array_equal(flat(model[3]), held)
     check_agreed(model, optimizer, comm)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("at", [0, 1])
-def test_after_a_problem_of_one_rank_all_go_on_together(comm: MPI.Intracomm, at: int) -> None:
-    model = network()
-    optimizer = wrap(model, comm, 2, every=2)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss(model, comm.rank, step).backward()
-        if step == 2 + at and comm.rank == 1:
-            model[0].weight.grad = model[0].weight.grad.to_sparse()
-        with pytest.raises(ValueError, match="rank 1: a gradient is sparse") if step == 3 else nullcontext():
-            optimizer.step()
-    check_agreed(model, optimizer, comm)
-
-
-def test_what_is_written_within_agreed_becomes_the_reference(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, density=0.2)
-    train(model, optimizer, comm.rank, range(3))
-    with optimizer.agreed(), torch.no_grad():
-        model[3].bias.fill_(0.5)
-    assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
-    assert not optimizer.reducer.gathered_residual()[-7:].any()
-    train(model, optimizer, comm.rank, range(3, 6))
-    check_agreed(model, optimizer, comm)
-    # on all ranks alike; what an element holds already counts as not written, and one of network(9) does so by chance
-    model.load_state_dict(network(10).state_dict())
-    optimizer.close()
-    assert np.array_equal(flat(model), flat(network(10)))
-
-
-@pytest.mark.parametrize(("per_host", "every", "saved"), [(2, 1, "local"), (3, 3, "local"), (2, 3, "agreed")])
-def test_a_run_goes_on_from_its_state_bit_for_bit(
-    comm: MPI.Intracomm, per_host: int, every: int, saved: str
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, per_host, every=every)
-    train(model, optimizer, comm.rank, range(5))  # within a window, too
-    state = copy.deepcopy(optimizer.state_dict())
-    with optimizer.agreed() if saved == "agreed" else nullcontext():
-        weights = copy.deepcopy(model.state_dict())
-    train(model, optimizer, comm.rank, range(5, 10))
-    other = network(3)
-    loaded = wrap(other, comm, per_host, every=every)
-    other.load_state_dict(weights)
-    loaded.load_state_dict(state)
-    train(other, loaded, comm.rank, range(5, 10))
-    assert np.array_equal(flat(other), flat(model))
-    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
-
-
-def test_a_deep_copy_goes_on_as_the_original(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(4))
-    other, copied = copy.deepcopy((model, optimizer))
-    train(other, copied, comm.rank, range(4, 6))
-    train(model, optimizer, comm.rank, range(4, 6))
-    assert np.array_equal(flat(model), flat(other))
 
 
 def to_come(states: list[dict[str, Any]], hosts: list[int] | None) -> NDArray[np.float64]:
@@ -544,30 +347,6 @@ def test_several_hosts_of_several_ranks_are_replicas_unless_something_else_is_as
     assert f"replica={optimizer.replica!r}" in repr(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
-        ({"levels": "hosts"}, "levels='hosts' is for sends='gradients': take replica='host'"),
-        ({"levels": "flat"}, "replica='host' is for two levels: leave out levels='flat'"),
-        ({"sends": "gradients"}, "replica='host' is for sends='updates'"),
-        ({"method": "gtopk"}, "gtopk has flat steps only"),
-    ],
-    ids=str,
-)
-def test_what_replicas_do_not_take_is_refused_in_a_sentence(
-    comm: MPI.Intracomm, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrap(network(), comm, **settings)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_must_be_of_one_kind_of_replica(comm: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match="ranks disagree on replica: rank 0: 'host', rank 1: 'summed'"):
-        wrap(network(), comm, replica=("host", "summed")[comm.rank == 1])
-
-
 @pytest.mark.mpi(min_size=3)
 def test_ranks_of_a_host_with_unequal_gradients_are_no_replica_that_is_summed(comm: MPI.Intracomm) -> None:
     model = network()
@@ -575,22 +354,5 @@ def test_ranks_of_a_host_with_unequal_gradients_are_no_replica_that_is_summed(co
     optimizer.zero_grad()
     loss(model, comm.rank, 0).backward()
     with pytest.raises(ValueError, match="replica='summed' needs equal gradients on the ranks of a host"):
-        optimizer.step()
-    optimizer.close()
-
-
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("change", ["type", "length"])
-def test_a_parameter_of_another_type_or_length_is_named_on_all_hosts(
-    comm: MPI.Intracomm, change: str
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, timeout=20.0)
-    train(model, optimizer, comm.rank, range(3))
-    weight: Any = model[0].weight
-    if comm.rank == 1:
-        weight.data = (weight.double() if change == "type" else weight.data[:15]).detach()
-    weight.grad = torch.zeros_like(weight)
-    with pytest.raises(ValueError, match="rank 1: the (type|shape) of a parameter of shape .30, 20. was"):
         optimizer.step()
     optimizer.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,39 +12,25 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from numpy.typing import NDArray
 from torch import nn
 
 from collectives.transport import MissingRanksError
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
-from oktopk.torch.adamw import AdamW as OurAdamW
 from oktopk.torch.shards import is_sharded, local_tensor
-from oktopk.torch.updates import UpdatesOptimizer
+from tests.replicas import ADAMW, SHARDS, SIZE, Replicas, held, layers, mesh_of, sharded, whole
 from tests.training import flat, loss, train
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-SIZE = MPI.COMM_WORLD.size
-SHARDS = [
-    shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)
-] or [SIZE]
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
-SGD = {"lr": 0.05, "momentum": 0.9}
-ADAMW = {"lr": 2e-3, "weight_decay": 0.1}
-
-
-@pytest.fixture(scope="module", params=SHARDS)
-def any_mesh(request: pytest.FixtureRequest, group: Any) -> Any:
-    """Of two dimensions, replicas and shards."""
-    return mesh_of(request.param)
 
 
 @pytest.fixture(
     scope="module", params=[pytest.param(n, marks=LONG) if n == 1 and SIZE == 3 else n for n in SHARDS]
 )
 def mesh(request: pytest.FixtureRequest, group: Any) -> Any:
-    """As `any_mesh`; one shard has less to agree on."""
+    """Of two dimensions, replicas and shards; one shard has less to agree on."""
     return mesh_of(request.param)
 
 
@@ -62,52 +46,12 @@ def one_replica(group: Any) -> Any:
     return mesh_of(SIZE)
 
 
-def mesh_of(shards: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (SIZE // shards, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def layers(seed: int = 5) -> nn.Sequential:
-    """Without statistics of batches; 7 rows over several shards are uneven, and 2 leave a shard without any."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2), nn.Tanh(), nn.Linear(2, 7))
-
-
-def sharded(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    made: Any = layers() if model is None else model
-    if isinstance(made, nn.Sequential):
-        fully_shard(made[0], mesh=mesh["shard"], **options)
-    return fully_shard(made, mesh=mesh["shard"], **options)
-
-
-def wrap(model: nn.Module, mesh: Any, kind: Any = torch.optim.AdamW, **settings: Any) -> Any:
-    inner = kind(model.parameters(), **(SGD if kind is torch.optim.SGD else ADAMW))
-    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates"} | settings
-    return DistributedOptimizer(inner, mesh["replicate"].get_group(), **given)
-
-
-def whole(model: Any) -> NDArray[np.float32]:
-    """All parameters, of all shards."""
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]).numpy().copy()
-
-
-def held(tensors: Any) -> bytes:
-    """What this rank's shards hold."""
-    return b"".join(t.to_local().detach().numpy().tobytes() for t in tensors)
+def wrap(model: nn.Module, mesh: Any, kind: str = "", **settings: Any) -> Any:
+    return Replicas(MPI.COMM_WORLD, mesh=mesh).wrap(model, kind, **settings)
 
 
 def check_agreed(model: nn.Module, optimizer: Any, mesh: Any, comm: MPI.Intracomm) -> None:
-    """References are equal on the ranks that hold one shard; the agreed model is on all."""
-    shard = mesh["shard"].get_local_rank()
-    everyone = comm.allgather((shard, optimizer._reference.vector.numpy().tobytes()))
-    assert len(set(everyone)) == mesh["shard"].size()
-    with optimizer.agreed():
-        assert len(set(comm.allgather(whole(model).tobytes()))) == 1
-    rates = comm.allgather(None if optimizer._ratio is None else optimizer._ratio.squares)
-    assert len(set(rates)) == 1
+    Replicas(comm, mesh=mesh).check_agreed(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +59,7 @@ def check_agreed(model: nn.Module, optimizer: Any, mesh: Any, comm: MPI.Intracom
     [
         {"every": 2, "clip_norm": 0.1},
         pytest.param({}, marks=LONG),
-        pytest.param({"kind": torch.optim.SGD}, marks=LONG),
+        pytest.param({"kind": "sgd"}, marks=LONG),
     ],
     ids=str,
 )
@@ -129,186 +73,16 @@ def test_one_shard_trains_as_without_sharding_bit_for_bit(
         train(model, optimizer, comm.rank, range(6))
         states.append((optimizer._reference.vector.numpy().tobytes(), optimizer.report.control_words))
         if shards:
-            assert states[1][0] != held(sharded(one_shard).parameters())
+            assert states[1][0] != held(sharded(one_shard).parameters()).numpy().tobytes()
             assert optimizer.replica == "shards" and "replica='shards'" in repr(optimizer)
     assert states[0] == states[1]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        pytest.param({"every": 3, "wire": "int4"}, marks=LONG),
-        pytest.param({"kind": OurAdamW}, marks=LONG),
-        pytest.param({"kind": torch.optim.SGD, "clip_norm": 0.1, "local_share": 0.0}, marks=LONG),
-    ],
-    ids=str,
-)
-def test_references_are_equal_on_the_ranks_that_hold_a_shard(
-    comm: MPI.Intracomm, any_mesh: Any, settings: dict[str, Any]
-) -> None:
-    model = sharded(any_mesh)
-    optimizer = wrap(model, any_mesh, **settings)
-    assert isinstance(optimizer, UpdatesOptimizer)
-    for step in range(7):
-        train(model, optimizer, comm.rank, range(step, step + 1))
-        check_agreed(model, optimizer, any_mesh, comm)
-    assert not np.array_equal(whole(model), flat(layers()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (torch.optim.SGD, {"clip_norm": 0.05}),
-        (torch.optim.Adam, {}),
-        pytest.param(torch.optim.SGD, {}, marks=LONG),
-        pytest.param(torch.optim.Adam, {"clip_norm": 0.05}, marks=LONG),
-        pytest.param(torch.optim.SGD, {"by torch": 0.05}, marks=LONG),
-    ],
-    ids=str,
-)
-def test_one_replica_trains_as_the_optimizer_alone_on_the_whole_model(
-    comm: MPI.Intracomm, one_replica: Any, kind: Any, settings: dict[str, Any]
-) -> None:
-    """Backward passes whose gradients FSDP keeps are added up; the norm is that of the whole gradient."""
-    model, alone = sharded(one_replica), layers()
-    arguments = SGD if kind is torch.optim.SGD else {"lr": 2e-3}
-    group = one_replica["replicate"].get_group()
-    clip_norm, by_torch = settings.get("clip_norm", 0.0), settings.get("by torch", 0.0)
-    inner = kind(model.parameters(), **arguments)
-    optimizer = DistributedOptimizer(inner, group, sends="updates", density=0.1, clip_norm=clip_norm)
-    plain = kind(alone.parameters(), **arguments)
-    for step in range(6):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        for part in range(2):
-            model.set_requires_gradient_sync(part == 1)
-            loss(model, comm.rank, 2 * step + part).backward()
-            loss(alone, comm.rank, 2 * step + part).backward()
-        if by_torch:
-            nn.utils.clip_grad_norm_(model.parameters(), by_torch)
-        optimizer.step()
-        for p in alone.parameters():
-            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
-        if settings:
-            assert nn.utils.clip_grad_norm_(alone.parameters(), clip_norm + by_torch) > clip_norm + by_torch
-        plain.step()
-    assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-5)
-    assert np.abs(flat(alone) - flat(layers())).max() > 1e-3
-
-
-def counted(model: Any, optimizer: Any) -> NDArray[np.float64]:
-    """float64[n], to which each step of the wrapped optimizer adds what it takes off this rank's shards."""
-    moved = np.zeros(optimizer.length)
-    inner = optimizer.inner.step
-
-    def values() -> NDArray[np.float64]:
-        parts = [p.to_local().detach().reshape(-1) for p in model.parameters()]
-        return torch.cat(parts).double().numpy()
-
-    def step() -> None:
-        before = values()
-        inner()
-        moved[: len(before)] += before - values()
-
-    optimizer.inner.step = step
-    return moved
-
-
-@pytest.mark.parametrize("what", ["", "nan", "rates"])
-def test_nothing_is_lost_between_the_optimizers_and_the_references(
-    comm: MPI.Intracomm, any_mesh: Any, what: str
-) -> None:
-    """Neither where one rank's gradient is not finite, nor where its learning rate is another, which all ranks are told."""
-    model = sharded(any_mesh)
-    optimizer = wrap(model, any_mesh, torch.optim.SGD, density=0.1, every=2)
-    before = optimizer._reference.vector.double().numpy().copy()
-    moved = counted(model, optimizer)
-    told = 0
-    for step in range(8):
-        optimizer.zero_grad()
-        loss(model, comm.rank, step).backward()
-        if step == 2 and what == "nan" and comm.rank == 0:
-            next(model.parameters()).grad.to_local()[0, 0] = math.nan
-        if step == 3 and what == "rates" and comm.rank == comm.size - 1:
-            optimizer.param_groups[0]["lr"] = 0.5
-        try:
-            optimizer.step()
-        except (NonFiniteGradientError, ValueError) as error:
-            told += 1
-            assert len(set(comm.allgather(str(error)))) == 1
-            assert what == "nan" or "'lr' of the optimizer's group 0 differs between ranks: 0.05 on" in str(
-                error
-            )
-        optimizer.param_groups[0]["lr"] = 0.05
-    replicas = any_mesh["replicate"].size()
-    assert comm.allgather(told) == [int(what == "nan" or (what == "rates" and comm.size > 1))] * comm.size
-    check_agreed(model, optimizer, any_mesh, comm)
-    ours = comm.Split(any_mesh["shard"].get_local_rank())
-    all_moved = ours.allreduce(moved)
-    residuals = ours.allreduce(optimizer.reducer.residual.astype(np.float64))
-    ours.Free()
-    applied = (before - optimizer._reference.vector.double().numpy()) * replicas
-    assert comm.allreduce(np.abs(all_moved).max(), MPI.MAX) > 0.01
-    assert np.allclose(all_moved, residuals + applied, atol=1e-5)
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", pytest.param("skip", marks=LONG)])
-def test_where_one_shard_is_not_finite_no_shard_of_its_replica_steps(
-    comm: MPI.Intracomm, mesh: Any, nonfinite: str
-) -> None:
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh, nonfinite=nonfinite, every=2)
-    train(model, optimizer, comm.rank, range(2))
-    optimizer.zero_grad()
-    loss(model, comm.rank, 2).backward()
-    parameters = list(model.parameters())
-    states = [optimizer.inner.state[p] for p in parameters]
-    tensors = [each[name] for each in states for name in ("exp_avg", "exp_avg_sq")] + parameters
-    before = held(tensors)
-    if comm.rank == 0:
-        parameters[0].grad.to_local()[0, 0] = math.inf
-    optimizer.step()  # without an exchange
-    stayed, replica = mesh["replicate"].get_local_rank() == 0, range(mesh["shard"].size())
-    assert (held(tensors) == before) == stayed
-    fails = (
-        pytest.raises(NonFiniteGradientError, match=rf"on rank\(s\) {', '.join(map(str, replica))}$")
-        if nonfinite == "raise"
-        else nullcontext()
-    )
-    with fails:
-        train(model, optimizer, comm.rank, range(3, 4))
-    train(model, optimizer, comm.rank, range(4, 6))
-    check_agreed(model, optimizer, mesh, comm)
-    assert np.isfinite(whole(model)).all()
-
-
-def test_an_inf_that_a_scaler_finds_on_one_shard_makes_all_of_the_replica_back_off(
-    comm: MPI.Intracomm, mesh: Any
-) -> None:
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss(model, comm.rank, step)).backward()
-        if step == 1 and comm.rank == 0:
-            next(model.parameters()).grad.to_local()[0, 0] = math.inf
-        moments = [optimizer.inner.state[p].get("exp_avg") for p in model.parameters()]
-        before = held([] if None in moments else moments)
-        scaler.step(optimizer)
-        scaler.update()
-        moments = [optimizer.inner.state[p]["exp_avg"] for p in model.parameters()]
-        assert (held(moments) == before) == (step == 1 and mesh["replicate"].get_local_rank() == 0)
-    assert scaler.get_scale() == (8.0 if mesh["replicate"].get_local_rank() == 0 else 16.0)
-    check_agreed(model, optimizer, mesh, comm)
 
 
 def test_a_step_that_one_shard_skips_is_skipped_by_all(
     comm: MPI.Intracomm, one_replica: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sharded(one_replica)
-    optimizer = wrap(model, one_replica, torch.optim.SGD)
+    optimizer = wrap(model, one_replica, "sgd")
     train(model, optimizer, comm.rank, range(2))
     reference, reducer = optimizer._reference.vector.clone(), optimizer.reducer
     residual = reducer.residual.copy()
@@ -372,27 +146,6 @@ def test_ranks_that_hold_different_shards_of_two_replicas_are_refused(comm: MPI.
         DistributedOptimizer(torch.optim.AdamW(sharded(mesh).parameters()), group)
 
 
-@pytest.mark.parametrize("scaled", [False, pytest.param(True, marks=LONG)])
-def test_a_problem_of_one_shard_is_told_on_all_ranks_and_gone_on_from(
-    comm: MPI.Intracomm, mesh: Any, scaled: bool
-) -> None:
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh)
-    train(model, optimizer, comm.rank, range(2))
-    optimizer.zero_grad()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
-    scaler.scale(loss(model, comm.rank, 2)).backward()
-    if comm.rank == comm.size - 1:
-        first = next(model.parameters())
-        first.grad = None
-        first.grad = torch.zeros(first.shape)
-    with pytest.raises(ValueError, match="of a sharded parameter of shape .* is not laid out as") as told:
-        scaler.step(optimizer)
-    assert len(set(comm.allgather(str(told.value)))) == 1
-    train(model, optimizer, comm.rank, range(3, 5))
-    check_agreed(model, optimizer, mesh, comm)
-
-
 @pytest.mark.parametrize(
     "error",
     [ValueError("of one group alone"), pytest.param(NonFiniteGradientError([], 2), marks=LONG)],
@@ -418,134 +171,6 @@ def test_an_exchange_that_fails_for_one_shard_fails_for_all(
     monkeypatch.undo()
     train(model, optimizer, comm.rank, range(3, 5))
     check_agreed(model, optimizer, one_replica, comm)
-
-
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=LONG)])
-@pytest.mark.parametrize("which", ["own", pytest.param("agreed", marks=LONG)])
-def test_training_goes_on_from_a_state_bit_for_bit(
-    comm: MPI.Intracomm, mesh: Any, tmp_path: Path, which: str, every: int
-) -> None:
-    """In the middle of a window, too; of a model whose last shards have no element, too."""
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh, every=every, clip_norm=0.5)
-    train(model, optimizer, comm.rank, range(5))
-    with optimizer.agreed() if which == "agreed" else nullcontext():
-        parameters = {name: value.clone() for name, value in model.state_dict().items()}
-    path = tmp_path / f"{comm.rank}.pt"
-    torch.save(optimizer.state_dict(), path)
-    train(model, optimizer, comm.rank, range(5, 9))
-    again = sharded(mesh, layers(6))
-    other = wrap(again, mesh, every=every, clip_norm=0.5)
-    again.load_state_dict(parameters)
-    other.load_state_dict(torch.load(path, weights_only=True))
-    train(again, other, comm.rank, range(5, 9))
-    assert held(again.parameters()) == held(model.parameters())
-    assert torch.equal(other._reference.vector, optimizer._reference.vector)
-    assert other._ratio.squares == optimizer._ratio.squares
-
-
-def loaded_of(comm: MPI.Intracomm, rank: int, state: Any) -> Any:
-    """A copy of a rank's state, as another rank loads it."""
-    stream = io.BytesIO()
-    torch.save(state, stream)
-    everyone = comm.allgather(stream.getvalue())
-    return torch.load(io.BytesIO(everyone[rank]), weights_only=True)
-
-
-def everything(model: Any, optimizer: Any) -> bytes:
-    """What a load may change on this rank."""
-    moments = [kept[name] for kept in optimizer.inner.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    tensors = [optimizer._reference.vector, torch.from_numpy(optimizer.reducer.residual)]
-    return held([*model.parameters(), *moments]) + b"".join(t.numpy().tobytes() for t in tensors)
-
-
-def check_refused(comm: MPI.Intracomm, model: Any, optimizer: Any, state: Any, sentence: str) -> None:
-    """By one sentence on all ranks, on none of which anything is loaded."""
-    before = everything(model, optimizer)
-    with pytest.raises(ValueError, match=sentence) as refused:
-        optimizer.load_state_dict(state)
-    same = len(set(comm.allgather(str(refused.value)))) == 1
-    kept = all(comm.allgather(everything(model, optimizer) == before))
-    assert same, comm.allgather(str(refused.value))
-    assert kept
-    train(model, optimizer, comm.rank, range(3, 5))
-
-
-def even(seed: int = 5) -> nn.Sequential:
-    """Whose shards have equal shapes."""
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, 4 * SIZE), nn.AdaptiveAvgPool1d(7), nn.Tanh())
-
-
-@pytest.mark.parametrize("whose", ["the next shard's", "rank 0's"])
-def test_a_state_of_another_shard_is_refused(comm: MPI.Intracomm, mesh: Any, whose: str) -> None:
-    shards = mesh["shard"].size()
-    if shards == 1:
-        pytest.skip("one shard")
-    model = sharded(mesh, even())
-    optimizer = wrap(model, mesh)
-    train(model, optimizer, comm.rank, range(3))
-    shard = mesh["shard"].get_local_rank()
-    rank = 0 if whose == "rank 0's" else comm.rank - shard + (shard + 1) % shards
-    state = loaded_of(comm, rank, optimizer.state_dict())
-    sentence = f"the state is of shard 0 of {shards}, and this rank has shard {shards - 1} of {shards}: each rank saves"
-    check_refused(comm, model, optimizer, state, sentence)
-
-
-def shortened(state: dict[str, Any]) -> None:
-    reducer = of_rank(state["reducer"])
-    reducer["residual"] = reducer["residual"][:-1]
-
-
-def other_group(state: dict[str, Any]) -> None:
-    state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:-1]
-
-
-def other_moment(state: dict[str, Any]) -> None:
-    of_rank(state["updates"])["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-
-
-DAMAGED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "residual": (shortened, "residual of the state is float32"),
-    "replicas that differ": (
-        lambda state: of_rank(state["reducer"]).update(unaided=7),
-        "ranks disagree on unaided",
-    ),
-    "groups": (other_group, "the state has groups of"),
-    "moment": (other_moment, r"has exp_avg of shape \(3,\) of a parameter of shape"),
-    "optimizer": (
-        lambda state: of_rank(state["updates"])["optimizer"].update(state=None),
-        "not that of an optimizer",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "what", ["residual", *(pytest.param(what, marks=LONG) for what in list(DAMAGED)[1:])]
-)
-def test_what_is_refused_on_one_rank_is_loaded_on_none(comm: MPI.Intracomm, mesh: Any, what: str) -> None:
-    """Not on those either that have another shard."""
-    if what == "replicas that differ" and mesh["replicate"].size() == 1:
-        pytest.skip("one replica")
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh)
-    train(model, optimizer, comm.rank, range(2))
-    state = loaded_of(comm, comm.rank, optimizer.state_dict())
-    train(model, optimizer, comm.rank, range(2, 3))
-    change, sentence = DAMAGED[what]
-    if comm.rank == comm.size - 1:
-        change(state)
-    check_refused(comm, model, optimizer, state, sentence)
-
-
-@pytest.mark.parametrize("state", [None, pytest.param([], marks=LONG)])
-def test_what_is_no_state_on_one_rank_is_told_on_all(comm: MPI.Intracomm, mesh: Any, state: Any) -> None:
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh, timeout=20.0)
-    train(model, optimizer, comm.rank, range(3))
-    given = state if comm.rank == comm.size - 1 else optimizer.state_dict()
-    sentence = f"the state is a {type(state).__name__}, not a dict"
-    check_refused(comm, model, optimizer, given, sentence)
 
 
 def test_moments_are_saved_as_plain_tensors(comm: MPI.Intracomm, mesh: Any) -> None:
@@ -899,28 +524,3 @@ def test_what_an_optimizer_computes_of_whole_parameters_it_computes_of_all_shard
         plain.step()
     assert np.abs(flat(alone) - flat(bare())).max() > 0.03
     assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-3)
-
-
-@pytest.mark.long("writes files of all ranks; `make test` has each rank's own state")
-def test_training_goes_on_from_a_distributed_checkpoint_bit_for_bit(
-    comm: MPI.Intracomm, mesh: Any, tmp_path: Path
-) -> None:
-    """Of the agreed model, and of what each rank has of its own."""
-    import torch.distributed.checkpoint as dcp
-
-    folder = str(comm.bcast(tmp_path))
-    model = sharded(mesh)
-    optimizer = wrap(model, mesh)
-    train(model, optimizer, comm.rank, range(3))
-    with optimizer.agreed():
-        agreed = whole(model)
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-    train(model, optimizer, comm.rank, range(3, 5))
-    again = sharded(mesh, layers(7))
-    other = wrap(again, mesh)
-    saved = {"model": again.state_dict(), "optimizer": other}
-    dcp.load(saved, checkpoint_id=folder)
-    again.load_state_dict(saved["model"])
-    train(again, other, comm.rank, range(3, 5))
-    assert not np.array_equal(whole(again), agreed)
-    assert held(again.parameters()) == held(model.parameters())

@@ -18,129 +18,22 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer
+from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, loss, network, train
 
 pytestmark = pytest.mark.mpi
 
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.1, fused=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.1, foreach=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3)),
-}
-
 
 def wrap(model: nn.Module, comm: Any, kind: str = "adamw", **settings: Any) -> Any:
-    inner = OPTIMIZERS[kind](model.parameters())
-    given = {"density": 0.05, "threshold_interval": 3, "sends": "updates"} | settings
-    return DistributedOptimizer(inner, comm, **given)
+    return Replicas(comm).wrap(model, kind, **settings)
+
+
+def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
+    Replicas(comm).check_agreed(model, optimizer)
 
 
 def references(optimizer: Any, comm: MPI.Intracomm) -> list[bytes]:
     return comm.allgather(optimizer._reference.vector.cpu().numpy().tobytes())
-
-
-def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
-    assert len(set(references(optimizer, comm))) == 1
-    with optimizer.agreed():
-        held = flat(model)
-        assert len(set(comm.allgather(held.tobytes()))) == 1
-        wanted = optimizer._reference.vector.to(next(model.parameters()).dtype).float()
-        assert np.array_equal(held, wanted.numpy())
-
-
-SETTINGS: tuple[dict[str, Any], ...] = ({}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"})
-
-
-def mixed(first: Any, second: Any) -> list[Any]:
-    """Pairs of which `make test` has those that differ from a first one in one thing."""
-    reason = pytest.mark.long("`make test` has each optimizer and each setting, not each with each")
-    return [
-        pytest.param(one, other, marks=[reason] if at and by else [])
-        for at, one in enumerate(first)
-        for by, other in enumerate(second)
-    ]
-
-
-@pytest.mark.parametrize(("kind", "settings"), mixed(OPTIMIZERS, SETTINGS))
-def test_the_reference_is_equal_on_all_ranks_after_every_exchange(
-    comm: MPI.Intracomm, kind: str, settings: dict[str, Any]
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, kind, **settings)
-    assert isinstance(optimizer, UpdatesOptimizer)
-    start = flat(model)
-    for step in range(9):
-        train(model, optimizer, comm.rank, range(step, step + 1))
-        check_agreed(model, optimizer, comm)
-    assert not np.array_equal(start, flat(model))
-
-
-class Balance:
-    """What the optimizers of all ranks changed, against what the reference moved and residuals hold."""
-
-    def __init__(self, model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
-        self.model, self.optimizer, self.comm = model, optimizer, comm
-        self.before = optimizer._reference.vector.double().numpy().copy()
-        self.moved = np.zeros(len(self.before))
-        inner = optimizer.inner.step
-
-        def counted() -> None:
-            held = flat(model).astype(np.float64)
-            inner()
-            self.moved = self.moved + held - flat(model)
-
-        optimizer.inner.step = counted
-
-    def check(self) -> None:
-        moved = self.comm.allreduce(self.moved)
-        residuals = self.comm.allreduce(self.optimizer.reducer.residual.astype(np.float64))
-        applied = (self.before - self.optimizer._reference.vector.double().numpy()) * self.comm.size
-        assert np.abs(moved).max() > 0.01
-        assert np.allclose(moved, residuals + applied, atol=3e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost_between_the_optimizers_and_the_reference(
-    comm: MPI.Intracomm, dtype: torch.dtype
-) -> None:
-    model = network().to(dtype)
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends="updates")
-    balance = Balance(model, optimizer, comm)
-    for step in range(6):
-        optimizer.zero_grad()
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
-        model(batch).float().square().mean().backward()
-        optimizer.step()
-    assert next(model.parameters()).dtype == dtype
-    balance.check()
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("what", ["rates", "nan"])
-def test_nothing_is_lost_by_an_error(comm: MPI.Intracomm, nonfinite: str, what: str) -> None:
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends="updates", every=3, nonfinite=nonfinite)
-    balance = Balance(model, optimizer, comm)
-    fails = what == "rates" or nonfinite == "raise"
-    for window in range(4):
-        with pytest.raises((ValueError, NonFiniteGradientError)) if fails and window == 1 else nullcontext():
-            for step in range(3 * window, 3 * window + 3):
-                optimizer.zero_grad()
-                loss(model, comm.rank, step).backward()
-                if step == 4 and what == "nan" and comm.rank == 1:
-                    model[0].weight.grad[0, 0] = math.nan
-                if step == 5 and what == "rates":
-                    optimizer.param_groups[0]["lr"] = 0.05 + comm.rank
-                optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.05
-        balance.check()
-    states = comm.allgather(of_rank(optimizer.state_dict()["reducer"])["residual"] is None)
-    assert states == [False] * comm.size
-    check_agreed(model, optimizer, comm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -209,45 +102,6 @@ def test_a_parameter_that_some_ranks_use_follows_the_reference_on_all(comm: MPI.
         optimizer.step()
         check_agreed(model, optimizer, comm)
     assert not np.array_equal(flat(model[3]), flat(network()[3]))
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_rank_whose_gradient_is_not_finite_does_not_step(
-    comm: MPI.Intracomm, nonfinite: str, every: int
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, nonfinite=nonfinite, every=every)
-    train(model, optimizer, comm.rank, range(2 * every))
-    optimizer.zero_grad()
-    loss(model, comm.rank, 9).backward()
-    bad = comm.size - 1
-    if comm.rank == bad:
-        model[0].weight.grad[0, 0] = math.nan
-    moments = {n: copy.deepcopy(s) for n, s in enumerate(optimizer.inner.state.values())}
-    reference = optimizer._reference.vector.clone()
-    moves = every == 1
-    if nonfinite == "raise" and moves:
-        with pytest.raises(NonFiniteGradientError, match=f"rank.s. {bad}"):
-            optimizer.step()
-        assert torch.equal(optimizer._reference.vector, reference)
-        if comm.rank != bad:
-            assert optimizer.reducer.residual.any()
-    else:
-        optimizer.step()
-    if comm.rank == bad:
-        for before, after in zip(moments.values(), optimizer.inner.state.values(), strict=True):
-            assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
-    if nonfinite == "raise" and not moves:
-        optimizer.zero_grad()
-        loss(model, comm.rank, 10).backward()
-        with pytest.raises(NonFiniteGradientError):
-            optimizer.step()
-    elif not moves:
-        train(model, optimizer, comm.rank, range(10, 11))
-    train(model, optimizer, comm.rank, range(11, 11 + 4 * every))
-    assert np.isfinite(flat(model)).all()
-    check_agreed(model, optimizer, comm)
 
 
 def test_an_update_that_is_not_finite_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
@@ -334,24 +188,6 @@ def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intra
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_gradscaler_that_finds_an_inf_on_one_rank_keeps_no_other_from_stepping(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss(model, comm.rank, step)).backward()
-        if step == 2 and comm.rank == 1:
-            model[0].weight.grad[0, 0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == (512.0 if comm.rank == 1 else 1024.0)
-    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
-    assert steps == {3.0 if comm.rank == 1 else 4.0}
-    check_agreed(model, optimizer, comm)
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.timeout(120)
 def test_a_problem_of_one_rank_beside_tables_and_a_gradscaler_is_raised_on_all(comm: MPI.Intracomm) -> None:
     """Ranks agree on what scalers found, whether they can read their gradients or not; then they go on."""
@@ -372,23 +208,6 @@ def test_a_problem_of_one_rank_beside_tables_and_a_gradscaler_is_raised_on_all(c
     assert len(set(references(optimizer, comm))) == 1
 
 
-def test_a_problem_of_one_rank_beside_a_gradscaler_waits_for_the_exchange(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, every=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(7 * step + comm.rank))
-        scaler.scale(model(batch).square().mean()).backward()
-        if step == 0 and comm.rank == comm.size - 1:
-            weight = next(model.parameters())
-            weight.grad = weight.grad.to_sparse()
-        with pytest.raises(ValueError, match="a gradient is sparse") if step == 1 else nullcontext():
-            scaler.step(optimizer)
-        scaler.update()
-    assert len(set(references(optimizer, comm))) == 1
-
-
 def test_another_memory_format_between_exchanges_parts_no_ranks(comm: MPI.Intracomm) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
@@ -403,32 +222,24 @@ def test_another_memory_format_between_exchanges_parts_no_ranks(comm: MPI.Intrac
     assert len(set(references(optimizer, comm))) == 1
 
 
+MESSAGES = (
+    *("allgather_objects", "allreduce_control", "allgather_control"),
+    *("alltoall_control", "any_control", "barrier"),
+)
+
+
 def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, every=4)
     transport = optimizer.reducer.transport
     train(model, optimizer, comm.rank, range(4))
     assert transport.take_traffic().bytes == 0  # what measured the ratio is in the report
-    for name in (
-        "allgather_objects",
-        "allreduce_control",
-        "allgather_control",
-        "alltoall_control",
-        "any_control",
-        "barrier",
-    ):
+    for name in MESSAGES:
         setattr(transport, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
     train(model, optimizer, comm.rank, range(4, 7))
     assert transport.take_traffic().bytes == 0
     assert optimizer.report.step == 0
-    for name in (
-        "allgather_objects",
-        "allreduce_control",
-        "allgather_control",
-        "alltoall_control",
-        "any_control",
-        "barrier",
-    ):
+    for name in MESSAGES:
         delattr(transport, name)
     train(model, optimizer, comm.rank, range(7, 8))
     assert optimizer.report.step == 1
@@ -496,28 +307,6 @@ def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intra
     assert Reference.digest(reference) != before
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_rank_that_writes_alone_is_named(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(2))
-    if comm.rank == 1:
-        with torch.no_grad():
-            model[0].weight.zero_()
-    with pytest.raises(ValueError, match=r"have parted: their hash is .* on rank 0, .* on rank 1"):
-        train(model, optimizer, comm.rank, range(2, 5))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_rates_that_part_are_named(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(2))
-    optimizer.param_groups[0]["lr"] *= 1 + comm.rank
-    with pytest.raises(ValueError, match="'lr' of the optimizer's group 0 differs"):
-        train(model, optimizer, comm.rank, range(2, 4))
-
-
 def test_another_memory_format_is_gone_on_with(comm: MPI.Intracomm) -> None:
     vectors = []
     for later in (False, True):
@@ -539,42 +328,6 @@ def test_another_memory_format_is_gone_on_with(comm: MPI.Intracomm) -> None:
 # state
 
 
-@pytest.mark.parametrize(
-    ("every", "saved", "first"),
-    [(1, "local", "model"), (3, "local", "optimizer"), (3, "agreed", "model"), (1, "agreed", "optimizer")],
-)
-def test_a_run_goes_on_from_its_state(comm: MPI.Intracomm, every: int, saved: str, first: str) -> None:
-    model = network()
-    optimizer = wrap(model, comm, every=every)
-    steps = 5  # within a window, too
-    train(model, optimizer, comm.rank, range(steps))
-    state = copy.deepcopy(optimizer.state_dict())
-    if saved == "agreed":
-        with optimizer.agreed():
-            weights = copy.deepcopy(model.state_dict())
-    else:
-        weights = copy.deepcopy(model.state_dict())
-    train(model, optimizer, comm.rank, range(steps, steps + 7))
-    other = network(3)
-    loaded = wrap(other, comm, every=every)
-    if first == "model":
-        other.load_state_dict(weights)
-        loaded.load_state_dict(state)
-    else:
-        loaded.load_state_dict(state)
-        other.load_state_dict(weights)
-    train(other, loaded, comm.rank, range(steps, steps + 7))
-    if (first, saved) == (
-        "optimizer",
-        "agreed",
-    ):  # the first gradient was computed before the optimizer saw the model
-        assert np.abs(flat(other) - flat(model)).max() < 0.05
-        check_agreed(other, loaded, comm)
-        return
-    assert np.array_equal(flat(other), flat(model))
-    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
-
-
 def test_a_state_of_gradients_loads_with_an_empty_residual_and_a_warning(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -593,46 +346,9 @@ def test_a_state_of_gradients_loads_with_an_empty_residual_and_a_warning(
     check_agreed(other, optimizer, comm)
 
 
-def test_a_deep_copy_goes_on_as_the_original(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(4))
-    other, copied = copy.deepcopy((model, optimizer))
-    train(other, copied, comm.rank, range(4, 7))
-    train(model, optimizer, comm.rank, range(4, 7))
-    assert np.array_equal(flat(model), flat(other))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 0}, "every 0 is not an integer >= 1"),
-        ({"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
-        ({"sends": "weights"}, "sends 'weights' is not one of 'gradients', 'updates'"),
-        ({"overlap": True}, "overlap=True is for sends='gradients'"),
-        ({"method": "dense"}, "method='dense' is for sends='gradients'"),
-        ({"average": False}, "average=False is for sends='gradients'"),
-        ({"sends": "gradients", "every": 2}, "every 2 is for sends='updates'"),
-    ],
-    ids=str,
-)
-def test_what_updates_do_not_take_is_refused_in_a_sentence(
-    comm: MPI.Intracomm, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrap(network(), comm, "sgd", **settings)
-
-
 def test_no_host_sums_updates_where_levels_are_left_to_the_library(comm: MPI.Intracomm) -> None:
     optimizer = wrap(network(), comm, levels="auto")
     assert (optimizer.reducer.levels, optimizer.replica) == ("flat", "rank")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_must_send_alike(comm: MPI.Intracomm) -> None:
-    for name, values in (("sends", ("gradients", "updates")), ("every", (1, 2))):
-        with pytest.raises(ValueError, match=f"ranks disagree on {name}"):
-            wrap(network(), comm, "sgd", **{name: values[comm.rank == 1]})
 
 
 def test_the_report_of_an_exchange_counts_its_steps_and_the_replicas(comm: MPI.Intracomm) -> None:
@@ -690,38 +406,6 @@ def test_a_step_before_the_first_one_that_leaves_no_gradient_is_named(comm: MPI.
         loss(model, comm.rank, 0).backward()
     with pytest.raises(ValueError, match="rank 1: parameters have moved before the first step"):
         optimizer.step()
-
-
-def test_on_one_rank_training_is_that_of_the_optimizer_alone() -> None:
-    model, alone = network(), network()
-    optimizer = wrap(model, MPI.COMM_SELF, "sgd", density=0.02)
-    plain = OPTIMIZERS["sgd"](alone.parameters())
-    train(model, optimizer, 0, range(12))
-    train(alone, plain, 0, range(12))
-    assert optimizer.reducer.residual.any()
-    assert np.allclose(flat(model), flat(alone), atol=1e-5)
-    optimizer.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_after_a_problem_of_one_rank_all_go_on_together(comm: MPI.Intracomm) -> None:
-    """The ranks measure the ratio in the same exchanges, whoever stepped."""
-    model = network()
-    optimizer = wrap(model, comm, every=2)
-    for step in range(16, 40, 2):
-        if comm.rank == 1 and step == 20:
-            model[0].weight.grad = torch.zeros(30, 20).to_sparse()
-            model[0].weight.grad = model[0].weight.grad.coalesce()
-            with pytest.raises(ValueError, match="rank 1: a gradient is sparse"):
-                optimizer.step()
-                optimizer.step()
-        elif step == 20:
-            with pytest.raises(ValueError, match="rank 1: a gradient is sparse"):
-                train(model, optimizer, comm.rank, range(step, step + 2))
-        else:
-            train(model, optimizer, comm.rank, range(step, step + 2))
-    assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
-    check_agreed(model, optimizer, comm)
 
 
 def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: MPI.Intracomm) -> None:
@@ -794,15 +478,6 @@ def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Int
     assert np.allclose(to_come(loaded, comm), before, atol=1e-7)
 
 
-def test_closing_keeps_what_was_written_last(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(3))
-    model.load_state_dict(network(9).state_dict())
-    optimizer.close()
-    assert np.array_equal(flat(model), flat(network(9)))
-
-
 @pytest.mark.mpi(min_size=2)
 def test_one_element_that_a_rank_writes_alone_is_found_and_mended_ranks_go_on(comm: MPI.Intracomm) -> None:
     model = network()
@@ -811,7 +486,7 @@ def test_one_element_that_a_rank_writes_alone_is_found_and_mended_ranks_go_on(co
     if comm.rank == 1:
         with torch.no_grad():
             model[0].weight[0, 1] = 3
-    with pytest.raises(ValueError, match="have parted"):
+    with pytest.raises(ValueError, match=r"have parted: their hash is .* on rank 0, .* on rank 1"):
         train(model, optimizer, comm.rank, range(2, 5))
     model.load_state_dict(network(9).state_dict())
     train(model, optimizer, comm.rank, range(5, 9))
@@ -831,21 +506,6 @@ def test_agreed_within_agreed_is_one_and_takes_no_step(comm: MPI.Intracomm) -> N
             optimizer.step()
     assert np.array_equal(optimizer.reducer.residual[:-7], residual[:-7])
     assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
-    check_agreed(model, optimizer, comm)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_gradscaler_of_a_rank_without_gradients_goes_on(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(loss(model, comm.rank, step)).backward()
-        if comm.rank == 1:
-            optimizer.zero_grad()
-        scaler.step(optimizer)
-        scaler.update()
     check_agreed(model, optimizer, comm)
 
 
@@ -897,25 +557,6 @@ def test_what_only_gradients_take_is_refused_with_what_adamw_sends(comm: MPI.Int
         DistributedOptimizer(adamw, comm, density=0.1, overlap=True)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("change", ["type", "shape", "length"])
-def test_a_parameter_of_another_type_or_shape_on_one_rank_is_named_on_all(
-    comm: MPI.Intracomm, change: str
-) -> None:
-    model = network()
-    optimizer = wrap(model, comm, timeout=20.0)
-    train(model, optimizer, comm.rank, range(3))
-    weight: Any = model[0].weight
-    if comm.rank == 1:
-        other = {"type": weight.double(), "shape": torch.zeros(31, 20), "length": weight.data[:15]}
-        weight.data = other[change].detach()
-    weight.grad = torch.zeros_like(weight)
-    what = "type" if change == "type" else "shape"
-    with pytest.raises(ValueError, match=f"rank 1: the {what} of a parameter of shape .30, 20. was"):
-        optimizer.step()
-    optimizer.close()
-
-
 def test_a_density_whose_steps_are_dense_takes_gradients(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), comm, density=0.5)
@@ -950,75 +591,3 @@ def test_a_state_of_the_wrapped_optimizer_alone_leaves_the_reference_as_it_is(
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
     train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
     optimizer.close()
-
-
-BROKEN: dict[str, tuple[Any, str]] = {
-    "nothing is kept": (lambda own: own["optimizer"].update(state=None), "not that of an optimizer: Attrib"),
-    "a moment of another shape": (
-        lambda own: own["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),
-        r"has exp_avg of shape \(3,\) of a parameter of shape",
-    ),
-    "no number of steps": (
-        lambda own: own["optimizer"]["state"].update({0: None}),
-        "not that of an optimizer: Attrib",
-    ),
-    "a step that is none": (
-        lambda own: own["optimizer"]["state"][0].update(step=torch.tensor(-1.0)),
-        r"the state is damaged: step tensor\(-1\.\) of a parameter",
-    ),
-    "a rank that is none": (lambda own: own["reducer"].update(rank=[1]), "is of rank"),
-}
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(what, marks=pytest.mark.long("`make test` has a moment and a rank"))
-        if what in ("nothing is kept", "no number of steps")
-        else what
-        for what in BROKEN
-    ],
-)
-def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all(comm: MPI.Intracomm, what: str) -> None:
-    model = network()
-    optimizer = wrap(model, comm, timeout=60.0)
-    train(model, optimizer, comm.rank, range(3))
-    state, before = copy.deepcopy(optimizer.state_dict()), flat(model)
-    change, sentence = BROKEN[what]
-    if comm.rank == comm.size - 1:
-        change(of_rank(state["updates"]) | {"reducer": of_rank(state["reducer"])})
-    with pytest.raises(ValueError, match=sentence):
-        optimizer.load_state_dict(state)
-    assert np.array_equal(flat(model), before)
-    comm.Barrier()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_moment_that_the_state_of_one_rank_lacks_is_named_by_all(comm: MPI.Intracomm) -> None:
-    """It would be missed in the next step of that rank, for which the others would wait."""
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    if comm.rank == 1:
-        del of_rank(state["updates"])["optimizer"]["state"][2]["exp_avg_sq"]
-    before = flat(model)
-    with pytest.raises(
-        ValueError, match="state of parameter 2 lacks exp_avg_sq on rank 1, which other ranks have"
-    ):
-        optimizer.load_state_dict(state)
-    assert np.array_equal(flat(model), before)
-    train(model, optimizer, comm.rank, range(2, 3))
-    optimizer.close()
-
-
-@pytest.mark.parametrize("sends", ["updates", "gradients"])
-def test_what_is_no_state_on_one_rank_is_told_on_all(comm: MPI.Intracomm, sends: str) -> None:
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DistributedOptimizer(inner, comm, density=0.1, sends=sends, timeout=60.0)
-    train(model, optimizer, comm.rank, range(2))
-    given: Any = None if comm.rank == comm.size - 1 else optimizer.state_dict()
-    with pytest.raises(ValueError, match="the state is a NoneType, not a dict"):
-        optimizer.load_state_dict(given)
-    train(model, optimizer, comm.rank, range(2, 3))

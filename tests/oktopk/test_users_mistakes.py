@@ -7,7 +7,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ LIMIT = 0.5
 """Seconds that a rank may come late."""
 
 pytestmark = pytest.mark.mpi
+ONE_STEP = pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo")
+TWO_CALLS = pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters")
 
 
 def sgd(model: nn.Module, **keywords: Any) -> torch.optim.Optimizer:
@@ -339,150 +341,114 @@ def test_where_all_ranks_load_rank_0s_state_the_next_step_warns_unless_each_has_
             assert len(set(comm.allgather(flat(again).tobytes()))) == 1
 
 
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize(
-    "library", ["MPI", pytest.param("gloo", marks=pytest.mark.long("`make test` has it over MPI"))]
-)
-def test_a_rank_that_alone_makes_another_call_is_named_with_it(
-    comm: MPI.Intracomm, request: pytest.FixtureRequest, library: str
-) -> None:
-    over = comm if library == "MPI" else request.getfixturevalue("group")
-    calls: dict[str, Callable[[GradientAllreduce], object]] = {
-        "gathered_residual": GradientAllreduce.gathered_residual,
-        "reset": GradientAllreduce.reset,
-        "skip_together before step 1": lambda reducer: reducer.skip_together(False),
-        "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
-        "step 1 with measure=True": lambda reducer: reducer.step(np.ones(100, np.float32), measure=True),
-    }
-    flat: dict[str, Any] = {"levels": "flat"}
-    hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
-    cases = [(name, flat) for name in calls]
-    cases += [("gathered_residual", hosts), ("step 1 with measure=True", hosts)]
-    cases += [("load_state_dict", flat | {"method": "dense"}), ("skip_together before step 1", hosts)]
-    cases += [("skip_together before step 1", flat | {"method": method}) for method in ("dense", "gtopk")]
-    for name, more in cases:
-        reducer = GradientAllreduce(over, 100, density=0.1, timeout=LIMIT, **more)
-        reducer.step(np.ones(100, np.float32))  # the first one agrees on more than later ones
-        with pytest.raises(
-            MissingRanksError, match=rf"^step 1: rank\(s\) 1 called {name} instead, and did not"
-        ) as raised:
-            if comm.rank == 1:
-                calls[name](reducer)
-            else:
-                reducer.step(np.ones(100, np.float32))
-        assert raised.value.ranks == [1]
-        reducer.close()
-
-
-@pytest.mark.mpi(min_size=3)
-def test_a_rank_that_alone_makes_another_call_is_named_with_it_in_buckets(comm: MPI.Intracomm) -> None:
-    calls: dict[str, Callable[[BucketedAllreduce], object]] = {
-        "gathered_residual": BucketedAllreduce.gathered_residual,
-        "reset": BucketedAllreduce.reset,
-        "skip_together before step 1": lambda reducer: reducer.skip_together(False),
-        "load_state_dict": lambda reducer: reducer.load_state_dict(reducer.state_dict()),
-    }
-    hosts: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
-    cases: list[tuple[str, dict[str, Any]]] = [(name, {"levels": "flat"}) for name in calls]
-    gradients = [np.ones(60, np.float32), np.ones(40, np.float32)]
-    for name, more in [*cases, ("gathered_residual", hosts)]:
-        reducer = BucketedAllreduce(comm, [60, 40], density=0.1, timeout=LIMIT, **more)
-        reducer.step(gradients)
-        with pytest.raises(
-            MissingRanksError, match=rf"^step 1: rank\(s\) 1 called {name} instead, and did not"
-        ) as raised:
-            if comm.rank == 1:
-                calls[name](reducer)
-            else:
-                reducer.step(gradients)
-        assert raised.value.ranks == [1]
-        reducer.close()
-
-
-@pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_rank_that_alone_loads_a_state_is_named_by_optimizers_in_buckets(
-    comm: MPI.Intracomm, overlap: bool
-) -> None:
-    model = network()
-    optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001, overlap=overlap)
-    backward(model, comm)
-    optimizer.step()
-    state = optimizer.state_dict()
-    with pytest.raises(
-        MissingRanksError, match=r"^step 1: rank\(s\) 1 called load_state_dict instead, and did not"
-    ):
-        if comm.rank == 1:
-            optimizer.load_state_dict(state)
-        else:
-            backward(model, comm, 1)
-            optimizer.step()
-    optimizer.close()
-
-
 class Table:
     """A table, with the call of a reducer."""
 
     def __init__(self, over: Any, **settings: Any) -> None:
-        self._rows = RowSparseAllreduce(over, 10, 2, **settings)
-        self.close, self.reset = self._rows.close, self._rows.reset
+        self.reducer = RowSparseAllreduce(over, 10, 2, **settings)
 
     def step(self) -> object:
-        return self._rows.step(np.arange(3), np.ones((3, 2), np.float32))
+        return self.reducer.step(np.arange(3), np.ones((3, 2), np.float32))
 
 
 class Vectors:
-    """A reducer that reduces ones."""
+    """A reducer that reduces ones, in buckets where there are several lengths."""
 
     def __init__(self, over: Any, lengths: list[int], **settings: Any) -> None:
         more = {"density": 0.1} | settings
-        self._gradients = [np.ones(length, np.float32) for length in lengths]
-        self._reducer = (
-            BucketedAllreduce(over, lengths, **more)
-            if len(lengths) > 1
-            else GradientAllreduce(over, *lengths, **more)
+        gradients = [np.ones(length, np.float32) for length in lengths]
+        several = len(lengths) > 1
+        self._given = [gradients] if several else gradients
+        self.reducer: Any = (
+            BucketedAllreduce(over, lengths, **more) if several else GradientAllreduce(over, *lengths, **more)
         )
-        self.close = self._reducer.close
 
-    def step(self) -> object:
-        if isinstance(self._reducer, BucketedAllreduce):
-            return self._reducer.step(self._gradients)
-        return self._reducer.step(*self._gradients)
+    def step(self, **more: Any) -> object:
+        return self.reducer.step(*self._given, **more)
 
 
 class Trained:
-    """An optimizer of a network."""
+    """An optimizer of a network, as a reducer."""
 
     def __init__(self, over: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
         self._model = network()
-        self._optimizer = DistributedOptimizer(kind(self._model.parameters(), lr=0.01), over, **settings)
-        self.close = self._optimizer.close
+        self.reducer = DistributedOptimizer(kind(self._model.parameters(), lr=0.01), over, **settings)
 
     def step(self) -> None:
         squares(self._model, 0, 0).backward()
-        self._optimizer.step()
+        self.reducer.step()
 
 
 ADAMW, HOSTS = torch.optim.AdamW, {"ranks_per_host": 2}
-CLOSED_ALONE: dict[str, Callable[..., Any]] = {
-    "reducer": lambda over, **more: Vectors(over, [100], **more),
+MADE: dict[str, Callable[..., Any]] = {
+    "reducer": lambda over, **more: Vectors(over, [100], levels="flat", **more),
+    "dense": lambda over, **more: Vectors(over, [100], method="dense", levels="flat", **more),
+    "gtopk": lambda over, **more: Vectors(over, [100], method="gtopk", levels="flat", **more),
     "two levels": lambda over, **more: Vectors(over, [100], levels="hosts", **HOSTS, **more),
-    "buckets": lambda over, **more: Vectors(over, [60, 40], **more),
+    "buckets": lambda over, **more: Vectors(over, [60, 40], levels="flat", **more),
+    "buckets in two levels": lambda over, **more: Vectors(over, [60, 40], levels="hosts", **HOSTS, **more),
     "table": Table,
     "overlap": lambda over, **more: Trained(over, torch.optim.SGD, overlap=True, bucket_mb=0.001, **more),
+    "no overlap": lambda over, **more: Trained(over, torch.optim.SGD, bucket_mb=0.001, **more),
     "updates": lambda over, **more: Trained(over, ADAMW, **more),
     "updates of hosts": lambda over, **more: Trained(over, ADAMW, replica="host", **HOSTS, **more),
 }
+CLOSED_ALONE = ("reducer", "two levels", "buckets", "table", "overlap", "updates", "updates of hosts")
+CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "gathered_residual": lambda made, state: made.reducer.gathered_residual(),
+    "reset": lambda made, state: made.reducer.reset(),
+    "skip_together before step 1": lambda made, state: made.reducer.skip_together(False),
+    "load_state_dict": lambda made, state: made.reducer.load_state_dict(state),
+    "step 1 with measure=True": lambda made, state: made.step(measure=True),
+}
+CALLED_ALONE = {
+    "reducer": [*CALLS],
+    "dense": ["load_state_dict", "skip_together before step 1"],
+    "gtopk": ["skip_together before step 1"],
+    "two levels": ["gathered_residual", "step 1 with measure=True", "skip_together before step 1"],
+    "buckets": [*CALLS][:-1],
+    "buckets in two levels": ["gathered_residual"],
+    "table": ["reset"],
+    "overlap": ["load_state_dict"],
+    "no overlap": ["load_state_dict"],
+}
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        *(("MPI", name) for name in CALLED_ALONE),
+        *(
+            pytest.param("gloo", name, marks=pytest.mark.long("`make test` has it over MPI"))
+            for name in [*CALLED_ALONE][:4]
+        ),
+    ],
+)
+def test_a_rank_that_alone_makes_another_call_is_named_with_it(
+    comm: MPI.Intracomm, request: pytest.FixtureRequest, library: str, name: str
+) -> None:
+    over = comm if library == "MPI" else request.getfixturevalue("group")
+    for call in CALLED_ALONE[name]:
+        made = MADE[name](over, timeout=LIMIT)
+        made.step()  # the first one agrees on more than later ones
+        state = made.reducer.state_dict()
+        with pytest.raises(
+            MissingRanksError, match=rf"^step 1: rank\(s\) 1 called {call} instead, and did not"
+        ) as raised:
+            CALLS[call](made, state) if comm.rank == 1 else made.step()
+        assert raised.value.ranks == [1]
+        made.reducer.close()
 
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize(
     ("library", "names"),
     [
-        ("MPI", ["reducer"]),
-        ("gloo", ["updates"]),
-        pytest.param("MPI", list(CLOSED_ALONE), marks=pytest.mark.long("`make test` has one of seven")),
-        pytest.param("gloo", list(CLOSED_ALONE), marks=pytest.mark.long("`make test` has one of seven")),
+        ("MPI", CLOSED_ALONE[:1]),
+        ("gloo", ("updates",)),
+        pytest.param("MPI", CLOSED_ALONE, marks=pytest.mark.long("`make test` has one of seven")),
+        pytest.param("gloo", CLOSED_ALONE, marks=pytest.mark.long("`make test` has one of seven")),
     ],
 )
 def test_a_rank_that_alone_closes_is_named_with_that_call(
@@ -490,13 +456,13 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     library: str,
-    names: list[str],
+    names: Sequence[str],
 ) -> None:
     """Over gloo the others learn of it when its connections end, else once the limit has passed."""
     monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", LIMIT)
     over = comm if library == "MPI" else request.getfixturevalue("group")
     for name in names:
-        made = CLOSED_ALONE[name](over, timeout=2.0)
+        made = MADE[name](over, timeout=2.0)
         with monkeypatch.context() as patch:  # ranks may be slow to load kernels, then they step at once
             patch.setattr("collectives.limit._debugged", lambda: True)
             made.step()
@@ -504,7 +470,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
         error: MissingRanksError | None = None
         if comm.rank == 1:
             began = time.monotonic()
-            made.close()
+            made.reducer.close()
             assert time.monotonic() - began < 60
         else:
             with pytest.raises(
@@ -514,18 +480,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
             error = raised.value
         told = comm.allgather(error and error.ranks)
         assert told == [None if rank == 1 else [1] for rank in range(comm.size)], name
-        made.close()
-
-
-@pytest.mark.mpi(min_size=3)
-def test_a_rank_that_alone_resets_a_table_is_named_with_that_call(comm: MPI.Intracomm) -> None:
-    table = Table(comm, timeout=LIMIT)
-    table.step()
-    with pytest.raises(
-        MissingRanksError, match=r"^step 1: rank\(s\) 1 called reset instead, and did not come"
-    ):
-        table.reset() if comm.rank == 1 else table.step()
-    table.close()
+        made.reducer.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -539,10 +494,10 @@ def test_ranks_that_close_at_other_times_free_what_they_hold_and_go_on(
             reducer.step()
             if comm.rank == number % comm.size:
                 time.sleep(0.05)
-            reducer.close()
+            reducer.reducer.close()
             later = Vectors(comm, [50, 50])  # another reducer finds nothing of the closed one
             later.step()
-            later.close()
+            later.reducer.close()
     comm.Barrier()
 
 
@@ -572,32 +527,9 @@ def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(
         ("MPI", "oktopk", 0, False, 0, 0),
         ("MPI", "oktopk", 3, True, 0, 0),
         # the control operations of methods differ, what ends the waiting does not
-        pytest.param(
-            "MPI",
-            "dense",
-            3,
-            False,
-            0,
-            0,
-            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
-        ),
-        pytest.param(
-            "MPI",
-            "gtopk",
-            3,
-            False,
-            0,
-            0,
-            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
-        ),
-        pytest.param(
-            "gloo",
-            "oktopk",
-            3,
-            False,
-            0,
-            0,
-            marks=pytest.mark.long("`make test` has Ok-Topk's step, and two levels over gloo"),
+        *(
+            pytest.param(*case, 3, False, 0, 0, marks=ONE_STEP)
+            for case in (("MPI", "dense"), ("MPI", "gtopk"), ("gloo", "oktopk"))
         ),
         ("gloo", "oktopk", 3, False, 2, 0),
         # alone on its host, the second one, or without a shard
@@ -648,25 +580,15 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     ("library", "what", "comes"),
     [
         ("MPI", "GradientAllreduce", "late"),
-        pytest.param(
-            "MPI",
-            "DistributedOptimizer",
-            "late",
-            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
-        ),
         ("MPI", "broadcast_parameters", "late"),
-        pytest.param(
-            "MPI",
-            "average_buffers",
-            "late",
-            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
-        ),
         ("gloo", "GradientAllreduce", "never"),
-        pytest.param(
-            "gloo",
-            "DistributedOptimizer",
-            "late",
-            marks=pytest.mark.long("`make test` has GradientAllreduce and broadcast_parameters"),
+        *(
+            pytest.param(*case, "late", marks=TWO_CALLS)
+            for case in (
+                ("MPI", "DistributedOptimizer"),
+                ("MPI", "average_buffers"),
+                ("gloo", "DistributedOptimizer"),
+            )
         ),
     ],
 )

@@ -15,15 +15,6 @@ from jobs.bench.options import JOB
 from oktopk import METHODS
 
 
-def test_defaults_are_those_of_the_issue() -> None:
-    options = parse([], launched=True)
-    assert options.methods == (*METHODS, "mpi")
-    assert (options.length, options.density, options.gradients) == (14_728_266, 0.01, "heavy")
-    assert options.warmup == 200
-    assert options.steps == options.dense_steps == 64
-    assert options.memory
-
-
 def test_warmup_is_two_over_the_density_rounded_up() -> None:
     assert parse(["--density", "0.03"], launched=True).warmup == 67
     assert parse(["--density", "0.03", "--warmup", "0"], launched=True).warmup == 0

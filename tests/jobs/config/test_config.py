@@ -24,13 +24,6 @@ def with_overrides(*overrides: str) -> Config:
     return validate(apply_overrides(SMALLEST, overrides))
 
 
-def test_defaults_fill_what_is_not_written() -> None:
-    config = validate(SMALLEST)
-    assert config.reduction.method == "oktopk"
-    assert config.training.batch_size == 16
-    assert config.data.name == "digits"
-
-
 def test_reduction_section_has_the_settings_and_their_defaults() -> None:
     config = ReductionConfig()
     assert Settings(**config.settings()) == Settings()
@@ -47,11 +40,6 @@ def test_reduction_section_has_the_settings_and_their_defaults() -> None:
         "nccl_p2p",
         *(f.name for f in dataclasses.fields(Settings)),
     }
-
-
-def test_shipped_digits_file_is_valid() -> None:
-    config = load(CONFIGS / "digits.toml")
-    assert (config.reduction.density, config.training.batch_size) == (0.02, 16)
 
 
 PAPER: dict[str, dict[str, dict[str, object]]] = {

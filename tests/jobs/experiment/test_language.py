@@ -247,7 +247,7 @@ def test_reductions_are_compared_at_each_size_of_batches(tmp_path: Path) -> None
     assert "Held-out accuracy" not in page  # a target alone makes no picture
 
 
-def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Path) -> None:
+def test_the_figures_of_a_sweep_have_the_usual_settings_in_their_place(tmp_path: Path) -> None:
     usual = [write_run(tmp_path / f"o{seed}.h5", seed=seed, settings={"density": 0.01}) for seed in (0, 1)]
     dense = write_run(tmp_path / "dense.h5", method="dense", held_out_loss=0.4)
     others = [
@@ -259,6 +259,3 @@ def test_a_sweep_is_a_table_with_the_usual_settings_in_their_place(tmp_path: Pat
         found = list(csv.DictReader(file))
     assert [row["reduction.density"] for row in found] == ["0.001", "0.01", "0.05"]
     assert [float(row["held_out_loss"]) for row in found] == [0.6, 0.5, 0.3]
-    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    for above in ("+50.00%", "+25.00%", "-25.00%", "2 seeds"):
-        assert above in page

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.documents import write_documents
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +27,15 @@ def own_threads() -> Iterator[None]:
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prepared text that a network learns in seconds."""
     return write_documents(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def gloo(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
+    """A process group of torch's among the ranks, whose communicator it is."""
+    from jobs.train.reduce.background import start_process_group, stop_process_group
+
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    yield comm
+    stop_process_group()

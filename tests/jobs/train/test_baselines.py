@@ -45,15 +45,6 @@ def nccl_training(model: nn.Module, *, overlapped: bool = True, clip_norm: float
     return NcclTraining(inner, clip_norm, torch.float32, bucket_mb=0.003, overlapped=overlapped)
 
 
-@pytest.fixture
-def gloo(comm: MPI.Intracomm) -> Iterator[None]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch has no gloo")
-    start_process_group(comm, CPU, "gloo", "")
-    yield
-    stop_process_group()
-
-
 @pytest.mark.mpi
 @pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("overlapped", [True, False])

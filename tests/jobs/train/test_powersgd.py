@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from jobs.train.reduce.background import (
     WireError,
     allow_p2p,
     ring_traffic,
-    start_process_group,
-    stop_process_group,
 )
 from jobs.train.reduce.baselines import EAGER_STEPS
 from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
@@ -37,13 +34,6 @@ pytestmark = [
     pytest.mark.timeout(PATIENCE),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo"),
 ]
-
-
-@pytest.fixture
-def group(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    start_process_group(comm, CPU, "gloo", "")
-    yield comm
-    stop_process_group()
 
 
 def training_of(
@@ -76,9 +66,9 @@ def test_a_parameter_is_approximated_where_that_more_than_halves_it() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("bucket_mb", [0.004, 25.0])
 def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
-    group: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, bucket_mb: float
+    gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, bucket_mb: float
 ) -> None:
-    training = training_of(network(), group.size, bucket_mb=bucket_mb)
+    training = training_of(network(), gloo.size, bucket_mb=bucket_mb)
     summed: list[int] = []
     allreduce = dist.all_reduce
 
@@ -89,120 +79,120 @@ def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
     monkeypatch.setattr(dist, "all_reduce", counting)
     for number in range(4):
         summed.clear()
-        (words,) = steps(training, group.rank, range(number, number + 1))
+        (words,) = steps(training, gloo.rank, range(number, number + 1))
         if number < 2:
-            assert words == ring_traffic(training.length, group.size, 1).words
+            assert words == ring_traffic(training.length, gloo.size, 1).words
         else:
             # P, Q and what is summed whole, of each bucket; the one of 25 MB holds all
             assert len(summed) % 3 == 0 and (len(summed) == 3) == (bucket_mb == 25.0)
-            assert words == ring_traffic(sum(summed), group.size, 1).words
+            assert words == ring_traffic(sum(summed), gloo.size, 1).words
             assert sum(summed) < training.length
     training.close()
 
 
 @pytest.mark.mpi
 def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_residuals(
-    group: MPI.Intracomm,
+    gloo: MPI.Intracomm,
 ) -> None:
     model = network()
-    training = training_of(model, group.size, rank=1)
-    steps(training, group.rank, range(2))
+    training = training_of(model, gloo.size, rank=1)
+    steps(training, gloo.rank, range(2))
     applied, entered = np.zeros(training.length), np.zeros(training.length)
     for number in range(2, 6):
         plain = network()
         plain.load_state_dict(model.state_dict())
-        backward(plain, group.rank, number)
+        backward(plain, gloo.rank, number)
         gradients = [p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None]
-        entered += group.allreduce(torch.cat(gradients).numpy().astype(np.float64)) / group.size
-        steps(training, group.rank, range(number, number + 1))
+        entered += gloo.allreduce(torch.cat(gradients).numpy().astype(np.float64)) / gloo.size
+        steps(training, gloo.rank, range(number, number + 1))
         applied += mean_gradient(model)
     residual = training.state_dict()["reducer"]["residual"]
-    left = group.allreduce(residual.numpy().astype(np.float64)) / group.size
+    left = gloo.allreduce(residual.numpy().astype(np.float64)) / gloo.size
     assert np.abs(left).max() > 1e-3
     assert np.allclose(applied + left, entered, atol=1e-5)
-    assert len(set(group.allgather(flat(model).tobytes()))) == 1
+    assert len(set(gloo.allgather(flat(model).tobytes()))) == 1
     training.close()
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("done", [1, 2, 5])
-def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
+def test_a_state_goes_on_bit_for_bit(gloo: MPI.Intracomm, done: int) -> None:
     model = network()
-    training = training_of(model, group.size)
-    steps(training, group.rank, range(done))
+    training = training_of(model, gloo.size)
+    steps(training, gloo.rank, range(done))
     snapshot = Snapshot()
     snapshot.take({"optimizer": training.state_dict()})
     resumed_model = network()
     resumed_model.load_state_dict(model.state_dict())
-    resumed = training_of(resumed_model, group.size)
+    resumed = training_of(resumed_model, gloo.size)
     resumed.load_state_dict(unpack(snapshot.tree, snapshot.tensors)["optimizer"])
     for each in (training, resumed):
-        steps(each, group.rank, range(done, done + 4))
+        steps(each, gloo.rank, range(done, done + 4))
     assert flat(model).tobytes() == flat(resumed_model).tobytes()
     ours, theirs = (each.state_dict()["reducer"] for each in (training, resumed))
     assert ours["steps"] == theirs["steps"] == done + 4
     assert torch.equal(ours["residual"], theirs["residual"])
     assert len(ours["matrices"]) > 1
     assert all(map(torch.equal, ours["matrices"], theirs["matrices"]))
-    narrower = training_of(network(), group.size, rank=1)
+    narrower = training_of(network(), gloo.size, rank=1)
     with pytest.raises(ValueError, match=r"a state of PowerSGD with .* elements in its buckets is not for"):
         narrower.load_state_dict(training.state_dict())
     training.close()
 
 
 @pytest.mark.mpi
-def test_a_capture_leaves_errors_where_they_are(group: MPI.Intracomm) -> None:
-    plain, recorded = (training_of(network(), group.size) for _ in range(2))
+def test_a_capture_leaves_errors_where_they_are(gloo: MPI.Intracomm) -> None:
+    plain, recorded = (training_of(network(), gloo.size) for _ in range(2))
     for training in (plain, recorded):
-        steps(training, group.rank, range(3))
+        steps(training, gloo.rank, range(3))
     places = [error.data_ptr() for error in recorded._powersgd.error_dict.values()]
-    steps(plain, group.rank, range(3, 5))
+    steps(plain, gloo.rank, range(3, 5))
     with recorded.recording():
-        steps(recorded, group.rank, range(3, 5))
+        steps(recorded, gloo.rank, range(3, 5))
     assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] == places
     for training in (plain, recorded):
-        steps(training, group.rank, range(5, 6))
+        steps(training, gloo.rank, range(5, 6))
     one, other = (training.state_dict()["reducer"]["residual"] for training in (plain, recorded))
     assert torch.equal(one, other) and one.abs().max() > 0
     assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] != places
 
 
 @pytest.mark.mpi
-def test_what_precedes_a_capture(group: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = training_of(network(), group.size, start=13)
+def test_what_precedes_a_capture(gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = training_of(network(), gloo.size, start=13)
     starts = [training.eager_start]
     monkeypatch.setattr(training, "_stream", object())
     for number in range(4):
         starts.append(training.eager_start)
-        steps(training, group.rank, range(number, number + 1))
+        steps(training, gloo.rank, range(number, number + 1))
     # from a checkpoint, too, eleven at least
     assert [start and start.steps for start in starts] == [None, 14, 13, 12, EAGER_STEPS]
 
 
 @pytest.mark.mpi
-def test_errors_are_redistributed_to_other_ranks(group: MPI.Intracomm) -> None:
+def test_errors_are_redistributed_to_other_ranks(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, group.size)
-    steps(training, group.rank, range(4))
-    every = group.allgather(training.state_dict()["reducer"])
-    fewer = redistribute(lambda saved: every[saved], group.size, 0, 1)
+    training = training_of(model, gloo.size)
+    steps(training, gloo.rank, range(4))
+    every = gloo.allgather(training.state_dict()["reducer"])
+    fewer = redistribute(lambda saved: every[saved], gloo.size, 0, 1)
     total = sum(each["residual"].double() for each in every)
     assert torch.allclose(fewer["residual"].double(), total, atol=1e-6)
-    more = redistribute(lambda saved: every[saved], group.size, group.size, group.size + 1)
+    more = redistribute(lambda saved: every[saved], gloo.size, gloo.size, gloo.size + 1)
     assert not more["residual"].any()
     training.load_state_dict({**training.inner.state_dict(), "reducer": more})
-    assert np.isfinite(steps(training, group.rank, range(4, 6))).all()
-    assert len(set(group.allgather(flat(model).tobytes()))) == 1
+    assert np.isfinite(steps(training, gloo.rank, range(4, 6))).all()
+    assert len(set(gloo.allgather(flat(model).tobytes()))) == 1
     training.close()
 
 
 @pytest.mark.mpi
-def test_a_gradient_of_zeros_stays_one(group: MPI.Intracomm) -> None:
+def test_a_gradient_of_zeros_stays_one(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, group.size)
+    training = training_of(model, gloo.size)
     for _ in range(4):
         training.zero_grad()
-        backward(training.network, group.rank, 0, 0.0)
+        backward(training.network, gloo.rank, 0, 0.0)
         training.reduce()
         training.apply()
     assert np.array_equal(flat(model), flat(network()))

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
 from jobs.restart.packing import Snapshot, unpack
-from jobs.train.reduce.background import start_process_group, stop_process_group
 from jobs.train.reduce.sparseloco import CHUNK, CODED, DECAY, KEPT, SparseLocoTraining, decode, encode
 from oktopk.elastic import redistribute
-from tests.jobs.train.test_baselines import CPU, backward, flat, network
+from tests.jobs.train.test_baselines import backward, flat, network
 
 EVERY = 3
-
-
-@pytest.fixture
-def group(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch has no gloo")
-    start_process_group(comm, CPU, "gloo", "")
-    yield comm
-    stop_process_group()
 
 
 def training_of(model: torch.nn.Module, ranks: int, clip_norm: float = 0.0) -> SparseLocoTraining:
@@ -64,59 +52,59 @@ def test_the_largest_of_each_chunk_travel_with_their_sign_and_one_of_two_magnitu
 
 
 @pytest.mark.mpi
-def test_nothing_is_lost_but_by_the_decay_and_ranks_agree_after_every_exchange(group: MPI.Intracomm) -> None:
+def test_nothing_is_lost_but_by_the_decay_and_ranks_agree_after_every_exchange(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, group.size)
+    training = training_of(model, gloo.size)
     before = torch.from_numpy(flat(model))
     kept = torch.zeros(training.length)
     for first in range(0, 4 * EVERY, EVERY):
-        assert steps(training, model, group.rank, range(first, first + EVERY - 1)) == [0] * (EVERY - 1)
-        assert group.size == 1 or len(set(group.allgather(flat(model).tobytes()))) > 1
+        assert steps(training, model, gloo.rank, range(first, first + EVERY - 1)) == [0] * (EVERY - 1)
+        assert gloo.size == 1 or len(set(gloo.allgather(flat(model).tobytes()))) > 1
         with training.agreed():
             assert flat(model).tobytes() == before.numpy().tobytes()
         # the last local step, by itself
         apart = network()
         apart.load_state_dict(model.state_dict())
-        alone = training_of(apart, group.size)
+        alone = training_of(apart, gloo.size)
         alone.inner.load_state_dict(copy.deepcopy(training.inner.state_dict()))
-        backward(apart, group.rank, first + EVERY - 1)
+        backward(apart, gloo.rank, first + EVERY - 1)
         alone.inner.step()
         changed = torch.from_numpy(flat(apart)) - before
-        (words,) = steps(training, model, group.rank, range(first + EVERY - 1, first + EVERY))
-        assert 4 * words == (group.size - 1) * CODED * -(-training.length // CHUNK)
+        (words,) = steps(training, model, gloo.rank, range(first + EVERY - 1, first + EVERY))
+        assert 4 * words == (gloo.size - 1) * CODED * -(-training.length // CHUNK)
         residual = training.state_dict()["reducer"]["residual"]
-        sent = group.allreduce((DECAY * kept + changed - residual).double().numpy()) / group.size
+        sent = gloo.allreduce((DECAY * kept + changed - residual).double().numpy()) / gloo.size
         after = torch.from_numpy(flat(model))
         torch.testing.assert_close(after - before, torch.from_numpy(sent).float(), rtol=1e-4, atol=1e-6)
-        assert len(set(group.allgather(flat(model).tobytes()))) == 1
-        assert residual.abs().max() > 0 and (after != before).sum() <= KEPT * group.size
+        assert len(set(gloo.allgather(flat(model).tobytes()))) == 1
+        assert residual.abs().max() > 0 and (after != before).sum() <= KEPT * gloo.size
         kept, before = residual.clone(), after
 
 
 @pytest.mark.mpi
-def test_a_ranks_own_gradient_is_clipped(group: MPI.Intracomm) -> None:
+def test_a_ranks_own_gradient_is_clipped(gloo: MPI.Intracomm) -> None:
     model, plain = network(), network()
-    training = SparseLocoTraining(torch.optim.SGD(model.parameters(), lr=1.0), 0.125, group.size, EVERY)
-    steps(training, model, group.rank, range(1))
+    training = SparseLocoTraining(torch.optim.SGD(model.parameters(), lr=1.0), 0.125, gloo.size, EVERY)
+    steps(training, model, gloo.rank, range(1))
     assert torch.from_numpy(flat(model) - flat(plain)).norm().item() == pytest.approx(0.125, rel=1e-3)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("done", [EVERY, EVERY + 1])
-def test_a_state_goes_on_bit_for_bit(group: MPI.Intracomm, done: int) -> None:
+def test_a_state_goes_on_bit_for_bit(gloo: MPI.Intracomm, done: int) -> None:
     model, resumed_model = network(), network()
-    training, resumed = (training_of(each, group.size) for each in (model, resumed_model))
-    steps(training, model, group.rank, range(done))
+    training, resumed = (training_of(each, gloo.size) for each in (model, resumed_model))
+    steps(training, model, gloo.rank, range(done))
     snapshot = Snapshot()
     snapshot.take({"optimizer": training.state_dict()})
     resumed.load_state_dict(unpack(snapshot.tree, snapshot.tensors)["optimizer"])
     for each, own in ((training, model), (resumed, resumed_model)):
-        steps(each, own, group.rank, range(done, done + EVERY))
+        steps(each, own, gloo.rank, range(done, done + EVERY))
         assert flat(own).tobytes() == flat(model).tobytes()
     assert torch.equal(*(each.state_dict()["reducer"]["residual"] for each in (training, resumed)))
     # other ranks start from what all had agreed on, and no residual is lost
-    saved = group.allgather(training.state_dict()["reducer"])
-    more = redistribute(lambda rank: saved[rank], group.size, group.rank, group.size + 1)
+    saved = gloo.allgather(training.state_dict()["reducer"])
+    more = redistribute(lambda rank: saved[rank], gloo.size, gloo.rank, gloo.size + 1)
     resumed.load_state_dict({**training.inner.state_dict(), "reducer": more})
     with training.agreed():
         assert flat(resumed_model).tobytes() == flat(model).tobytes()

@@ -1,0 +1,657 @@
+"""What holds whatever a replica is: a rank, the ranks of a host, or those that shard a model. Each guarantee once, over them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import nn
+
+from oktopk import NonFiniteGradientError
+from oktopk.elastic import of_rank
+from oktopk.torch.shards import is_sharded, local_tensor
+from tests.replicas import (
+    OPTIMIZERS,
+    SHARDS,
+    SIZE,
+    Replicas,
+    along_shards,
+    held,
+    layers,
+    mesh_of,
+    sharded,
+    whole,
+)
+from tests.training import flat, loss, network, train
+
+pytestmark = pytest.mark.mpi
+
+LONG = pytest.mark.long("`make test` has each thing once, not each with each")
+
+
+def case(kind: str, *values: Any, long: bool = False, least: int = 1) -> Any:
+    """Parameters of a test: a kind of replicas, and more. On one rank no kind is sharded, which has tests of its own there."""
+    marks = [pytest.mark.mpi(min_size=max(least, 2 if "shard" in kind else 1)), *[LONG] * long]
+    return pytest.param(kind, *values, marks=marks)
+
+
+def shards(*values: Any, long: bool = False) -> list[Any]:
+    """Cases of as many shards as divide the ranks; one shard has less to agree on."""
+    return [case(f"shards of {n}", *values, long=long or (n == 1 and SIZE == 3)) for n in SHARDS]
+
+
+@pytest.fixture(scope="module")
+def meshes(group: Any) -> Callable[[int], Any]:
+    """The mesh of so many shards, made once."""
+    return functools.cache(functools.partial(mesh_of, name="part"))
+
+
+@pytest.fixture
+def replicas(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> Replicas:
+    """Of the kind that a test is told: "ranks", "hosts of 2", "shards of 3", or this rank "alone"."""
+    kind, _, number = request.param.partition(" of ")
+    if kind == "shards":
+        return Replicas(comm, mesh=request.getfixturevalue("meshes")(int(number)))
+    return Replicas(MPI.COMM_SELF if kind == "alone" else comm, int(number or 0))
+
+
+def over(*names: str, cases: list[Any]) -> Any:
+    """The mark of a test of these cases."""
+    return pytest.mark.parametrize(("replicas", *names), cases, indirect=["replicas"], ids=str)
+
+
+def moments(optimizer: Any) -> torch.Tensor:
+    """A copy of what the wrapped optimizer keeps of this rank's parameters, numbers of steps apart."""
+    states = optimizer.inner.state.values()
+    kept = [state[name] for state in states for name in sorted(state) if name != "step"]
+    return held(kept) if kept else torch.empty(0)
+
+
+EACH_KIND = [
+    case("ranks", {"kind": kind} | more, long=bool(at and by))
+    for at, kind in enumerate(("adamw", "adamw foreach", "sgd", "adam tensor rate"))
+    for by, more in enumerate(({}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"}))
+]
+EACH_KIND += [
+    case("hosts of 2", {}),
+    case("hosts of 3", {"every": 3, "wire": "int4"}),
+    case("hosts of 3", {"local_share": 0.0}),
+    case("hosts of 2", {"clip_norm": 0.1}),
+]
+EACH_KIND += [
+    case(f"shards of {number}", settings, long=at > 0)
+    for number in SHARDS
+    for at, settings in enumerate(
+        (
+            {},
+            {"every": 3, "wire": "int4"},
+            {"kind": "oktopk adamw"},
+            {"kind": "sgd", "clip_norm": 0.1, "local_share": 0.0},
+        )
+    )
+]
+
+
+@over("settings", cases=EACH_KIND)
+def test_references_are_equal_after_every_exchange(replicas: Replicas, settings: dict[str, Any]) -> None:
+    model, rank = replicas.model(), replicas.comm.rank
+    optimizer = replicas.wrap(model, **settings)
+    assert optimizer.replica == replicas.name
+    start = whole(model)
+    for step in range(9 if "every" in settings or "kind" in settings else 7):
+        train(model, optimizer, rank, range(step, step + 1))
+        replicas.check_agreed(model, optimizer)
+    assert not np.array_equal(whole(model), start)
+    assert any(replicas.comm.allgather(optimizer.reducer.gathered_residual().any()))
+
+
+class Balance:
+    """What the optimizers that hold this rank's shard changed, against what the reference moved and residuals hold."""
+
+    def __init__(self, replicas: Replicas, model: nn.Module, optimizer: Any) -> None:
+        self.replicas, self.optimizer = replicas, optimizer
+        self.before = optimizer._reference.vector.double().numpy().copy()
+        self.moved = np.zeros(len(self.before))
+        inner = optimizer.inner.step
+
+        def counted() -> None:
+            was = held(model.parameters()).double()
+            inner()
+            self.moved[: len(was)] += (was - held(model.parameters()).double()).numpy()
+
+        optimizer.inner.step = counted
+
+    def over_this_shard(self, mine: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        every = self.replicas.comm.allgather((self.replicas.shard, mine))
+        return [each for shard, each in every if shard == self.replicas.shard]
+
+    def check(self) -> None:
+        moved = self.over_this_shard(self.moved)
+        residual = self.optimizer.reducer.gathered_residual().astype(np.float64)
+        reference = self.optimizer._reference.vector.double().numpy()
+        applied = (self.before - reference) * len(moved)
+        assert self.replicas.comm.allreduce(np.abs(sum(moved)).max(), MPI.MAX) > 0.01
+        assert np.allclose(sum(moved), sum(self.over_this_shard(residual)) + applied, atol=3e-6)
+
+
+SHARED: dict[str, Any] = {"every": 2, "local_share": 0.5}
+
+
+@over(
+    "dtype",
+    "settings",
+    cases=[
+        case("ranks", torch.float32, {}),
+        case("ranks", torch.bfloat16, {}),
+        case("hosts of 2", torch.float32, SHARED),
+        case("hosts of 3", torch.bfloat16, SHARED),
+        *(case(f"shards of {number}", torch.float32, {"every": 2}) for number in SHARDS),
+    ],
+)
+def test_nothing_is_lost_between_the_optimizers_and_the_reference(
+    replicas: Replicas, dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    model, comm = replicas.model().to(dtype), replicas.comm
+    optimizer = replicas.wrap(model, "sgd", density=0.1, **settings)
+    balance = Balance(replicas, model, optimizer)
+    for step in range(8):
+        optimizer.zero_grad()
+        batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(31 * step + comm.rank)).to(dtype)
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+    assert next(model.parameters()).dtype == dtype
+    balance.check()
+    if replicas.per_host:  # half of what the host has not sent, whose residual is times its ranks
+        host = optimizer.reducer.group.host
+        unsent = sum(host.allgather_objects(optimizer.reducer.gathered_residual())) / host.size
+        shown = optimizer._reference.vector.numpy() - 0.5 * unsent
+        assert np.allclose(flat(model), shown, rtol=0 if dtype == torch.float32 else 2**-8, atol=1e-6)
+
+
+@over(
+    "what",
+    "nonfinite",
+    cases=[
+        *(case("ranks", what, how, least=2) for what in ("nan", "rates") for how in ("raise", "skip")),
+        *(case(f"shards of {number}", what, "raise") for number in SHARDS for what in ("nan", "rates")),
+    ],
+)
+def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: str) -> None:
+    """Where one rank's gradient is not finite, or its learning rate is another, which all ranks are told alike."""
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, "sgd", density=0.1, every=3, nonfinite=nonfinite)
+    balance = Balance(replicas, model, optimizer)
+    last, fails = comm.rank == comm.size - 1, what == "rates" or nonfinite == "raise"
+    sentence = (
+        "NaN or Inf" if what == "nan" else "'lr' of the optimizer's group 0 differs between ranks: 0.05 on"
+    )
+    for window in range(4):
+        expected = pytest.raises((ValueError, NonFiniteGradientError), match=sentence)
+        with expected if fails and window == 1 else nullcontext() as told:
+            for step in range(3 * window, 3 * window + 3):
+                optimizer.zero_grad()
+                loss(model, comm.rank, step).backward()
+                if step == 4 and what == "nan" and last:
+                    local_tensor(next(model.parameters()).grad)[0, 0] = math.nan
+                if step == 5 and what == "rates" and last:
+                    optimizer.param_groups[0]["lr"] = 0.5
+                optimizer.step()
+        assert told is None or len(set(comm.allgather(str(told.value)))) == 1
+        optimizer.param_groups[0]["lr"] = 0.05
+        # ranks that shard a model leave the moves of a window that fails in it until the next exchange
+        if window != 1 or replicas.mesh is None:
+            balance.check()
+    states = comm.allgather(of_rank(optimizer.state_dict()["reducer"])["residual"] is None)
+    assert states == [False] * comm.size
+    replicas.check_agreed(model, optimizer)
+
+
+@over(
+    "nonfinite",
+    "every",
+    cases=[
+        *(case("ranks", how, every) for how in ("raise", "skip") for every in (1, 2)),
+        *(case("hosts of 2", *given, least=3) for given in (("raise", 1), ("raise", 2), ("skip", 1))),
+        *shards("raise", 2),
+        *shards("skip", 2, long=True),
+    ],
+)
+def test_a_replica_of_which_one_rank_has_a_gradient_that_is_not_finite_does_not_step(
+    replicas: Replicas, nonfinite: str, every: int
+) -> None:
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, nonfinite=nonfinite, every=every)
+    bad = min(1, comm.size - 1)
+    mates, raises = replicas.mates(bad), nonfinite == "raise"
+    here = comm.rank in mates
+    train(model, optimizer, comm.rank, range(every))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 9).backward()
+    if comm.rank == bad:
+        local_tensor(next(model.parameters()).grad)[0, 0] = math.inf
+    before, parameters = moments(optimizer), held(model.parameters())
+    reference = optimizer._reference.vector.clone()
+    named = rf"on rank\(s\) {', '.join(map(str, mates))}$"
+    fails = pytest.raises(NonFiniteGradientError, match=named) if raises else nullcontext()
+    with fails if every == 1 else nullcontext():
+        optimizer.step()
+    assert torch.equal(moments(optimizer), before) == here
+    assert {float(state["step"]) for state in optimizer.inner.state.values()} == {every + 1.0 - here}
+    if every == 2:
+        assert torch.equal(held(model.parameters()), parameters) == here
+        with fails:
+            train(model, optimizer, comm.rank, range(10, 11))
+    if raises or len(mates) < comm.size:
+        assert torch.equal(optimizer._reference.vector, reference) == raises
+    left = comm.allgather(optimizer.reducer.gathered_residual().any())
+    others = {*range(comm.size)} - {*mates}
+    assert any(left[rank] for rank in others) == bool(others)  # what they have done stays
+    train(model, optimizer, comm.rank, range(11, 11 + 4 * every))
+    assert np.isfinite(whole(model)).all()
+    replicas.check_agreed(model, optimizer)
+
+
+@over(cases=[case("ranks", least=2), case("hosts of 2", least=3), *shards()])
+def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: Replicas) -> None:
+    """After a step in which that rank has no gradients."""
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    here, without = comm.rank in replicas.mates(1), comm.rank == 1 and replicas.mesh is None
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if without and step == 1:
+            optimizer.zero_grad()
+        elif comm.rank == 1 and step == 2:
+            local_tensor(next(model.parameters()).grad)[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        replicas.check_agreed(model, optimizer)
+    assert scaler.get_scale() == (512.0 if here else 1024.0)
+    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
+    assert steps == {4.0 - here - (without and not replicas.per_host)}  # others of the host have gradients
+
+
+@over(
+    "every",
+    "how",
+    cases=[
+        case("ranks", 1, "own"),
+        case("ranks", 3, "own, the optimizer first"),
+        case("ranks", 3, "agreed"),
+        case("ranks", 1, "agreed, the optimizer first"),
+        case("ranks", 2, "torch's distributed checkpoint"),
+        case("ranks", 1, "a copy"),
+        case("hosts of 2", 1, "own"),
+        case("hosts of 3", 3, "own"),
+        case("hosts of 2", 3, "agreed"),
+        case("hosts of 2", 1, "a copy"),
+        *shards(2, "own"),
+        *(each for given in ((1, "own"), (1, "agreed"), (2, "agreed")) for each in shards(*given, long=True)),
+        *shards(1, "torch's distributed checkpoint", long=True),
+    ],
+)
+def test_training_goes_on_from_a_state_bit_for_bit(
+    replicas: Replicas, every: int, how: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """In the middle of a window, too. Of the agreed model, each rank's own parameters are in its state."""
+    import torch.distributed.checkpoint as dcp
+
+    comm, settings = replicas.comm, {"every": every, "clip_norm": 0.0 if replicas.mesh is None else 0.5}
+    model = replicas.model()
+    optimizer = replicas.wrap(model, **settings)
+    train(model, optimizer, comm.rank, range(5))
+    folder, path, checkpoint = str(comm.bcast(tmp_path)), tmp_path / f"{comm.rank}.pt", "checkpoint" in how
+    with nullcontext() if how.startswith("own") else optimizer.agreed():
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        if checkpoint:
+            request.getfixturevalue("group")
+            dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+    if how == "a copy":
+        other, loaded = copy.deepcopy((model, optimizer))
+    else:
+        torch.save(optimizer.state_dict(), path)
+        other = replicas.model(3)
+        loaded = replicas.wrap(other, **settings)
+    train(model, optimizer, comm.rank, range(5, 12))
+    if checkpoint:
+        saved = {"model": other.state_dict(), "optimizer": loaded}
+        dcp.load(saved, checkpoint_id=folder)
+        other.load_state_dict(saved["model"])
+    elif how != "a copy":
+        if "first" not in how:
+            other.load_state_dict(weights)
+        loaded.load_state_dict(torch.load(path, weights_only=True))
+        if "first" in how:
+            other.load_state_dict(weights)
+    train(other, loaded, comm.rank, range(5, 12))
+    if how == "agreed, the optimizer first":  # which saw the model after its first gradient was computed
+        assert np.abs(whole(other) - whole(model)).max() < 0.05
+        replicas.check_agreed(other, loaded)
+        return
+    assert torch.equal(held(other.parameters()), held(model.parameters()))
+    assert torch.equal(moments(loaded), moments(optimizer))
+    assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
+    assert np.array_equal(loaded.reducer.residual, optimizer.reducer.residual)
+    assert loaded._ratio.squares == optimizer._ratio.squares
+
+
+def spoil(parameter: Any) -> None:
+    """Leave a gradient that cannot be read."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad = torch.zeros(gradient.shape) if is_sharded(parameter) else gradient.to_sparse()
+
+
+@over(
+    "at",
+    "scaled",
+    cases=[
+        case("ranks", 2, False),
+        case("ranks", 2, True),
+        case("hosts of 2", 2, False, least=2),
+        case("hosts of 2", 3, False, least=2),
+        *shards(3, False),
+        *shards(3, True, long=True),
+    ],
+)
+def test_a_problem_of_one_rank_is_told_on_all_in_the_exchange_and_gone_on_from(
+    replicas: Replicas, at: int, scaled: bool
+) -> None:
+    """Ranks measure the ratio in the same exchanges, whoever stepped."""
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, every=2 if replicas.mesh is None else 1)
+    sentence = rf"rank {comm.size - 1}: a gradient is sparse"
+    if replicas.mesh is not None:
+        sentence = "of a sharded parameter of shape .* is not laid out as"
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+    for step in range(12):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, comm.rank, step)).backward()
+        if step == at and comm.rank == comm.size - 1:
+            spoil(next(model.parameters()))
+        with pytest.raises(ValueError, match=sentence) if step == 3 else nullcontext() as told:
+            scaler.step(optimizer)
+        assert told is None or len(set(comm.allgather(str(told.value)))) == 1
+        scaler.update()
+    assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
+    replicas.check_agreed(model, optimizer)
+
+
+@over(
+    "change",
+    cases=[
+        *(case("ranks", change, least=2) for change in ("type", "shape", "length")),
+        *(case("hosts of 2", change, least=3) for change in ("type", "length")),
+    ],
+)
+def test_a_parameter_of_another_type_or_shape_on_one_rank_is_named_on_all(
+    replicas: Replicas, change: str
+) -> None:
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, timeout=20.0)
+    train(model, optimizer, comm.rank, range(3))
+    weight: Any = model[0].weight
+    if comm.rank == 1:
+        other = {"type": weight.double(), "shape": torch.zeros(31, 20), "length": weight.data[:15]}
+        weight.data = other[change].detach()
+    weight.grad = torch.zeros_like(weight)
+    what = "type" if change == "type" else "shape"
+    with pytest.raises(ValueError, match=f"rank 1: the {what} of a parameter of shape .30, 20. was"):
+        optimizer.step()
+    optimizer.close()
+
+
+@over(
+    "kind",
+    "settings",
+    cases=[
+        case("alone", "sgd", {}),
+        case(f"hosts of {SIZE}", "sgd", {}),
+        case(f"shards of {SIZE}", "sgd", {"clip_norm": 0.05}),
+        case(f"shards of {SIZE}", "adam", {}),
+        case(f"shards of {SIZE}", "sgd", {}, long=True),
+        case(f"shards of {SIZE}", "adam", {"clip_norm": 0.05}, long=True),
+        case(f"shards of {SIZE}", "sgd", {"by torch": 0.05}, long=True),
+    ],
+)
+def test_one_replica_trains_as_the_optimizer_alone_on_the_mean_gradient(
+    replicas: Replicas, kind: str, settings: dict[str, Any]
+) -> None:
+    """Of the whole model, whose norm is clipped; backward passes whose gradients FSDP keeps are added up."""
+    model, comm = replicas.model(), replicas.comm
+    alone: Any = network() if replicas.mesh is None else layers()
+    clip_norm, by_torch = settings.get("clip_norm", 0.0), settings.get("by torch", 0.0)
+    optimizer = replicas.wrap(model, kind, clip_norm=clip_norm)
+    plain = OPTIMIZERS[kind](alone.parameters())
+    parts = 1 if replicas.mesh is None else 2
+    for step in range(8):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in range(parts):
+            if replicas.mesh is not None:
+                model.set_requires_gradient_sync(part + 1 == parts)
+            loss(model, comm.rank, parts * step + part).backward()
+            loss(alone, comm.rank, parts * step + part).backward()
+        if by_torch:
+            nn.utils.clip_grad_norm_(model.parameters(), by_torch)
+        optimizer.step()
+        for p in alone.parameters():
+            p.grad = torch.from_numpy(comm.allreduce(p.grad.numpy()) / comm.size)
+        if settings:
+            assert nn.utils.clip_grad_norm_(alone.parameters(), clip_norm + by_torch) > clip_norm + by_torch
+        plain.step()
+    assert any(comm.allgather(optimizer.reducer.gathered_residual().any()))
+    assert np.allclose(whole(model), flat(alone), rtol=0, atol=1e-5 if replicas.mesh is None else 2e-5)
+    assert np.abs(flat(alone) - whole(replicas.model())).max() > 1e-3
+    assert optimizer.report.bytes_between == 0
+
+
+@over(cases=[case("ranks"), case("hosts of 2")])
+def test_what_is_written_becomes_the_reference_and_closing_keeps_what_was_written_last(
+    replicas: Replicas,
+) -> None:
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, density=0.2)
+    train(model, optimizer, comm.rank, range(3))
+    with optimizer.agreed(), torch.no_grad():
+        model[3].bias.fill_(0.5)
+    assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
+    assert not any(comm.allgather(optimizer.reducer.gathered_residual()[-7:].any()))
+    train(model, optimizer, comm.rank, range(3, 6))
+    replicas.check_agreed(model, optimizer)
+    # on all ranks alike; what an element holds already counts as not written, and one of network(9) does so by chance
+    model.load_state_dict(network(10).state_dict())
+    optimizer.close()
+    assert np.array_equal(flat(model), flat(network(10)))
+
+
+HOST = {"replica": "host", "ranks_per_host": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every 0 is not an integer >= 1"),
+        ({"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
+        ({"sends": "weights"}, "sends 'weights' is not one of '(gradients', 'updates|updates', 'gradients)'"),
+        ({"overlap": True}, "overlap=True is for sends='gradients'"),
+        ({"method": "dense"}, "method='dense' is for sends='gradients'"),
+        ({"average": False}, "average=False is for sends='gradients'"),
+        ({"sends": "gradients", "every": 2}, "every 2 is for sends='updates'"),
+        ({"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
+        (HOST | {"levels": "hosts"}, "levels='hosts' is for sends='gradients': take replica='host'"),
+        (HOST | {"levels": "flat"}, "replica='host' is for two levels: leave out levels='flat'"),
+        (HOST | {"sends": "gradients"}, "replica='host' is for sends='updates'"),
+        (HOST | {"method": "gtopk"}, "gtopk has flat steps only"),
+    ],
+    ids=str,
+)
+def test_what_updates_do_not_take_is_refused_in_a_sentence(
+    comm: MPI.Intracomm, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Replicas(comm).wrap(network(), "sgd", **settings)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("sends", ("gradients", "updates")), ("every", (1, 2)), ("replica", ("host", "summed"))],
+)
+def test_ranks_must_send_alike(comm: MPI.Intracomm, name: str, values: tuple[Any, Any]) -> None:
+    told = f"ranks disagree on {name}.*{values[0]!r}.*{values[1]!r}"
+    with pytest.raises(ValueError, match=told):
+        Replicas(comm).wrap(network(), "sgd", **{"ranks_per_host": 2, name: values[comm.rank == 1]})
+
+
+def everything(model: nn.Module, optimizer: Any) -> bytes:
+    """What a load may change on this rank."""
+    held_here = [held(model.parameters()), moments(optimizer), torch.from_numpy(optimizer.reducer.residual)]
+    if hasattr(optimizer, "_reference"):
+        held_here.append(optimizer._reference.vector)
+    return b"".join(each.numpy().tobytes() for each in held_here)
+
+
+def check_refused(comm: MPI.Intracomm, model: Any, optimizer: Any, state: Any, sentence: str) -> None:
+    """By one sentence on all ranks, on none of which anything is loaded."""
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=sentence) as refused:
+        optimizer.load_state_dict(state)
+    told = comm.allgather((str(refused.value), everything(model, optimizer) == before))
+    assert len(set(told)) == 1 and told[0][1], told
+    train(model, optimizer, comm.rank, range(3, 5))
+
+
+def kept(state: Any) -> Any:
+    """What a state has of the wrapped optimizer on this rank."""
+    return of_rank(state["updates"])["optimizer"]
+
+
+def reducer(state: Any) -> Any:
+    return of_rank(state["reducer"])
+
+
+def other_group(state: Any) -> None:
+    state["param_groups"][0]["params"] = state["param_groups"][0]["params"][:-1]
+
+
+NO_OPTIMIZER = "not that of an optimizer: Attrib"
+BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "nothing is kept": (lambda state: kept(state).update(state=None), NO_OPTIMIZER),
+    "a moment of another shape": (
+        lambda state: kept(state)["state"][0].update(exp_avg=torch.zeros(3)),
+        r"has exp_avg of shape \(3,\) of a parameter of shape",
+    ),
+    "no number of steps": (lambda state: kept(state)["state"].update({0: None}), NO_OPTIMIZER),
+    "a step that is none": (
+        lambda state: kept(state)["state"][0].update(step=torch.tensor(-1.0)),
+        r"the state is damaged: step tensor\(-1\.\) of a parameter",
+    ),
+    "a moment is missing": (
+        lambda state: kept(state)["state"][2].pop("exp_avg_sq"),
+        f"state of parameter 2 lacks exp_avg_sq on rank {SIZE - 1}, which other ranks have",
+    ),
+    "a rank that is none": (lambda state: reducer(state).update(rank=[1]), "is of rank"),
+    "a shorter residual": (
+        lambda state: reducer(state).update(residual=reducer(state)["residual"][:-1]),
+        "residual of the state is float32",
+    ),
+    "replicas that differ": (lambda state: reducer(state).update(unaided=7), "ranks disagree on unaided"),
+    "groups": (other_group, "the state has groups of"),
+}
+
+
+@over(
+    "what",
+    cases=[
+        case("ranks", "nothing is kept", long=True),
+        case("ranks", "a moment of another shape"),
+        case("ranks", "no number of steps", long=True),
+        case("ranks", "a step that is none"),
+        case("ranks", "a rank that is none"),
+        case("ranks", "a moment is missing", least=2),
+        *shards("a shorter residual"),
+        *(
+            each
+            for what in ("replicas that differ", "groups", "a moment of another shape", "nothing is kept")
+            for each in shards(what, long=True)
+        ),
+    ],
+)
+def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all_and_loaded_by_none(
+    replicas: Replicas, what: str
+) -> None:
+    """Not by those either that have another shard."""
+    comm = replicas.comm
+    if what == "replicas that differ" and len(replicas.mates(0)) == comm.size:
+        pytest.skip("one replica")
+    model = replicas.model()
+    optimizer = replicas.wrap(model, timeout=60.0)
+    train(model, optimizer, comm.rank, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, comm.rank, range(2, 3))
+    change, sentence = BROKEN[what]
+    if comm.rank == comm.size - 1:
+        change(state)
+    check_refused(comm, model, optimizer, state, sentence)
+
+
+@over(
+    "sends",
+    "state",
+    cases=[
+        case("ranks", "updates", None),
+        case("ranks", "gradients", None),
+        *shards("updates", None),
+        *shards("updates", [], long=True),
+    ],
+)
+def test_what_is_no_state_on_one_rank_is_told_on_all(replicas: Replicas, sends: str, state: Any) -> None:
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, sends=sends, timeout=60.0)
+    train(model, optimizer, comm.rank, range(3))
+    given = state if comm.rank == comm.size - 1 else optimizer.state_dict()
+    check_refused(
+        comm, model, optimizer, given, f"the state is a {'NoneType' if state is None else 'list'}, not a dict"
+    )
+
+
+def even(seed: int = 5) -> nn.Sequential:
+    """Whose shards have equal shapes."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 4 * SIZE), nn.AdaptiveAvgPool1d(7), nn.Tanh())
+
+
+@over("whose", cases=[each for whose in ("the next shard's", "rank 0's") for each in shards(whose)])
+def test_a_state_of_another_shard_is_refused(replicas: Replicas, whose: str) -> None:
+    comm, count = replicas.comm, along_shards(replicas.mesh).size()
+    if count == 1:
+        pytest.skip("one shard")
+    model = sharded(replicas.mesh, even())
+    optimizer = replicas.wrap(model)
+    train(model, optimizer, comm.rank, range(3))
+    next_shard = comm.rank - replicas.shard + (replicas.shard + 1) % count
+    saved = comm.allgather(as_saved(optimizer.state_dict()))
+    state = torch.load(io.BytesIO(saved[0 if whose == "rank 0's" else next_shard]), weights_only=True)
+    sentence = (
+        f"the state is of shard 0 of {count}, and this rank has shard {count - 1} of {count}: each rank saves"
+    )
+    check_refused(comm, model, optimizer, state, sentence)
+
+
+def as_saved(state: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()

@@ -1,0 +1,141 @@
+"""Kinds of replicas that updates travel between: single ranks, hosts of consecutive ranks, and ranks that shard one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from oktopk import DistributedOptimizer
+from oktopk.torch.adamw import AdamW as OurAdamW
+from oktopk.torch.shards import is_sharded, local_tensor
+from tests.training import network
+
+SIZE = MPI.COMM_WORLD.size
+SHARDS = [
+    shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)
+] or [SIZE]
+"""Ranks that shard a model, as many as divide those of the job: all of them where these are few."""
+
+ADAMW, SGD = {"lr": 2e-3, "weight_decay": 0.1}, {"lr": 0.05, "momentum": 0.9}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, **ADAMW, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, **ADAMW, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, **SGD, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=2e-3),
+    "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3)),
+    "oktopk adamw": lambda p: OurAdamW(p, **ADAMW),
+}
+
+
+def mesh_of(shards: int, name: str = "shard") -> Any:
+    """All ranks, of replicas and shards; collective.
+
+    Args:
+        name: of the dimension of shards, another one in each file of a job: torch keeps one of several equal meshes, and the
+            process groups of a file end with it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (SIZE // shards, shards), mesh_dim_names=("replicate", name))
+
+
+def along_shards(mesh: Any) -> Any:
+    """Of a mesh of two dimensions the one of shards."""
+    return mesh[mesh.mesh_dim_names[1]]
+
+
+def layers(seed: int = 5) -> nn.Sequential:
+    """Without statistics of batches; 7 rows over several shards are uneven, and 2 leave a shard without any."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2), nn.Tanh(), nn.Linear(2, 7))
+
+
+def sharded(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:
+    """A model that FSDP2 shards, its first layer by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    made: Any = layers() if model is None else model
+    if isinstance(made, nn.Sequential):
+        fully_shard(made[0], mesh=along_shards(mesh), **options)
+    return fully_shard(made, mesh=along_shards(mesh), **options)
+
+
+def whole(model: nn.Module) -> NDArray[np.float32]:
+    """A copy of all parameters, of all shards."""
+    parameters: Any = model.parameters()
+    parts = [p.full_tensor() if is_sharded(p) else p for p in parameters]
+    return torch.cat([p.detach().float().reshape(-1) for p in parts]).numpy().copy()
+
+
+def held(tensors: Any) -> Tensor:
+    """A copy of what this rank holds of them."""
+    return torch.cat([local_tensor(each).float().reshape(-1) for each in tensors])
+
+
+@dataclass
+class Replicas:
+    """One kind.
+
+    Attributes:
+        comm: all ranks.
+        per_host: ranks of a host, which is a replica; 0: none is.
+        mesh: of the ranks that shard a model; None: none do.
+    """
+
+    comm: MPI.Intracomm
+    per_host: int = 0
+    mesh: Any = None
+
+    @property
+    def of_rank(self) -> list[int]:
+        """The replica of each rank."""
+        ranks = 1 if self.mesh is None else along_shards(self.mesh).size()
+        return [rank // max(ranks, self.per_host) for rank in range(self.comm.size)]
+
+    @property
+    def name(self) -> str:
+        """As `optimizer.replica`."""
+        return "shards" if self.mesh is not None else "host" if self.per_host else "rank"
+
+    def mates(self, rank: int) -> list[int]:
+        """The ranks of a rank's replica."""
+        return [other for other, at in enumerate(self.of_rank) if at == self.of_rank[rank]]
+
+    @property
+    def shard(self) -> int:
+        """This rank's shard of the model."""
+        return 0 if self.mesh is None else along_shards(self.mesh).get_local_rank()
+
+    def model(self, seed: int = 5) -> Any:
+        return network(seed) if self.mesh is None else sharded(self.mesh, layers(seed))
+
+    def wrap(self, model: nn.Module, kind: Any = "", **settings: Any) -> Any:
+        """Around AdamW, one of OPTIMIZERS, or what `kind` makes of the parameters."""
+        kind = OPTIMIZERS[kind] if kind in OPTIMIZERS else kind or (lambda p: torch.optim.AdamW(p, **ADAMW))
+        given: dict[str, Any] = {"density": 0.05, "threshold_interval": 3, "sends": "updates"}
+        if self.per_host:
+            given |= {"replica": "host", "ranks_per_host": self.per_host}
+        over = self.comm if self.mesh is None else self.mesh["replicate"].get_group()
+        return DistributedOptimizer(kind(model.parameters()), over, **given | settings)
+
+    def check_agreed(self, model: nn.Module, optimizer: Any) -> None:
+        """References are equal on the ranks that hold a shard, parameters in a host, and the agreed model and ratios on all."""
+        comm, reference = self.comm, optimizer._reference.vector
+        references = comm.allgather((self.shard, reference.numpy().tobytes()))
+        assert len(set(references)) == len({shard for shard, _ in references})
+        if self.mesh is None:
+            own = comm.allgather(held(model.parameters()).numpy().tobytes())
+            assert len(set(zip(self.of_rank, own, strict=True))) == len(set(self.of_rank))
+        with optimizer.agreed():
+            assert len(set(comm.allgather(whole(model).tobytes()))) == 1
+            here = held(optimizer._parameters)  # without tables
+            dtype = next(model.parameters()).dtype
+            assert torch.equal(here, reference[: len(here)].to(dtype).float())
+        assert len(set(comm.allgather(optimizer._ratio and optimizer._ratio.squares))) == 1
