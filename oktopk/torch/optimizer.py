@@ -166,7 +166,7 @@ class DistributedOptimizer(WrappedOptimizer):
     ) -> Any:
         if cls is not DistributedOptimizer:
             if not cls._sends:
-                kinds = " or ".join(kind.__name__ for kind in cls._kinds.values())
+                kinds = " or ".join(sorted(kind.__name__ for kind in cls._kinds.values()))
                 raise TypeError(
                     f"{cls.__name__} is derived from DistributedOptimizer: derive it from {kinds}"
                 )
@@ -289,7 +289,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _sends_problem(self, sends: str, every: int, local_share: float | None) -> str:
         """What is wrong with these arguments, in a sentence; "" if nothing is."""
         if sends not in self._kinds:
-            return f"sends {sends!r} is not one of {', '.join(map(repr, self._kinds))}"
+            return f"sends {sends!r} is not one of {', '.join(map(repr, sorted(self._kinds)))}"
         if sends != self._sends:
             kind = self._kinds[sends].__name__
             return f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"

@@ -9,8 +9,12 @@ the sums above a global threshold are applied to the reference. Decay acts on th
 name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW),
   powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32.
 keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
-  d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
-  lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
+  d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4,
+     sign (with stride=1 alone: a sign each, a mean size for 512; server=1: owners keep what they round by themselves)
+  lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange);
+     auto: the squared norm of the mean residual over the mean squared norm of the workers', measured every ten steps
+  sub: rank of a basis that all workers share, for each matrix but those whose names begin with a word of subout (e+p): in every
+     exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
@@ -237,6 +241,9 @@ def rounded(x, wire, least, d):
         return x
     if wire == "bfloat16":
         return x.bfloat16().float()
+    if wire == "sign":
+        y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
+        return (y.sign() * y.abs().mean(-1, keepdim=True)).view(x.shape[0], -1)[:, : x.shape[-1]]
     top = 127 if wire == "int8" else 7
     return coded(x, top, max(256, int(256 / d)))
 
@@ -320,18 +327,21 @@ def thresholds_of(x, weight, k, count):
     return torch.topk(sizes_, max(1, round(count * k / n)), dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
-def exchange(unsent, d, wire, chunk, stride=None):
+def exchange(unsent, d, wire, chunk, stride=None, server=None):
     """The mean update; unsent loses what was sent and applied."""
-    if (
-        stride is not None and d < 1
-    ):  # a rotating part of all elements, the same on all workers, without indices
+    if stride is not None:  # a rotating part of all elements, the same on all workers, without indices
         K = max(1, round(1 / d))
         part = unsent[:, stride % K :: K]
         sent = rounded(part.contiguous(), wire, None, 1)
         part.sub_(sent)
         mean = sent.mean(0, keepdim=True)
+        if server is not None:
+            mean += server[stride % K :: K]
         v = rounded(mean, wire, None, 1)
-        part[stride % P].add_((mean - v)[0] * P)
+        if server is not None:
+            server[stride % K :: K] = (mean - v)[0]
+        else:
+            part[stride % P].add_((mean - v)[0] * P)
         u = torch.zeros(n, device=dev)
         u[stride % K :: K] = v[0]
         return u
@@ -446,7 +456,36 @@ def step_split(m, v, a, unsent, lr, c1, c2, b2):
     unsent.add_(lr * mh / (v2.sqrt() + 1e-8))
 
 
-STRIDE = {"float32": 2, "bfloat16": 1, "int8": 0.516, "int4": 0.266}
+def subspace(unsent, bases, rank, turn, left_out):
+    """The mean of what the residuals have in a shared basis, of each matrix's columns and rows in turn, which becomes the next basis.
+
+    Returns:
+        The update, and words that a rank sends and receives, over 2 n.
+    """
+    update = torch.zeros(n, device=dev)
+    at, words = 0, 0
+    for i, ((name, shape), size) in enumerate(zip(shapes.items(), sizes, strict=True)):
+        part = slice(at, at + size)
+        at += size
+        if len(shape) != 2 or name.split(".")[0] in left_out:
+            continue
+        x, whole = unsent[:, part].view(P, *shape), update[part].view(shape)
+        if turn % 2:  # a basis of columns: what is sent has the rows' length
+            x, whole = x.transpose(1, 2), whole.T
+        if i not in bases:
+            bases[i] = torch.linalg.qr(torch.randn(x.shape[2], rank, device=dev))[0]
+        own = (x @ bases[i]).bfloat16().float()
+        mean = own.mean(0)
+        sent = mean.bfloat16().float()
+        own[i % P] += P * (sent - mean)  # what the owner rounds
+        x -= own @ bases[i].T
+        whole += sent @ bases[i].T
+        bases[i] = torch.linalg.qr(sent)[0]
+        words += rank * x.shape[1]
+    return update, words / n
+
+
+STRIDE = {"sign": 0.0645, "float32": 2, "bfloat16": 1, "int8": 0.516, "int4": 0.266}
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -475,7 +514,7 @@ def run(spec):
     olr, mu, lv, wire, rd, chunk = (
         f("olr", 1),
         f("mu", 0),
-        f("lv", 0),
+        1.0 if o.get("lv") == "auto" else f("lv", 0),
         o.get("wire", "float32"),
         f("rd", 1),
         int(f("chunk", 0)),
@@ -491,6 +530,8 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
+    sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
+    server = zeros(1)[0] if int(f("server", 0)) else None
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
     full = torch.zeros(0, dtype=torch.long, device=dev)
@@ -663,6 +704,8 @@ def run(spec):
                 step_of(m, v, unsent, lrt, c1t, c2t)
             ref.mul_(1 - lr * decays)
             since += 1
+            if o.get("lv") == "auto" and s % 10 == 0:
+                lv = float(unsent.mean(0).square().sum() / unsent.square().sum(1).mean())
             if since >= hh or s == steps - 1:
                 if pr:
                     unsent.sub_(pred)
@@ -672,6 +715,10 @@ def run(spec):
                     dense_part = unsent[:, full].mean(0)
                     unsent[:, full] = 0.0
                     sent_bytes += len(full) / n
+                low = None
+                if sub:
+                    low, share = subspace(unsent, bases, sub, turn, left_out)
+                    sent_bytes += share
                 weight = None
                 if imp and dd < 1:
                     weight = (v * c2 + 1e-20).pow(imp / 2)
@@ -685,14 +732,18 @@ def run(spec):
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = exchange(unsent, dd, wire, chunk, turn if stride else None)
+                    u = exchange(unsent, dd, wire, chunk, turn if stride else None, server)
                 if len(full) and dd < 1:
                     u[full] = dense_part
+                if low is not None:
+                    u = u + low
                 if mm:
                     m.mul_(before == unsent)
                 since = 0
                 turn += 1
-                sent_bytes += 1.0 if dd >= 1 else (STRIDE if stride else MASKED if mask else BYTES)[wire] * dd
+                sent_bytes += (
+                    dd * (STRIDE if stride else MASKED if mask else BYTES)[wire] if dd < 1 or stride else 1.0
+                )
                 if mu:
                     buf.mul_(mu).add_(u)
                     u = u + mu * buf
