@@ -15,20 +15,15 @@ from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
 from oktopk.construction import Parts, make_together
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
-from oktopk.host_executor import HostExecutor
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.host_group import HostGroup
-from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS, Method
-from oktopk.methods.oktopk import OkTopk
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
 from oktopk.state import state_problem
 from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
-from oktopk.thresholds import NOTHING
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -117,7 +112,7 @@ class GradientAllreduce:
         )
         self.settings, self.backend = parts.settings, parts.backend
         self.transport: Transport = parts.transport
-        self._group, self._vectors = parts.group, parts.vectors
+        self._placement, self._vectors = parts.placement, parts.vectors
         self.flat_reason = parts.flat_reason
         """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
         self._p2p_problem = self.p2p_unavailable_reason = parts.p2p_unavailable_reason
@@ -177,27 +172,27 @@ class GradientAllreduce:
     @property
     def carried(self) -> int:
         """Elements of `residual`: n, in two levels those of this rank's shard."""
-        return self.length if self._group is None else self._group.shard_length
+        return self._placement.carried
 
     @property
     def levels(self) -> str:
         """What steps do: "flat" or "hosts", see `Settings.levels`."""
-        return "flat" if self._group is None else "hosts"
+        return self._placement.levels
 
     @property
     def group(self) -> HostGroup | None:
         """The ranks of this host, in two levels; None in flat steps."""
-        return self._group
+        return self._placement.group
 
     @property
     def hosts(self) -> list[int] | None:
         """int[P], the number of each rank's host, in two levels; None in flat steps."""
-        return None if self._group is None else list(self._group.layout.hosts)
+        return self._placement.hosts
 
     @property
     def shards(self) -> int:
         """Shards that a host holds its residual in; 1 in flat steps."""
-        return 1 if self._group is None else self._group.layout.shards
+        return self._placement.shards
 
     @property
     def gradient_buffer(self) -> NDArray[np.float32] | None:
@@ -205,7 +200,7 @@ class GradientAllreduce:
 
         After `close` an array that was taken before still has its memory, which no step reads.
         """
-        return None if self._group is None else self._group.gradient
+        return self._placement.gradient_buffer
 
     def mean_in_host(self, flag: bool = False, token: int | None = None) -> tuple[int, ...] | None:
         """Make `gradient_buffer` the mean of what all ranks of this host have filled it with, equal bit for bit. For two levels.
@@ -226,20 +221,14 @@ class GradientAllreduce:
         Traffic: a control allgather and two control allreduces of one int64 in the host. Memory traffic: each rank reads a shard
             of all gradients, and the others' shards of the mean, from each other's memory.
         """
-        group = self._group
-        if group is None:
-            raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
-        if group.gradient.dtype != np.float32:
-            raise RuntimeError("means of a host's gradients are float32: take gradient_type='float32'")
+        group = self._placement.group_of_means()
         with self.backend.stream_scope():
             self._complete()
             self._expect_step(self.steps)
             try:
-                if group.mean(flag, token):
-                    return None
-                return () if token is None else group.host.tokens or ()
+                return group.mean(flag, token)
             finally:
-                self._expect_none()
+                self._placement.expect_none()
 
     def gathered_residual(self) -> NDArray[np.float32]:
         """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
@@ -251,15 +240,10 @@ class GradientAllreduce:
             self.complete()
         self.meet("gathered_residual")
         with self.backend.stream_scope():
-            self._vectors.put_back()
-            residual = self._vectors.residual
-            if residual is None:
-                return np.zeros(self.length, np.float32)
-            if self._group is None:
-                return self.backend.to_host(residual)
-            gathered = self._group.gathered(residual)
-            assert gathered is not None
-            return np.zeros_like(gathered) if self._group.host.rank else gathered
+            gathered = self._placement.whole_residual(self._vectors)
+        if gathered is None or not self._placement.first:
+            return np.zeros(self.length, np.float32)
+        return gathered
 
     @property
     def sparse_steps(self) -> int:
@@ -330,7 +314,7 @@ class GradientAllreduce:
 
         def make() -> ParameterDisplacement:
             whole = self.backend.displacement(sizes, element_type, reference, share)
-            return whole if self._group is None else ShardDisplacement(whole, self._group.new_shard())
+            return self._placement.displacement(whole)
 
         return self._new_displacement(make, self._sizes_problem(sizes, element_type))
 
@@ -348,9 +332,7 @@ class GradientAllreduce:
         Memory: on a GPU n/512 bytes, and 64 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words.
         """
-        problem = self._sizes_problem(sizes, element_type)
-        if self._group is not None:
-            problem = problem or "AdamW in the pass that selects is for flat steps"
+        problem = self._sizes_problem(sizes, element_type) or self._placement.adamw_problem
         return self._new_displacement(partial(self.backend.adamw_displacement, sizes, element_type), problem)
 
     def _new_displacement(self, make: Callable[[], _Displacement], problem: str) -> _Displacement:
@@ -476,13 +458,13 @@ class GradientAllreduce:
             )
         with self.backend.stream_scope():
             self._complete()
-            if self._group is None:
-                self._vectors.withhold(absent)
+            self._placement.withhold(self._vectors, absent)
             self._expect_step(self.steps, measure)
             beside = problem, absent, token
             try:
                 if moved:
-                    accepted = self._displaced(accepted, measure)
+                    readable = self._method_at(self.steps)[0].reads_displacements and not measure
+                    accepted = self._placement.displaced(accepted, self._vectors, readable)
                 if measure:
                     return self._measured_step(accepted, *beside)
                 report = self._begin(accepted, *beside, may_defer=True)
@@ -491,32 +473,7 @@ class GradientAllreduce:
                     self._complete()
                 return report
             finally:
-                self._expect_none()  # through peer memory there was no control operation
-
-    def _displaced(self, moved: Displacement, measure: bool) -> Any:
-        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
-
-        A `ShardDisplacement` is added here in any case.
-        """
-        vectors, kernels = self._vectors, self.backend.kernels
-        vectors.pending = True
-        in_shards = isinstance(moved, ShardDisplacement)
-        if self._method_at(self.steps)[0].reads_displacements and not (measure or in_shards):
-            return moved
-        nothing = self.transport.workspace.entries("nothing", 1 + kernels.BLOCK)
-        if isinstance(moved, ShardDisplacement):
-            vectors.put_back()
-            moved.nonfinite = moved.flagged
-            if len(moved.vector):
-                packed = kernels.accumulate_select(moved.vector, vectors.residual, NOTHING, nothing)
-                moved.nonfinite = moved.flagged or packed.nonfinite > 0
-                moved.vector.fill(0)
-            return moved
-        nonfinite = kernels.accumulate_select(moved, vectors.residual, NOTHING, nothing).nonfinite
-        zeros = self.backend.zeros(self.length)
-        if nonfinite or moved.flagged:
-            zeros[:1] = np.nan
-        return zeros
+                self._placement.expect_none()  # through peer memory there was no control operation
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
@@ -537,7 +494,7 @@ class GradientAllreduce:
                 if not self.transport.any_control(wanted):
                     return None
             finally:
-                self._expect_none()
+                self._placement.expect_none()
             method, k = self._method_at(self.steps)
         plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
         self.steps += 1
@@ -565,28 +522,21 @@ class GradientAllreduce:
             try:
                 self._complete()
             finally:
-                self._expect_none()
+                self._placement.expect_none()
 
     def meet(self, what: str) -> None:
         """Wait for all ranks to begin this call. Collective: a rank that does not come, or makes another call, is named."""
         self._expect_all(what)
         self.transport.barrier()
-        self._expect_none()
+        self._placement.expect_none()
 
     def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
         """Limit the time that ranks may come late to what begins now."""
-        self.transport.expect_all(what, self.settings.timeout, advice)
-        if self._group is not None:
-            self._group.expect_all(what, self.settings.timeout, advice)
+        self._placement.expect_all(what, self.settings.timeout, advice)
 
     def _expect_step(self, step: int, measure: bool = False) -> None:
         """Limit the time that ranks may come late to what begins now of a step."""
         self._expect_all(f"step {step}{' with measure=True' if measure else ''}", self.advice)
-
-    def _expect_none(self) -> None:
-        self.transport.expect_none()
-        if self._group is not None:
-            self._group.expect_none()
 
     def _complete(self) -> None:
         if self._open is None:
@@ -603,22 +553,12 @@ class GradientAllreduce:
             self._sampler = make_together(
                 self.transport, partial(Sampler, self.length, self.backend, self.transport)
             )
-        residual = self._vectors.residual
-        if self._group is not None:
-            residual = self._group.in_whole(residual)
-        given = gradient
-        if isinstance(gradient, ShardDisplacement):  # it is in the residual
-            given = self.backend.zeros(self.length)
-        self._sampler.before(given, residual)
+        self._sampler.before(*self._placement.measured(gradient, self._vectors))
         report = self._step(gradient, problem, absent, token)
         if report.skipped:
             return report
-        selected = self._vectors.selected
-        assert selected is not None
         to_sum = float(self.transport.size) if self.settings.average else 1.0
-        boundaries = method.boundaries
-        if self._group is not None:
-            selected, boundaries = self._group.in_whole_indices(selected), None
+        selected, boundaries = self._placement.selected(self._vectors, method)
         report.measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
         return report
 
@@ -749,12 +689,7 @@ class GradientAllreduce:
             held = {"whether there is a residual": state["residual"] is not None}
             agreed, learned = agreed | held, learned | held
         self._expect_all("load_state_dict")
-        if self._group is not None:
-            self.transport.barrier()  # names those that do not come
-            disagreement, agreed = self._group.disagreement(agreed, learned), {}
-            problem = problem or disagreement
-            self._expect_none()
-        self.transport.agree(common | agreed, problem)
+        self._placement.agree_on_state(common, agreed, learned, problem)
 
     def whole_residual(self) -> NDArray[np.float32] | None:
         """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
@@ -763,22 +698,15 @@ class GradientAllreduce:
         """
         with self.backend.stream_scope():
             self._complete()
-            self._vectors.put_back()
-            if self._group is not None:
-                return self._group.gathered(self._vectors.residual)
-            held: NDArray[np.float32] | None = self._vectors.state_dict()["residual"]
-            return held
+            return self._placement.whole_residual(self._vectors)
 
     def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
         """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
 
         Traffic: one control allgather.
         """
-        if self._group is not None:
-            layout, shard = self._group.layout, self._group.shard
-            if residual is not None:
-                empty = np.zeros(0, np.float32)
-                residual = empty if shard is None else layout.extract(residual, shard)
+        if residual is not None:
+            residual = self._placement.own_part(residual)
         anew: dict[str, Any] = {"last_k": None, "unaided": 0, "methods": {}, "residual": residual}
         with self.backend.stream_scope():
             self._load({"steps": steps, "sparse_steps": sparse_steps, **anew})
@@ -827,16 +755,13 @@ class GradientAllreduce:
         """
         self.complete()
         with self.backend.stream_scope():
-            vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
+            vectors = self._vectors
             vectors.put_back()
-            first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
             if vectors.restores:
                 vectors.restore()
             elif vectors.residual is not None:
-                if first:
-                    part = vectors.update
-                    if self._group is not None:
-                        part = self._group.own_part(part)
+                if self._placement.in_first:
+                    part = self._placement.own_part(vectors.update)
                     vectors.residual += part * (self.transport.size if self.settings.average else 1)
                 vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.drop_update()
@@ -886,8 +811,7 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             for executor in self._executors.values():
                 executor.close()
-            if self._group is not None:
-                self._group.close()
+            self._placement.close()
         self.transport.close()
 
     def _method_at(self, step: int) -> tuple[Method, int]:
@@ -920,10 +844,8 @@ class GradientAllreduce:
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            length, transport = self.length, self.transport
-            if self._group is not None:
-                length, transport = self._group.shard_length, self._group.between or self._group.host
-            method = METHODS[name](length, transport, self.backend.kernels, self.settings)
+            place = self._placement
+            method = METHODS[name](place.carried, place.among, self.backend.kernels, self.settings)
             self._executors[name] = make_together(self.transport, partial(self._executor, method))
             self._methods[name] = method
             if self.method == name == "dense":  # its windows are asked for when the first step begins
@@ -931,13 +853,7 @@ class GradientAllreduce:
         return self._methods[name]
 
     def _executor(self, method: Method) -> Executor:
-        if self._group is not None:
-            return HostExecutor(method, self._vectors, self._group, self.transport)
-        if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(self.settings):
-            p2p_step = self.backend.p2p_step(self.transport, self.length, self.settings)
-            if p2p_step is not None:
-                return P2PExecutor(method, self._vectors, p2p_step)
-        return MessageExecutor(method, self._vectors)
+        return self._placement.executor(method, self._vectors, self.settings)
 
     def _skip(self, report: StepReport, ranks: list[int]) -> None:
         """Complete the report of a step that no rank applied, or raise: these ranks' gradients, or the sum, are not finite."""
@@ -952,8 +868,7 @@ class GradientAllreduce:
 
     def take_traffic(self) -> Traffic:
         """What this rank has sent since the last report, or the last call."""
-        traffic = self.transport.take_traffic()
-        return traffic if self._group is None else traffic + self._group.take_traffic()
+        return self._placement.take_traffic()
 
     def _new_report(self, method: Method, plan: Plan) -> StepReport:
         """The report of the last step that was counted, of whose outcome nothing is known yet."""

@@ -16,10 +16,10 @@ from collectives.sparse import check_length
 from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.devices import make_backend
-from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
+from oktopk.placement import Placement, TwoLevels
 from oktopk.settings import DENSE_ABOVE, Settings, timeout_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Parts:
 
     Attributes:
         settings: with the wire that is used.
-        group: the ranks of this host, where steps are in two levels.
+        placement: flat or in two levels.
         vectors: of this rank.
     """
 
@@ -77,18 +77,14 @@ class Parts:
             kind, self.backend = METHODS[method], backend
             self.transport: Transport = make_together(host, partial(backend.connect, host))
             opened.callback(self.transport.close)
-            self.group = self._host_group(length, kind, peer_memory)
-            if self.group is not None:
-                opened.callback(self.group.close)
+            self.placement = self._placed(length, kind, peer_memory)
+            opened.callback(self.placement.close)
             # now, when a rank without room for them can still tell the others
             sparse = kind.sparse and self.settings.density <= DENSE_ABOVE
-            carried = None if self.group is None else self.group.shard_length
-            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried, update)
+            vectors = partial(self.placement.vectors, self.settings, sparse, update)
             self.vectors = make_together(self.transport, vectors)
             self.settings = replace(self.settings, wire=self._agreed_wire(kind))
-            unavailable = kind.p2p_unavailable_reason(self.settings)
-            if self.group is not None:
-                unavailable = unavailable or "steps in two levels exchange messages between hosts"
+            unavailable = kind.p2p_unavailable_reason(self.settings) or self.placement.p2p_problem
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             if self.transport is not host:
                 host.close()
@@ -101,23 +97,22 @@ class Parts:
         one_host = len(set(self.transport.hosts)) == 1
         return "plain" if one_host or not method.coded else "float32"
 
-    def _host_group(self, length: int, method: type[Method], peer_memory: bool | None) -> HostGroup | None:
-        """The ranks of this host, where steps are in two levels. Collective."""
-        settings = self.settings
-        self.transport.group_by_host(settings.ranks_per_host)
-        layout = Layout(tuple(self.transport.hosts), length)
-        levels, self.flat_reason = levels_taken(settings.levels, layout, method.flat_reason())
-        if levels == "flat":
-            return None
-        try:
-            return HostGroup(self.transport, layout, self.backend, peer_memory)
-        except ValueError as error:
-            if settings.levels == "hosts":
-                raise
-            self.flat_reason = str(error)
-            if self.transport.rank == 0:
-                warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=5)
-            return None
+    def _placed(self, length: int, method: type[Method], peer_memory: bool | None) -> Placement:
+        """In two levels where the settings and the hosts allow it, else flat. Collective."""
+        transport, backend, wanted = self.transport, self.backend, self.settings.levels
+        transport.group_by_host(self.settings.ranks_per_host)
+        layout = Layout(tuple(transport.hosts), length)
+        levels, self.flat_reason = levels_taken(wanted, layout, method.flat_reason())
+        if levels == "hosts":
+            try:
+                return TwoLevels(transport, backend, HostGroup(transport, layout, backend, peer_memory))
+            except ValueError as error:
+                if wanted == "hosts":
+                    raise
+                self.flat_reason = str(error)
+                if transport.rank == 0:
+                    warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=5)
+        return Placement(transport, backend, length)
 
 
 def make_together(transport: Transport, make: Callable[[], _Made], problem: str = "") -> _Made:
