@@ -59,15 +59,11 @@ class HostGroup:
                     opened.callback(made.close)
             if self.between is not None:
                 self.between.shards = self.holders
-            problem = ""
-            try:
+            with transport.together():
                 self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
                 out = self.new_shard()
                 self._sum = None if self.shard is None else self._shared.sum_of_shard(layout, self.shard, out)
-            except (RuntimeError, MemoryError) as error:
-                problem = str(error) or type(error).__name__
-            transport.agree({}, problem)
             opened.pop_all()
         self.gradient = self._shared.mine
         self._windows = backend.entry_windows(self.host)

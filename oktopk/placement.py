@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from collectives.traffic import Traffic
 from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.cuda.p2p_executor import P2PExecutor
-from oktopk.displacement import Displacement, ParameterDisplacement, ShardDisplacement
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_executor import HostExecutor
 from oktopk.host_group import HostGroup
@@ -37,14 +38,14 @@ class Placement:
         carried: elements of that part; shards: how many parts the vector has.
         first: this rank is the first of those that hold one residual together; in_first: it holds of the first residual.
         group, hosts, gradient_buffer: as those of `GradientAllreduce`.
-        p2p_problem, adamw_problem: why steps do not use peer memory, or take no `AdamWDisplacement`; "" if they may.
+        p2p_problem: why steps do not use peer memory, in a sentence; "" if they may.
     """
 
     levels = "flat"
     group: HostGroup | None = None
     hosts: list[int] | None = None
     gradient_buffer: Any = None
-    p2p_problem = adamw_problem = ""
+    p2p_problem = ""
 
     def __init__(self, transport: Transport, backend: Backend, length: int) -> None:
         self.among = transport
@@ -69,9 +70,15 @@ class Placement:
         """Keep the residual out of the next step where this rank has no gradient; in two levels the executor does."""
         vectors.withhold(absent)
 
-    def displacement(self, whole: ParameterDisplacement) -> ParameterDisplacement:
-        """What steps take for a displacement of all parameters."""
-        return whole
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> ParameterDisplacement:
+        """As `GradientAllreduce.displacement`."""
+        return self._backend.displacement(sizes, element_type, reference, share)
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
+        """As `GradientAllreduce.adamw_displacement`."""
+        return self._backend.adamw_displacement(sizes, element_type)
 
     def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
@@ -114,16 +121,10 @@ class Placement:
     def agree_on_state(
         self, common: dict[str, Any], held: dict[str, Any], learned: dict[str, Any], problem: str
     ) -> None:
-        """Check that states are of one moment. Collective.
+        """As `Transport.agree`. Collective.
 
         Args:
-            common: name -> plain value, equal on all ranks.
-            held: the same, equal on the ranks that hold the same part.
-            learned: the same, equal on the ranks that hold one residual together.
-            problem: of this rank.
-
-        Raises:
-            ValueError: some rank has a problem, or values differ; on every rank alike.
+            held, learned: equal on the ranks that hold the same part, or one residual together.
         """
         self._transport.agree(common | held, problem)
 
@@ -135,14 +136,17 @@ class Placement:
         """
         raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
 
-    def expect_all(self, what: str, seconds: float, advice: str) -> None:
-        """As `Transport.expect_all`, among all ranks and those of a part or host."""
+    def expecting(self, what: str, seconds: float, advice: str) -> Placement:
+        """As `Transport.expect_all`, among all ranks and those of a part or host, until a `with` block ends."""
         for part in self._parts:
             part.expect_all(what, seconds, advice)
+        return self
 
-    def expect_none(self) -> None:
-        """As `Transport.expect_none`."""
-        for part in self._parts:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        for part in self._parts:  # through peer memory there was no control operation
             part.expect_none()
 
     def take_traffic(self) -> Traffic:
@@ -164,7 +168,6 @@ class TwoLevels(Placement):
     levels = "hosts"
     group: HostGroup
     p2p_problem = "steps in two levels exchange messages between hosts"
-    adamw_problem = "AdamW in the pass that selects is for flat steps"
 
     def __init__(self, transport: Transport, backend: Backend, group: HostGroup) -> None:
         layout = group.layout
@@ -184,8 +187,14 @@ class TwoLevels(Placement):
     def withhold(self, vectors: ErrorFeedback, absent: Spans) -> None:
         pass
 
-    def displacement(self, whole: ParameterDisplacement) -> ParameterDisplacement:
+    def displacement(
+        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+    ) -> ParameterDisplacement:
+        whole = super().displacement(sizes, element_type, reference, share)
         return ShardDisplacement(whole, self.group.new_shard())
+
+    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
+        raise ValueError("AdamW in the pass that selects is for flat steps")
 
     def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         vectors.pending = True
@@ -235,7 +244,6 @@ class TwoLevels(Placement):
                     transport.agree(mine)
             except ValueError as error:
                 problem = problem or f"among the ranks of {where} {error}"
-        self.expect_none()
         self._transport.agree(common, problem)
 
     def group_of_means(self) -> HostGroup:
