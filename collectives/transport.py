@@ -327,16 +327,13 @@ class Transport(ABC):
 
     @contextmanager
     def together(self, *kinds: type[Exception]) -> Iterator[dict[str, Any]]:
-        """Raise an error of what a `with` block does on this rank alone on every rank alike, at its end. Collective.
+        """Raise an error of any rank's `with` block as a ValueError on every rank alike, at its end, see `agree`. Collective.
 
         Args:
             kinds: of error that count, beside those of memory and of CUDA; another one is raised here and now.
 
         Yields:
             A dict to be filled with plain values that must be equal on all ranks.
-
-        Raises:
-            ValueError: as `agree`.
         """
         mine: dict[str, Any] = {}
         problem = ""
