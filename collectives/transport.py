@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cuda.environment import is_cuda_error
 from collectives.traffic import Traffic
 from collectives.workspace import Workspace
 
@@ -323,6 +325,26 @@ class Transport(ABC):
         counts = self.shards.allgather_control(np.array([count], np.int64))
         return int(counts[: self.shards.rank].sum())
 
+    @contextmanager
+    def together(self, *kinds: type[Exception]) -> Iterator[dict[str, Any]]:
+        """Raise an error of any rank's `with` block as a ValueError on every rank alike, at its end, see `agree`. Collective.
+
+        Args:
+            kinds: of error that count, beside those of memory and of CUDA; another one is raised here and now.
+
+        Yields:
+            A dict to be filled with plain values that must be equal on all ranks.
+        """
+        mine: dict[str, Any] = {}
+        problem = ""
+        try:
+            yield mine
+        except Exception as error:
+            if not isinstance(error, (MemoryError, *kinds)) and not is_cuda_error(error):
+                raise
+            problem = str(error) or type(error).__name__
+        self.agree(mine, problem)
+
     def agree(self, mine: dict[str, Any], problem: str = "") -> None:
         """Check at construction that all ranks pass the same arguments. Collective.
 
@@ -349,6 +371,12 @@ class Transport(ABC):
                 texts = (repr(values[0]) if values else "not given" for values in given)
                 listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
                 raise ValueError(f"ranks disagree on {name}: {listed}")
+
+
+def refuse(problem: str) -> None:
+    """Raise ValueError for a problem that is not ""."""
+    if problem:
+        raise ValueError(problem)
 
 
 class _RepeatedRound:

@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.closing import announce, closes
-from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
-from oktopk.construction import Parts, make_together
+from collectives.transport import Transport
+from oktopk.construction import Parts
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.devices import GRADIENT_TYPES
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
-from oktopk.host_executor import HostExecutor
+from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.host_group import HostGroup
-from oktopk.message_executor import MessageExecutor
-from oktopk.methods import METHODS, Method
-from oktopk.methods.oktopk import OkTopk
-from oktopk.metrics import Sampler
-from oktopk.results import StageTimer, StepReport
-from oktopk.settings import DENSE_ABOVE, entries_kept, unknown_setting
-from oktopk.state import state_problem
-from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
-from oktopk.thresholds import NOTHING
+from oktopk.results import StepReport
+from oktopk.settings import unknown_setting
+from oktopk.state import Resumable
+from oktopk.step import Spans
+from oktopk.steps import NonFiniteGradientError
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
 
-_SAME_STEPS = (
-    "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
-)
+__all__ = ["GradientAllreduce", "NonFiniteGradientError"]
 _Displacement = TypeVar("_Displacement", bound=Displacement)
-_TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
-class NonFiniteGradientError(ArithmeticError):
-    """Gradients held NaN or Inf, or their sum over the ranks did; raised on every rank alike.
-
-    The gradient was taken back out of the residuals: they are as before the step, to the rounding of what was accumulated,
-    but on the ranks named where an element of it is above half the largest float.
-
-    Attributes:
-        ranks: the ranks whose gradients were not finite; empty where only the sum over the ranks is not.
-        step: the step, counted from 0.
-    """
-
-    def __init__(self, ranks: list[int], step: int) -> None:
-        problem = "the sum over the ranks is not finite"
-        if ranks:
-            problem = f"gradient + residual is NaN or Inf on rank(s) {', '.join(map(str, ranks))}"
-        super().__init__(f"step {step}: {problem}")
-        self.ranks = ranks
-        self.step = step
-
-
-class GradientAllreduce:
+class GradientAllreduce(Resumable):
     """Reduces one flat gradient per step over all ranks of a communicator.
 
     Several instances may live side by side, one per bucket, parameter group or communicator: they share nothing.
@@ -112,39 +80,9 @@ class GradientAllreduce:
         **settings: Any,
     ) -> None:
         problem = problem or unknown_setting(settings, GradientAllreduce)
-        parts = Parts(
-            comm, length, method, device, gradient_type, stream, peer_memory, update, problem, settings
+        super().__init__(
+            Parts(comm, length, method, device, gradient_type, stream, peer_memory, update, problem, settings)
         )
-        self.settings, self.backend = parts.settings, parts.backend
-        self.transport: Transport = parts.transport
-        self._group, self._vectors = parts.group, parts.vectors
-        self.flat_reason = parts.flat_reason
-        """Why steps are flat though levels is "auto", in a sentence; "" if they are not, or are meant to be."""
-        self._p2p_problem = self.p2p_unavailable_reason = parts.p2p_unavailable_reason
-        """Why this instance does not use peer memory, in a sentence; "" if it does."""
-        self.length = length
-        self.method = method
-        self.time_stages = False
-        """Time the stages of steps through peer memory by device events, which takes some 50 us a step. Without it their
-        report has one stage, `step`."""
-        self.advice = _SAME_STEPS
-        """What a MissingRanksError of a step says to do, in a sentence."""
-        self.steps = 0
-        self.tokens: tuple[int, ...] | None = None
-        """Equal on all ranks: the tokens that the ranks passed to the last step that has ended, in two levels one that they are
-        combined to. None where none were passed or they are not known; a deferred step ends when the next one begins."""
-        self._methods: dict[str, Method] = {}
-        self._executors: dict[str, Executor] = {}
-        self._final: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
-        self._entries: Callable[[float], int] = partial(entries_kept, length=length)
-        self._sampler: Sampler | None = None
-        self._sparse_steps = 0
-        self._moved = False  # the step adds a displacement
-        self._last_k: int | None = None
-        self._said_dense = False
-        # the step whose result is not known yet, and the caller's report of it
-        self._open: tuple[Plan, StepHandle, StepReport] | None = None
-        self._trust = 0  # deferrable steps in a row, up to _TRUSTED
 
     @property
     def update(self) -> NDArray[np.float32]:
@@ -160,44 +98,24 @@ class GradientAllreduce:
         return self._vectors.update
 
     @property
-    def residual(self) -> NDArray[np.float32] | None:
-        """float32[n], what was not applied; None where no step leaves anything behind.
-
-        In two levels float32[shard], of the host's sum; `gathered_residual` puts the shards together.
-        """
-        with self.backend.stream_scope():
-            self._vectors.put_back()
-        return self._vectors.residual
-
-    @property
     def transports(self) -> list[Transport]:
         """Where ranks wait for each other."""
         return [self.transport]
 
     @property
-    def carried(self) -> int:
-        """Elements of `residual`: n, in two levels those of this rank's shard."""
-        return self.length if self._group is None else self._group.shard_length
-
-    @property
     def levels(self) -> str:
         """What steps do: "flat" or "hosts", see `Settings.levels`."""
-        return "flat" if self._group is None else "hosts"
+        return self._placement.levels
 
     @property
     def group(self) -> HostGroup | None:
         """The ranks of this host, in two levels; None in flat steps."""
-        return self._group
-
-    @property
-    def hosts(self) -> list[int] | None:
-        """int[P], the number of each rank's host, in two levels; None in flat steps."""
-        return None if self._group is None else list(self._group.layout.hosts)
+        return self._placement.group
 
     @property
     def shards(self) -> int:
         """Shards that a host holds its residual in; 1 in flat steps."""
-        return 1 if self._group is None else self._group.layout.shards
+        return self._placement.shards
 
     @property
     def gradient_buffer(self) -> NDArray[np.float32] | None:
@@ -205,79 +123,7 @@ class GradientAllreduce:
 
         After `close` an array that was taken before still has its memory, which no step reads.
         """
-        return None if self._group is None else self._group.gradient
-
-    def mean_in_host(self, flag: bool = False, token: int | None = None) -> tuple[int, ...] | None:
-        """Make `gradient_buffer` the mean of what all ranks of this host have filled it with, equal bit for bit. For two levels.
-
-        No step, and no message to another host. Collective: every rank of the host must call.
-
-        Args:
-            flag: of this rank; where any rank of the host raises it, nothing is summed.
-            token: a word that all ranks of the host are to see; on every rank or on none.
-
-        Returns:
-            The tokens of the host's ranks, () where they gave none; None where any raised its flag.
-
-        Raises:
-            RuntimeError: steps are flat, or gradients are not float32; on every rank alike.
-            MissingRanksError: ranks of the host did not come within `Settings.timeout`.
-
-        Traffic: a control allgather and two control allreduces of one int64 in the host. Memory traffic: each rank reads a shard
-            of all gradients, and the others' shards of the mean, from each other's memory.
-        """
-        group = self._group
-        if group is None:
-            raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
-        if group.gradient.dtype != np.float32:
-            raise RuntimeError("means of a host's gradients are float32: take gradient_type='float32'")
-        with self.backend.stream_scope():
-            self._complete()
-            self._expect_step(self.steps)
-            try:
-                if group.mean(flag, token):
-                    return None
-                return () if token is None else group.host.tokens or ()
-            finally:
-                self._expect_none()
-
-    def gathered_residual(self) -> NDArray[np.float32]:
-        """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
-
-        In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
-        A step that `begin` has started is ended first, and may raise as `complete`.
-        """
-        if self.awaited:
-            self.complete()
-        self.meet("gathered_residual")
-        with self.backend.stream_scope():
-            self._vectors.put_back()
-            residual = self._vectors.residual
-            if residual is None:
-                return np.zeros(self.length, np.float32)
-            if self._group is None:
-                return self.backend.to_host(residual)
-            gathered = self._group.gathered(residual)
-            assert gathered is not None
-            return np.zeros_like(gathered) if self._group.host.rank else gathered
-
-    @property
-    def sparse_steps(self) -> int:
-        """Steps so far in which a sparse method ran."""
-        return self._sparse_steps
-
-    @property
-    def can_read_tensors(self) -> bool:
-        """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""
-        settings = self.settings
-        sparse = METHODS[self.method].sparse and settings.density <= DENSE_ABOVE
-        return sparse and not self.p2p_unavailable_reason
-
-    def reads_tensors(self, measure: bool = False) -> bool:
-        """Whether the next step may be given a tensor list, see `gradient_tensors`: not where it is dense or measured."""
-        settings, step = self.settings, self.steps
-        dense = step < settings.dense_warmup_steps or settings.density_at(step) > DENSE_ABOVE
-        return self.can_read_tensors and not (dense or measure)
+        return self._placement.gradient_buffer
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """A gradient in several arrays on the GPU, which steps read where they lie. Collective.
@@ -299,12 +145,10 @@ class GradientAllreduce:
         if not self.can_read_tensors:
             raise RuntimeError("no step of this reducer reads a tensor list: pass one vector")
         self.meet("gradient_tensors")
-        with self.backend.stream_scope():
-            return make_together(
-                self.transport,
-                partial(self.backend.gradient_tensors, sizes, element_type),
-                self._sizes_problem(sizes, element_type),
-            )
+        with self.backend.stream_scope(), self.transport.together(ValueError):
+            self._check_sizes(sizes, element_type)
+            tensors = self.backend.gradient_tensors(sizes, element_type)
+        return tensors
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
@@ -327,12 +171,7 @@ class GradientAllreduce:
         Memory: on a GPU n/512 bytes, and 16 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words. In two levels n/G words.
         """
-
-        def make() -> ParameterDisplacement:
-            whole = self.backend.displacement(sizes, element_type, reference, share)
-            return whole if self._group is None else ShardDisplacement(whole, self._group.new_shard())
-
-        return self._new_displacement(make, self._sizes_problem(sizes, element_type))
+        return self._new_displacement(self._placement.displacement, sizes, element_type, reference, share)
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         """What AdamW moves parameters by, computed in the pass that selects, for flat steps. Collective.
@@ -348,32 +187,57 @@ class GradientAllreduce:
         Memory: on a GPU n/512 bytes, and 64 bytes a parameter. In steps that are dense or measured, and of methods that select in
             a way of their own, n words.
         """
-        problem = self._sizes_problem(sizes, element_type)
-        if self._group is not None:
-            problem = problem or "AdamW in the pass that selects is for flat steps"
-        return self._new_displacement(partial(self.backend.adamw_displacement, sizes, element_type), problem)
+        return self._new_displacement(self._placement.adamw_displacement, sizes, element_type)
 
-    def _new_displacement(self, make: Callable[[], _Displacement], problem: str) -> _Displacement:
-        if self._vectors.residual is None:
-            problem = problem or "a displacement needs a residual: steps of a sparse method"
-        if self.settings.deferred:
-            problem = problem or "a displacement is not for deferred steps"
+    def _new_displacement(
+        self, make: Callable[..., _Displacement], sizes: Sequence[int], element_type: str, *more: Any
+    ) -> _Displacement:
         self.meet("displacement")
         with self.backend.stream_scope():
-            made = make_together(self.transport, make, problem)
+            with self.transport.together(ValueError):
+                self._check_sizes(sizes, element_type)
+                if self._vectors.residual is None:
+                    raise ValueError("a displacement needs a residual: steps of a sparse method")
+                if self.settings.deferred:
+                    raise ValueError("a displacement is not for deferred steps")
+                made = make(sizes, element_type, *more)
             self._vectors.keep_no_copies()
         return made
 
-    def _sizes_problem(self, sizes: Sequence[int], element_type: str) -> str:
-        """Why there is no gradient of such parts, in a sentence; "" if there is."""
+    def _check_sizes(self, sizes: Sequence[int], element_type: str) -> None:
+        """Raise ValueError where there is no gradient of such parts."""
         known = GRADIENT_TYPES["cuda"]
         if element_type not in known:
-            return f"element_type {element_type!r} is not one of {', '.join(known)}"
+            raise ValueError(f"element_type {element_type!r} is not one of {', '.join(known)}")
         if min(sizes, default=0) < 0:
-            return f"size {min(sizes)} is negative"
+            raise ValueError(f"size {min(sizes)} is negative")
         if sum(sizes) != self.length:
-            return f"sizes add up to {sum(sizes)}, not to {self.length}"
-        return ""
+            raise ValueError(f"sizes add up to {sum(sizes)}, not to {self.length}")
+
+    def mean_in_host(self, flag: bool = False, token: int | None = None) -> tuple[int, ...] | None:
+        """Make `gradient_buffer` the mean of what all ranks of this host have filled it with, equal bit for bit. For two levels.
+
+        No step, and no message to another host. Collective: every rank of the host must call.
+
+        Args:
+            flag: of this rank; where any rank of the host raises it, nothing is summed.
+            token: a word that all ranks of the host are to see; on every rank or on none.
+
+        Returns:
+            The tokens of the host's ranks, () where they gave none; None where any raised its flag.
+
+        Raises:
+            RuntimeError: steps are flat, or gradients are not float32; on every rank alike.
+            MissingRanksError: ranks of the host did not come within `Settings.timeout`.
+
+        Traffic: a control allgather and two control allreduces of one int64 in the host. Memory traffic: each rank reads a shard
+            of all gradients, and the others' shards of the mean, from each other's memory.
+        """
+        group = self._placement.group_of_means()
+        with self.backend.stream_scope():
+            self._complete()
+            with self._expecting(f"step {self.steps}", self.advice):
+                return group.mean(flag, token)
 
     def step(
         self,
@@ -446,413 +310,6 @@ class GradientAllreduce:
         """
         return self._take(gradient, problem, absent, token, measure=False, wait=False)
 
-    @property
-    def awaited(self) -> bool:
-        """Whether a step has begun whose update holds only after `complete`, which every rank must call; no deferred one."""
-        return self._open is not None and not self._open[1].deferred
-
-    def give_up(self) -> None:
-        """Abort a step that is `awaited`, since this rank has failed; on this rank alone. Its report stays incomplete.
-
-        The other ranks' kernels end, and their next step raises RuntimeError, as this one's does. A rank whose kernels had ended
-        without the update waits for this one's messages until `timeout`.
-        """
-        if self._open is not None and self.awaited:
-            with self.backend.stream_scope():
-                self._open[1].abort()
-            self._open, self._trust = None, 0
-            self.forget_support()
-
-    def _take(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
-    ) -> StepReport:
-        self._moved = moved = isinstance(gradient, Displacement)
-        if isinstance(gradient, GradientTensors) and not (moved or self.reads_tensors(measure)):
-            raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
-        accepted = self.backend.validate(gradient, self.length)
-        if self.backend.share_memory(accepted, self._vectors.update):
-            raise ValueError(
-                "the gradient is this reducer's own update, which the step overwrites: pass a copy"
-            )
-        with self.backend.stream_scope():
-            self._complete()
-            if self._group is None:
-                self._vectors.withhold(absent)
-            self._expect_step(self.steps, measure)
-            beside = problem, absent, token
-            try:
-                if moved:
-                    accepted = self._displaced(accepted, measure)
-                if measure:
-                    return self._measured_step(accepted, *beside)
-                report = self._begin(accepted, *beside, may_defer=True)
-                handle = None if self._open is None else self._open[1]
-                if isinstance(handle, CompletedStep) or (wait and self.awaited):
-                    self._complete()
-                return report
-            finally:
-                self._expect_none()  # through peer memory there was no control operation
-
-    def _displaced(self, moved: Displacement, measure: bool) -> Any:
-        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
-
-        A `ShardDisplacement` is added here in any case.
-        """
-        vectors, kernels = self._vectors, self.backend.kernels
-        vectors.pending = True
-        in_shards = isinstance(moved, ShardDisplacement)
-        if self._method_at(self.steps)[0].reads_displacements and not (measure or in_shards):
-            return moved
-        nothing = self.transport.workspace.entries("nothing", 1 + kernels.BLOCK)
-        if isinstance(moved, ShardDisplacement):
-            vectors.put_back()
-            moved.nonfinite = moved.flagged
-            if len(moved.vector):
-                packed = kernels.accumulate_select(moved.vector, vectors.residual, NOTHING, nothing)
-                moved.nonfinite = moved.flagged or packed.nonfinite > 0
-                moved.vector.fill(0)
-            return moved
-        nonfinite = kernels.accumulate_select(moved, vectors.residual, NOTHING, nothing).nonfinite
-        zeros = self.backend.zeros(self.length)
-        if nonfinite or moved.flagged:
-            zeros[:1] = np.nan
-        return zeros
-
-    def skip_together(self, wanted: bool) -> StepReport | None:
-        """Skip a step on all ranks if any of them wants to. Collective: every rank must call, in place of `step` or before it.
-
-        Args:
-            wanted: by this rank, whose gradient overflowed by its loss scale, for instance.
-
-        Returns:
-            The report of the step that is skipped, which counts as one; residual and thresholds stay as they are, bit
-            for bit. None where no rank wants to: go on with `step`.
-
-        Traffic: one control allreduce of a flag, by messages that no step takes for its own.
-        """
-        with self.backend.stream_scope():
-            self._complete()
-            self._expect_all(f"skip_together before step {self.steps}", self.advice)
-            try:
-                if not self.transport.any_control(wanted):
-                    return None
-            finally:
-                self._expect_none()
-            method, k = self._method_at(self.steps)
-        plan = Plan(k, exact=False, new_boundaries=False, scale=1.0, timer=StageTimer())
-        self.steps += 1
-        report = self._new_report(method, plan)
-        report.skipped = True
-        self._complete_report(report, StepResult(None, None))
-        return report
-
-    def complete(self) -> None:
-        """End the last step, if `begin` has started it, or complete its report, if it was deferred.
-
-        Call it after the last step of a run. It waits for the decision of the ranks, and for the update only where stages are
-        timed. After `begin` it is collective: a step that the kernels cannot end goes on by messages. After a deferred step ranks
-        may call it alone, but a rank that catches the error must not go on alone.
-
-        Raises:
-            NonFiniteGradientError: as `step`, but of a deferred step on the ranks that called.
-            RuntimeError, MissingRanksError: as `step`.
-        """
-        with self.backend.stream_scope():
-            if not self.awaited:
-                self._complete()
-                return
-            self._expect_step(self.steps - 1)
-            try:
-                self._complete()
-            finally:
-                self._expect_none()
-
-    def meet(self, what: str) -> None:
-        """Wait for all ranks to begin this call. Collective: a rank that does not come, or makes another call, is named."""
-        self._expect_all(what)
-        self.transport.barrier()
-        self._expect_none()
-
-    def _expect_all(self, what: str, advice: str = EVERY_RANK_CALLS) -> None:
-        """Limit the time that ranks may come late to what begins now."""
-        self.transport.expect_all(what, self.settings.timeout, advice)
-        if self._group is not None:
-            self._group.expect_all(what, self.settings.timeout, advice)
-
-    def _expect_step(self, step: int, measure: bool = False) -> None:
-        """Limit the time that ranks may come late to what begins now of a step."""
-        self._expect_all(f"step {step}{' with measure=True' if measure else ''}", self.advice)
-
-    def _expect_none(self) -> None:
-        self.transport.expect_none()
-        if self._group is not None:
-            self._group.expect_none()
-
-    def _complete(self) -> None:
-        if self._open is None:
-            return
-        begun, self._open = self._open, None
-        self._end(*begun)
-
-    def _measured_step(self, gradient: Any, problem: str, absent: Spans, token: int | None) -> StepReport:
-        method, k = self._method_at(self.steps)
-        if not method.sparse:
-            return self._step(gradient, problem, absent, token)
-        self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
-        if self._sampler is None:
-            self._sampler = make_together(
-                self.transport, partial(Sampler, self.length, self.backend, self.transport)
-            )
-        residual = self._vectors.residual
-        if self._group is not None:
-            residual = self._group.in_whole(residual)
-        given = gradient
-        if isinstance(gradient, ShardDisplacement):  # it is in the residual
-            given = self.backend.zeros(self.length)
-        self._sampler.before(given, residual)
-        report = self._step(gradient, problem, absent, token)
-        if report.skipped:
-            return report
-        selected = self._vectors.selected
-        assert selected is not None
-        to_sum = float(self.transport.size) if self.settings.average else 1.0
-        boundaries = method.boundaries
-        if self._group is not None:
-            selected, boundaries = self._group.in_whole_indices(selected), None
-        report.measures = self._sampler.after(self.update, selected, k, to_sum, boundaries)
-        return report
-
-    def _step(self, gradient: Any, problem: str, absent: Spans, token: int | None) -> StepReport:
-        """One step, which is waited for."""
-        report = self._begin(gradient, problem, absent, token, may_defer=False)
-        self._complete()
-        return report
-
-    def _renews_boundaries(self) -> bool:
-        """Whether the next step computes new regions.
-
-        What an optimizer of Adam's kind moves by first is as large everywhere: its selection says nothing of later ones.
-        """
-        sparse, interval = self._sparse_steps, self.settings.boundary_interval
-        return sparse % interval == 0 or (self._moved and sparse < interval and sparse.bit_count() == 1)
-
-    def _begin(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, may_defer: bool
-    ) -> StepReport:
-        settings, step = self.settings, self.steps
-        timer = StageTimer(self.time_stages, self.backend.nvtx)
-        method, k = self._method_at(step)
-        changed = k != self._last_k
-        if changed:
-            self._trust = 0
-        plan = Plan(
-            k=k,
-            exact=changed or self._sparse_steps % settings.threshold_interval == 0,
-            new_boundaries=changed or self._renews_boundaries(),
-            scale=1.0 / self.transport.size if settings.average else 1.0,
-            timer=timer,
-            may_defer=may_defer and settings.deferred and self._trust == _TRUSTED,
-            problem=problem,
-            absent=absent,
-            token=token,
-        )
-        self.steps += 1
-        self._last_k = None  # where the step fails, the next one computes exact thresholds
-        self._sparse_steps += method.sparse
-        self._vectors.save()
-        try:
-            handle = self._executors[method.name].begin(gradient, plan)
-        except FlaggedRanksError as flagged:
-            report = self._new_report(method, plan)
-            self._skip(report, flagged.ranks)
-            return report
-        except ValueError:
-            self.take_traffic()
-            raise
-        self._last_k = k
-        report = self._new_report(method, plan)
-        self._open = plan, handle, report
-        return report
-
-    def _end(self, plan: Plan, handle: StepHandle, report: StepReport) -> None:
-        """Complete the report of a step that has begun; waits for its result."""
-        overwritten = handle.deferred and self._vectors.support is None  # since the step began
-        try:
-            result = handle.result()
-        except FlaggedRanksError as flagged:
-            self._skip(report, flagged.ranks)
-            return
-        finally:
-            if overwritten:
-                self._vectors.support = None
-        self._trust = min(self._trust + 1, _TRUSTED) if result.deferrable else 0
-        if result.given_up and plan.exact:
-            self._last_k = None  # the next step computes the exact thresholds
-        self.tokens = result.tokens
-        self._complete_report(report, result)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, copied: plain numbers and arrays.
-
-        Raises:
-            NonFiniteGradientError: of the last step, where it was deferred.
-            RuntimeError: a step through peer memory was aborted, and what this rank holds may not fit the others'; or entries
-                that the last step gathered did not decode.
-        """
-        self.complete()
-        with self.backend.stream_scope():
-            vectors = self._vectors.state_dict()
-            for executor in self._executors.values():  # after the copies, which wait for the device
-                executor.check()
-        return {
-            "length": self.length,
-            "method": self.method,
-            "rank": self.transport.rank,
-            "ranks": self.transport.size,
-            "hosts": self.hosts,
-            "wire": self.settings.wire,
-            "steps": self.steps,
-            "sparse_steps": self._sparse_steps,
-            "last_k": self._last_k,
-            "unaided": self._trust,
-            "methods": {name: method.state_dict() for name, method in self._methods.items()},
-            **vectors,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
-
-        Raises:
-            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or of
-                another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
-                before anything is changed.
-        """
-        self.agree_on_state(state)
-        with self.backend.stream_scope():
-            self._load(state)
-
-    def agree_on_state(self, state: dict[str, Any]) -> None:
-        """Raise what `load_state_dict` would; nothing is changed. Collective."""
-        problem = state_problem(state, self)
-        common: dict[str, Any] = {}
-        agreed: dict[str, Any] = {}
-        learned: dict[str, Any] = {}
-        if not problem:
-            common = {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
-            common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
-            agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
-            learned = {
-                name: [theirs.get("selection"), theirs.get("threshold")]
-                for name, theirs in state["methods"].items()
-            }
-            # of the ranks that hold a shard: all of them together
-            held = {"whether there is a residual": state["residual"] is not None}
-            agreed, learned = agreed | held, learned | held
-        self._expect_all("load_state_dict")
-        if self._group is not None:
-            self.transport.barrier()  # names those that do not come
-            disagreement, agreed = self._group.disagreement(agreed, learned), {}
-            problem = problem or disagreement
-            self._expect_none()
-        self.transport.agree(common | agreed, problem)
-
-    def whole_residual(self) -> NDArray[np.float32] | None:
-        """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
-
-        Every rank must call. Traffic: none; in two levels an allgatherv inside the host.
-        """
-        with self.backend.stream_scope():
-            self._complete()
-            self._vectors.put_back()
-            if self._group is not None:
-                return self._group.gathered(self._vectors.residual)
-            held: NDArray[np.float32] | None = self._vectors.state_dict()["residual"]
-            return held
-
-    def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
-        """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
-
-        Traffic: one control allgather.
-        """
-        if self._group is not None:
-            layout, shard = self._group.layout, self._group.shard
-            if residual is not None:
-                empty = np.zeros(0, np.float32)
-                residual = empty if shard is None else layout.extract(residual, shard)
-        anew: dict[str, Any] = {"last_k": None, "unaided": 0, "methods": {}, "residual": residual}
-        with self.backend.stream_scope():
-            self._load({"steps": steps, "sparse_steps": sparse_steps, **anew})
-
-    def reset(self) -> None:
-        """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
-        none: dict[str, Any] = {"steps": 0, "sparse_steps": 0, "unaided": 0, "methods": {}}
-        none |= dict.fromkeys(("last_k", "residual"))
-        self.meet("reset")
-        with self.backend.stream_scope():
-            self._load(none)
-
-    def _load(self, state: dict[str, Any]) -> None:
-        for executor in self._executors.values():
-            executor.close()
-        self._methods, self._executors, self._final = {}, {}, None
-        self.p2p_unavailable_reason = self._p2p_problem  # windows are asked for again
-        self.steps = state["steps"]
-        self._sparse_steps = state["sparse_steps"]
-        self._last_k = state["last_k"]
-        self._trust = state["unaided"]
-        self._open = None
-        self.take_traffic()
-        make_together(self.transport, partial(self._vectors.load_state_dict, state))
-        for name, method_state in state["methods"].items():
-            self._instance(name).load_state_dict(method_state)
-
-    def keep_entries(self, entries: Callable[[float], int]) -> None:
-        """Choose k of the sparse steps to come, in place of density * n.
-
-        Args:
-            entries: density -> k, in [1, n]; equal on all ranks. A new k makes the next step exact.
-        """
-        self._entries, self._final = entries, None
-
-    def renumber(self, steps: int, sparse_steps: int) -> None:
-        """Go on as after so many steps, equal on all ranks; the next one computes exact thresholds."""
-        self.steps, self._sparse_steps, self._last_k = steps, sparse_steps, None
-
-    def take_back(self) -> None:
-        """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
-
-        With nonfinite="skip" the residual becomes what it was before, bit for bit. Else, or after a displacement,
-        the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the first
-        host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
-        """
-        self.complete()
-        with self.backend.stream_scope():
-            vectors, rank, hosts = self._vectors, self.transport.rank, self.hosts
-            vectors.put_back()
-            first = rank == 0 if hosts is None else hosts[rank] == hosts[0]
-            if vectors.restores:
-                vectors.restore()
-            elif vectors.residual is not None:
-                if first:
-                    part = vectors.update
-                    if self._group is not None:
-                        part = self._group.own_part(part)
-                    vectors.residual += part * (self.transport.size if self.settings.average else 1)
-                vectors.pending = True  # on all ranks: states have residuals on all, or on none
-            vectors.drop_update()
-
-    def add_to_residual(self, vector: Any) -> None:
-        """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.
-
-        Args:
-            vector: float32[n] on the device, finite.
-        """
-        self.complete()
-        with self.backend.stream_scope():
-            self._vectors.put_back()
-            self._vectors.residual += vector
-            self._vectors.pending = True
-
     def subtract_update(self, vector: Any) -> None:
         """vector -= update, of a step that has ended. No traffic.
 
@@ -886,92 +343,5 @@ class GradientAllreduce:
         with self.backend.stream_scope():
             for executor in self._executors.values():
                 executor.close()
-            if self._group is not None:
-                self._group.close()
+            self._placement.close()
         self.transport.close()
-
-    def _method_at(self, step: int) -> tuple[Method, int]:
-        """The method that runs, and its k."""
-        if self._final is not None:
-            return self._final
-        density = self.settings.density_at(step)
-        warming = step < self.settings.dense_warmup_steps
-        if self.method == "dense" or warming:
-            return self._instance("dense"), self.length
-        if density > DENSE_ABOVE:
-            if not self._said_dense and self.transport.rank == 0:
-                warnings.warn(
-                    f"density {density} is above {DENSE_ABOVE}: COO entries cost more words than they save, "
-                    "so the dense path runs",
-                    stacklevel=3,
-                )
-            self._said_dense = True
-            return self._instance("dense"), self.length
-        chosen = self._instance(self.method), self._entries(density)
-        if step >= self.settings.dense_warmup_steps + self.settings.density_warmup_steps:
-            self._final = chosen
-            self._forget("dense")  # of the warm-up: its windows take more memory than all else
-        return chosen
-
-    def _forget(self, name: str) -> None:
-        """Free what a method holds that runs no more. Every rank must call."""
-        if self._methods.pop(name, None) is not None:
-            self._executors.pop(name).close()
-
-    def _instance(self, name: str) -> Method:
-        if name not in self._methods:
-            length, transport = self.length, self.transport
-            if self._group is not None:
-                length, transport = self._group.shard_length, self._group.between or self._group.host
-            method = METHODS[name](length, transport, self.backend.kernels, self.settings)
-            self._executors[name] = make_together(self.transport, partial(self._executor, method))
-            self._methods[name] = method
-            if self.method == name == "dense":  # its windows are asked for when the first step begins
-                self.p2p_unavailable_reason = self._p2p_problem or self.transport.dense_problem
-        return self._methods[name]
-
-    def _executor(self, method: Method) -> Executor:
-        if self._group is not None:
-            return HostExecutor(method, self._vectors, self._group, self.transport)
-        if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(self.settings):
-            p2p_step = self.backend.p2p_step(self.transport, self.length, self.settings)
-            if p2p_step is not None:
-                return P2PExecutor(method, self._vectors, p2p_step)
-        return MessageExecutor(method, self._vectors)
-
-    def _skip(self, report: StepReport, ranks: list[int]) -> None:
-        """Complete the report of a step that no rank applied, or raise: these ranks' gradients, or the sum, are not finite."""
-        self._last_k = None  # what this step was to renew, the next one renews
-        self.tokens = None
-        if self.settings.nonfinite == "raise":
-            self.take_traffic()
-            raise NonFiniteGradientError(ranks, report.step) from None
-        self._vectors.restore()
-        report.skipped = True
-        self._complete_report(report, StepResult(None, None))
-
-    def take_traffic(self) -> Traffic:
-        """What this rank has sent since the last report, or the last call."""
-        traffic = self.transport.take_traffic()
-        return traffic if self._group is None else traffic + self._group.take_traffic()
-
-    def _new_report(self, method: Method, plan: Plan) -> StepReport:
-        """The report of the last step that was counted, of whose outcome nothing is known yet."""
-        report = StepReport(
-            self.steps - 1, method.name, plan.k, self.length, plan.timer.seconds, complete=False
-        )
-        report.spans = plan.timer.spans
-        report.levels, report.shards, report.wire = self.levels, self.shards, self.settings.wire
-        return report
-
-    def _complete_report(self, report: StepReport, result: StepResult) -> None:
-        """Fill in what a step gave, and its traffic. The GPU has its next step only after this: it sets fields one by one."""
-        report.local_exact, report.global_exact = result.local_exact, result.global_exact
-        report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
-        report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
-        report.rounding = result.rounding
-        traffic = self.take_traffic()
-        report.words, report.messages = traffic.words, traffic.messages
-        report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between
-        report.control_words, report.control_messages = traffic.control_words, traffic.control_messages
-        report.complete = True

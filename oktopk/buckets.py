@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS, Transport
+from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import problem_of
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
@@ -79,17 +79,15 @@ class BucketedAllreduce:
         advice: str = "",
         **options: Any,
     ) -> None:
-        try:
-            self.lengths = [operator.index(length) for length in lengths]
-        except TypeError:
-            self.lengths, problem = [1], problem or f"lengths {lengths!r} are not integers"
-        self.length, self.method = sum(self.lengths), method
         with ExitStack() as opened:  # closed where this raises
             limit = Limit("BucketedAllreduce(...)", timeout_of(options), advice or EVERY_RANK_CALLS)
             self.transport = connect(comm, limit)
             opened.callback(self.transport.close)
-            problem = problem or self._problem(options)
-            self.transport.agree({"lengths": self.lengths}, problem)
+            with self.transport.together(ValueError) as alike:
+                refuse(problem)
+                self.lengths = alike["lengths"] = _checked(lengths)
+                refuse(self.transport.threads_problem)
+            self.length, self.method = sum(self.lengths), method
             self.buckets: list[GradientAllreduce] = []
             streams = [options.pop("stream", None)]
             own = zip(self.lengths, updates or [None] * len(self.lengths), strict=True)
@@ -121,11 +119,6 @@ class BucketedAllreduce:
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
         self._refused: BaseException | None = None  # why no bucket of this step starts
         self._incomplete: StepReport | None = None  # of the last step, some of whose buckets were deferred
-
-    def _problem(self, options: dict[str, Any]) -> str:
-        if not self.lengths or min(self.lengths) < 1:
-            return f"buckets of {self.lengths} elements: there must be one at least, of one element at least each"
-        return self.transport.threads_problem
 
     @property
     def steps(self) -> int:
@@ -206,9 +199,11 @@ class BucketedAllreduce:
             if ready is None:
                 self._follow(reducer, self.buckets[0])
             thread = self._threads[number % len(self._threads)]
-            begun = thread.submit(partial(self._reduce, number, gradient, ready, beside))
+            step = partial(reducer.step, gradient, **beside)
+            begun = thread.submit(partial(self._reduce, reducer, step, ready))
         else:
-            self._threads[0].run(begun, partial(self._begin, reducer, gradient, ready, beside))
+            step = partial(reducer.begin, gradient, **beside)
+            self._threads[0].run(begun, partial(self._reduce, reducer, step, ready))
             if reducer.awaited:
                 report, begun = begun.result(), Future()
                 self._awaited.append((begun, reducer, report))
@@ -222,18 +217,6 @@ class BucketedAllreduce:
         on the stream (`can_read_tensors`).
         """
         return self._threads[0].submit(call)
-
-    def _begin(
-        self,
-        reducer: GradientAllreduce,
-        gradient: Any,
-        ready: Callable[[Any], None] | None,
-        beside: dict[str, Any],
-    ) -> StepReport:
-        if ready is not None:
-            with reducer.backend.stream_scope():
-                ready(reducer.backend.stream)
-        return reducer.begin(gradient, **beside)
 
     def end_started(self) -> None:
         """End the buckets that were put on the stream, in their order. Collective: every rank must call.
@@ -268,14 +251,14 @@ class BucketedAllreduce:
         return None
 
     def _reduce(
-        self, number: int, gradient: Any, ready: Callable[[Any], None] | None, beside: dict[str, Any]
+        self, reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
     ) -> StepReport:
-        reducer = self.buckets[number]
+        """Take the step of a bucket, or begin it, once the gradient is ready."""
         if ready is not None:
             with reducer.backend.stream_scope():  # a default stream is of the GPU that is the current one
                 ready(reducer.backend.stream)
         try:
-            return reducer.step(gradient, **beside)
+            return step()
         finally:
             self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
 
@@ -302,16 +285,7 @@ class BucketedAllreduce:
                 f"{len(self._started)} of {len(self.buckets)} buckets were started: start the others first"
             )
         timer = StageTimer()
-        self.end_started()
-        futures, self._started = self._started, []
-        reports: list[StepReport] = []
-        errors: list[BaseException] = []
-        for future in futures:
-            error = future.exception()  # waits
-            if error is None:
-                reports.append(future.result())
-            else:
-                errors.append(error)
+        futures, reports, errors = self._end()
         timer.record("wait")
         skipped = all_or_none and any(report.skipped for report in reports)
         if (errors or skipped) and all(isinstance(error, TOGETHER) for error in errors):
@@ -322,6 +296,14 @@ class BucketedAllreduce:
         if not report.complete:
             self._incomplete = report
         return report
+
+    def _end(self) -> tuple[list[Future[StepReport]], list[StepReport], list[BaseException]]:
+        """Wait for the buckets that were started; their futures, and what those have: reports and errors. Collective."""
+        self.end_started()
+        futures, self._started = self._started, []
+        outcomes = [(future, future.exception()) for future in futures]
+        reports = [future.result() for future, error in outcomes if error is None]
+        return futures, reports, [error for _, error in outcomes if error is not None]
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
@@ -374,15 +356,10 @@ class BucketedAllreduce:
         """
         for gradient in gradients:
             self.start(gradient)
-        self.end_started()
-        futures, self._started = self._started, []
-        self._take_back(futures)  # waits
-        reports = []
-        for future in futures:
-            error = future.exception()
-            if error is None:
-                reports.append(future.result())
-            elif not isinstance(error, TOGETHER):
+        futures, reports, errors = self._end()
+        self._take_back(futures)
+        for error in errors:
+            if not isinstance(error, TOGETHER):
                 raise error
         if not reports:
             raise NonFiniteGradientError([], self.steps - 1)
@@ -390,9 +367,7 @@ class BucketedAllreduce:
 
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
-        self.end_started()
-        futures, self._started = self._started, []
-        self._take_back(futures)  # waits
+        self._take_back(self._end()[0])
         for reducer in self.buckets:
             reducer.renumber(self.steps, self.buckets[0].sparse_steps)
 
@@ -497,6 +472,19 @@ class BucketedAllreduce:
         for reducer in self.buckets:
             reducer.close()
         self.transport.close()
+
+
+def _checked(lengths: Sequence[int]) -> list[int]:
+    """The lengths of buckets; raises ValueError."""
+    try:
+        checked = [operator.index(length) for length in lengths]
+    except TypeError:
+        raise ValueError(f"lengths {lengths!r} are not integers") from None
+    if not checked or min(checked) < 1:
+        raise ValueError(
+            f"buckets of {checked} elements: there must be one at least, of one element at least each"
+        )
+    return checked
 
 
 def _carries_several(reducer: GradientAllreduce) -> bool:

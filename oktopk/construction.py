@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from collectives.connect import communicator, connect
-from collectives.cuda.environment import is_cuda_error
 from collectives.limit import Limit
 from collectives.sparse import check_length
-from collectives.transport import Transport
-from oktopk.backend import Backend
+from collectives.transport import Transport, refuse
 from oktopk.devices import make_backend
-from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
+from oktopk.placement import Placement, TwoLevels
 from oktopk.settings import DENSE_ABOVE, Settings, timeout_of
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
-
-_Made = TypeVar("_Made")
 
 
 class Parts:
@@ -35,8 +30,8 @@ class Parts:
         keywords: of `Settings`.
 
     Attributes:
-        settings: with the wire that is used.
-        group: the ranks of this host, where steps are in two levels.
+        length, method: as given; settings: with the wire that is used.
+        placement: flat or in two levels.
         vectors: of this rank.
     """
 
@@ -53,42 +48,36 @@ class Parts:
         problem: str,
         keywords: Mapping[str, Any],
     ) -> None:
-        comm = communicator(comm)
-        backend: Backend | None = None
-        try:
-            self.settings = Settings(**keywords)
-            check_length(length)
-            if method not in METHODS:
-                raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
-            if self.settings.wire not in ("auto", "plain") and not METHODS[method].coded:
-                raise ValueError(
-                    f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
-                )
-            backend = make_backend(device, gradient_type, stream)
-        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-            problem = problem or str(error) or type(error).__name__
+        self.length, self.method = length, method
         with ExitStack() as opened:  # closed where this raises
-            host = connect(comm, Limit("GradientAllreduce(...)", timeout_of(keywords)))
+            host = connect(communicator(comm), Limit("GradientAllreduce(...)", timeout_of(keywords)))
             opened.callback(host.close)
-            resolved = keywords if problem else asdict(self.settings)
-            means = {"length": length, "method": method, "device": device, "gradient_type": gradient_type}
-            host.agree({**means, "peer_memory": peer_memory, **resolved}, problem)
-            assert backend is not None
-            kind, self.backend = METHODS[method], backend
-            self.transport: Transport = make_together(host, partial(backend.connect, host))
-            opened.callback(self.transport.close)
-            self.group = self._host_group(length, kind, peer_memory)
-            if self.group is not None:
-                opened.callback(self.group.close)
+            with host.together(TypeError, ValueError) as alike:
+                refuse(problem)
+                self.settings = Settings(**keywords)
+                check_length(length)
+                if method not in METHODS:
+                    raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
+                kind = METHODS[method]
+                if self.settings.wire not in ("auto", "plain") and not kind.coded:
+                    raise ValueError(
+                        f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
+                    )
+                self.backend = make_backend(device, gradient_type, stream)
+                alike |= {"length": length, "method": method, "device": device}
+                alike |= {"gradient_type": gradient_type, "peer_memory": peer_memory}
+                alike |= asdict(self.settings)
+            with host.together():
+                self.transport: Transport = self.backend.connect(host)
+                opened.callback(self.transport.close)
+            self.placement = self._placed(length, kind, peer_memory)
+            opened.callback(self.placement.close)
             # now, when a rank without room for them can still tell the others
             sparse = kind.sparse and self.settings.density <= DENSE_ABOVE
-            carried = None if self.group is None else self.group.shard_length
-            vectors = partial(ErrorFeedback, backend, length, self.settings, sparse, carried, update)
-            self.vectors = make_together(self.transport, vectors)
+            with self.transport.together():
+                self.vectors = self.placement.vectors(self.settings, sparse, update)
             self.settings = replace(self.settings, wire=self._agreed_wire(kind))
-            unavailable = kind.p2p_unavailable_reason(self.settings)
-            if self.group is not None:
-                unavailable = unavailable or "steps in two levels exchange messages between hosts"
+            unavailable = kind.p2p_unavailable_reason(self.settings) or self.placement.p2p_problem
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             if self.transport is not host:
                 host.close()
@@ -101,47 +90,19 @@ class Parts:
         one_host = len(set(self.transport.hosts)) == 1
         return "plain" if one_host or not method.coded else "float32"
 
-    def _host_group(self, length: int, method: type[Method], peer_memory: bool | None) -> HostGroup | None:
-        """The ranks of this host, where steps are in two levels. Collective."""
-        settings = self.settings
-        self.transport.group_by_host(settings.ranks_per_host)
-        layout = Layout(tuple(self.transport.hosts), length)
-        levels, self.flat_reason = levels_taken(settings.levels, layout, method.flat_reason())
-        if levels == "flat":
-            return None
-        try:
-            return HostGroup(self.transport, layout, self.backend, peer_memory)
-        except ValueError as error:
-            if settings.levels == "hosts":
-                raise
-            self.flat_reason = str(error)
-            if self.transport.rank == 0:
-                warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=5)
-            return None
-
-
-def make_together(transport: Transport, make: Callable[[], _Made], problem: str = "") -> _Made:
-    """What `make` returns, once no rank has run out of memory over it. Collective.
-
-    Args:
-        make: called unless there is a problem already; talks to no other rank after it has taken memory.
-        problem: of this rank.
-
-    Raises:
-        ValueError: a rank has a problem or no memory; on every rank alike.
-    """
-    made: _Made | None = None
-    if not problem:
-        try:
-            made = make()
-        except Exception as error:
-            if not isinstance(error, MemoryError) and not is_cuda_error(error):
-                raise
-            problem = str(error) or type(error).__name__
-    try:
-        transport.agree({}, problem)
-    except ValueError:
-        if isinstance(made, Transport):
-            made.close()
-        raise
-    return made  # type: ignore[return-value]
+    def _placed(self, length: int, method: type[Method], peer_memory: bool | None) -> Placement:
+        """In two levels where the settings and the hosts allow it, else flat. Collective."""
+        transport, backend, wanted = self.transport, self.backend, self.settings.levels
+        transport.group_by_host(self.settings.ranks_per_host)
+        layout = Layout(tuple(transport.hosts), length)
+        levels, self.flat_reason = levels_taken(wanted, layout, method.flat_reason())
+        if levels == "hosts":
+            try:
+                return TwoLevels(transport, backend, HostGroup(transport, layout, backend, peer_memory))
+            except ValueError as error:
+                if wanted == "hosts":
+                    raise
+                self.flat_reason = str(error)
+                if transport.rank == 0:
+                    warnings.warn(f"steps are flat, not in two levels: {error}", stacklevel=5)
+        return Placement(transport, backend, length)

@@ -19,7 +19,6 @@ from collectives.transport import FlaggedRanksError, Transport
 from oktopk.displacement import ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
-from oktopk.message_executor import DAMAGED
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan, Spans, StepResult
 
@@ -45,6 +44,7 @@ class HostExecutor:
         self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
         # what a dense method writes; a sparse one gives entries and leaves it alone
         self._out = vectors.update if method.sparse else group.new_shard()
+        self.check, self.close = method.check, method.close
         self._damage = ""  # what did not decode in this step
         self._absent: dict[int, Spans] = {}  # of the host, by a checksum of its ranks' tokens
         if group.between is not None:
@@ -153,14 +153,6 @@ class HostExecutor:
             rounding=(0.0, 0.0) if mine is None else mine.rounding,
         )
 
-    def check(self) -> None:
-        if self._method.codec.gathered_damage:
-            raise RuntimeError(DAMAGED)
-        self._method.check()
-
-    def close(self) -> None:
-        self._method.close()
-
     def _reduce(self, summed: Any, plan: Plan, flag: bool) -> StepResult | None:
         """The step of this rank's shard; None where nothing of the step may be applied.
 
@@ -195,10 +187,7 @@ class HostExecutor:
             np.array([nonfinite > 0, bool(problem)], np.int64)
         ).T
         if problems.any():
-            try:
-                self._transport.agree({}, problem)
-            except ValueError as error:
-                raise error from None  # the flag only carried it
+            self._transport.agree({}, problem)
         return FlaggedRanksError(np.flatnonzero(bad).tolist())
 
 

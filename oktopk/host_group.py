@@ -32,6 +32,7 @@ class HostGroup:
     Attributes:
         host: transport among the ranks of this host.
         between: transport among the ranks that hold this shard on all hosts; None where this rank holds no shard.
+        holders: transport among the ranks of this host that hold a shard; None for one alone, and where this rank holds none.
         layout: of the vector.
         shard: of this rank, None for a rank that holds none.
         gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy. The array keeps
@@ -43,7 +44,6 @@ class HostGroup:
     def __init__(
         self, transport: Transport, layout: Layout, backend: Backend, peer_memory: bool | None
     ) -> None:
-        self._rank = transport.rank
         number = layout.hosts[transport.rank]
         self.layout, self.shard = layout, layout.shard_of(transport.rank)
         self._backend = backend
@@ -53,21 +53,17 @@ class HostGroup:
             opened.callback(host.close)
             self.host = host
             self.between = transport.split(self.shard)
-            self._shards = transport.split(number if self.shard is not None and layout.shards > 1 else None)
-            for made in (self.between, self._shards):
+            self.holders = transport.split(number if self.shard is not None and layout.shards > 1 else None)
+            for made in (self.between, self.holders):
                 if made is not None:
                     opened.callback(made.close)
             if self.between is not None:
-                self.between.shards = self._shards
-            problem = ""
-            try:
+                self.between.shards = self.holders
+            with transport.together():
                 self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
                 out = self.new_shard()
                 self._sum = None if self.shard is None else self._shared.sum_of_shard(layout, self.shard, out)
-            except (RuntimeError, MemoryError) as error:
-                problem = str(error) or type(error).__name__
-            transport.agree({}, problem)
             opened.pop_all()
         self.gradient = self._shared.mine
         self._windows = backend.entry_windows(self.host)
@@ -102,25 +98,14 @@ class HostGroup:
         assert self._sum is not None
         return self._sum.summed() if at_once else self._sum
 
-    def mean(self, flag: bool, token: int | None = None) -> bool:
-        """Make `gradient` of each rank the mean of those of all ranks of the host, equal bit for bit. Collective.
-
-        Args:
-            flag: of this rank; where any rank of the host raises it, nothing is summed.
-            token: as `publish`.
-
-        Returns:
-            Whether any rank of the host raised its flag.
-
-        Traffic: as `share_in_place`, and a control allgather of one int64. Memory traffic: a rank reads its shard of all
-            gradients.
-        """
+    def mean(self, flag: bool, token: int | None = None) -> tuple[int, ...] | None:
+        """As `GradientAllreduce.mean_in_host`, of `gradient`. Collective."""
         if self.publish(self.gradient, flag, token):
-            return True
+            return None
         mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
         mine /= np.float32(self.host.size)
         self.share_in_place(mine, self.gradient)
-        return False
+        return () if token is None else self.host.tokens or ()
 
     def share_in_place(self, mine: Any, whole: Any) -> None:
         """Fill float32[n] with the shards of all ranks of the host, which lie in the memory of their gradients. Collective.
@@ -231,14 +216,6 @@ class HostGroup:
             at += counts[shard]
         self._backend.wait()  # before the scratch is freed
 
-    def gathered(self, mine: Any) -> NDArray[np.float32] | None:
-        """float32[n] in CPU memory, put together of the shards of all ranks of the host; None for None. Collective."""
-        if mine is None:
-            return None
-        whole = self._backend.zeros(self.layout.length)
-        self.share_values(mine, whole)
-        return self._backend.to_host(whole)
-
     def new_shard(self) -> Any:
         """float32[shard] of zeros; empty for a rank that holds none."""
         return self._backend.zeros(self.shard_length)
@@ -254,37 +231,6 @@ class HostGroup:
             layout = self.layout
             self._backend.kernels.to_whole_indices(selected.entries, layout.block, layout.shards, self.shard)
         return SparseVector(selected.entries, self.layout.length)
-
-    def in_whole(self, part: Any) -> Any:
-        """float32[n] that holds this rank's shard, zero elsewhere; None for None."""
-        if part is None:
-            return None
-        whole = self._backend.zeros(self.layout.length)
-        if self.shard is not None:
-            self.layout.insert(part, self.shard, whole)
-        return whole
-
-    def own_part(self, whole: Any) -> Any:
-        """float32[shard], a copy of this rank's shard of float32[n]; empty for a rank that holds none."""
-        part = self.new_shard()
-        return part if self.shard is None else self.layout.extract(whole, self.shard, part)
-
-    def disagreement(self, shard: dict[str, Any], whole: dict[str, Any]) -> str:
-        """Why ranks that must hold the same do not, in a sentence; "" if they do. Collective.
-
-        Args:
-            shard: name -> plain value, equal on the ranks that hold this shard on all hosts.
-            whole: the same, equal on the ranks of this host that hold a shard.
-        """
-        problem = ""
-        for where, transport, mine in (("shard", self.between, shard), ("host", self._shards, whole)):
-            number = self.shard if where == "shard" else self.layout.hosts[self._rank]
-            try:
-                if transport is not None:
-                    transport.agree(mine)
-            except ValueError as error:
-                problem = problem or f"among the ranks of {where} {number} {error}"
-        return problem
 
     def expect_all(self, what: str, seconds: float, advice: str) -> None:
         """As `Transport.expect_all`, for the next operation in the host and between hosts; see `share_outcome`."""
@@ -317,4 +263,4 @@ class HostGroup:
 
     @property
     def _transports(self) -> list[Transport]:
-        return [each for each in (self.host, self.between, self._shards) if each is not None]
+        return [each for each in (self.host, self.between, self.holders) if each is not None]

@@ -11,8 +11,6 @@ from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
 from oktopk.step import CompletedStep, Plan, StepTokens
 
-DAMAGED = "entries that the last step gathered are damaged, and the update lacks them"
-
 
 class MessageExecutor:
     """Runs the steps of one method from beginning to end, in the caller's thread.
@@ -28,6 +26,7 @@ class MessageExecutor:
     def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
         self._method, self._vectors = method, vectors
         self._tokens = StepTokens(method.transport)
+        self.check, self.close = method.check, method.close
         method.prepare(vectors.update)
 
     def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
@@ -71,11 +70,3 @@ class MessageExecutor:
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
         return CompletedStep(result)
-
-    def check(self) -> None:
-        if self._method.codec.gathered_damage:
-            raise RuntimeError(DAMAGED)
-        self._method.check()
-
-    def close(self) -> None:
-        self._method.close()

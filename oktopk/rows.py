@@ -24,10 +24,10 @@ from collectives.rows import (
     row_sparse_allreduce,
     row_type,
 )
-from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport
+from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport, refuse
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.devices import make_backend
-from oktopk.settings import Settings
+from oktopk.settings import Settings, timeout_of
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -116,20 +116,18 @@ class RowSparseAllreduce:
     ) -> None:
         arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
         arguments |= {"nonfinite": nonfinite, "device": device}
-        problem = problem or _problem(**arguments)
-        arguments["peer_memory"] = peer_memory
-        try:
-            settings = Settings(average=average, timeout=timeout)
-        except ValueError as error:
-            problem, settings = problem or str(error), Settings()
         self.length, self.width, self.element_type = length, width, element_type
         self.steps = 0
         self.sum: Rows | None = None
-        self._average, self._nonfinite, self._timeout = average, nonfinite, settings.timeout
+        self._average, self._nonfinite = average, nonfinite
+        self._timeout = timeout_of({"timeout": timeout})
         with ExitStack() as opened:  # closed where this raises
             self.transport: Transport = connect(comm, Limit("RowSparseAllreduce(...)", self._timeout))
             opened.callback(self.transport.close)
-            self.transport.agree(arguments | {"timeout": timeout}, problem)
+            with self.transport.together(ValueError) as alike:
+                refuse(problem or _problem(**arguments))
+                Settings(average=average, timeout=timeout)
+                alike |= arguments | {"peer_memory": peer_memory, "timeout": timeout}
             self.kernels: RowKernels = HostRowKernels()
             self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
             self.windows: RowWindows | None = None
@@ -143,13 +141,8 @@ class RowSparseAllreduce:
     def _use_gpu(self, stream: Any, peer_memory: bool | None) -> None:
         """Put kernels, transport and windows on the current GPU. Collective."""
         host: Any = self.transport
-        backend: Any = None
-        problem = ""
-        try:
-            backend = make_backend("cuda", self.element_type, stream)
-        except (ValueError, RuntimeError, MemoryError) as error:
-            problem = str(error)
-        host.agree({}, problem)
+        with host.together(ValueError):
+            backend: Any = make_backend("cuda", self.element_type, stream)
         from collectives.cuda.rows import DeviceRowKernels
 
         self._scope = backend.stream_scope
@@ -183,20 +176,15 @@ class RowSparseAllreduce:
 
     def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
-        problem = problem or self._given_problem(rows, values)
-        nonfinite = 0
-        if not problem:
-            into: RowKernels | RowWindows = self.kernels
-            if self.windows is not None:
-                into = self.windows
-            try:
-                local, nonfinite = into.coalesce(rows, values, self.length, 1.0)
-            except ValueError as error:
-                problem = str(error)
-            except MemoryError as error:
-                problem = f"no memory to add up {len(rows)} rows: {error}"
-        if problem:
-            local = self._empty()
+        local, nonfinite = self._empty(), 0
+        into: RowKernels | RowWindows = self.kernels if self.windows is None else self.windows
+        try:
+            refuse(problem or self._given_problem(rows, values))
+            local, nonfinite = into.coalesce(rows, values, self.length, 1.0)
+        except ValueError as error:
+            problem = str(error)
+        except MemoryError as error:
+            problem = f"no memory to add up {len(rows)} rows: {error}"
         touched, flagged = len(local), bool(problem or nonfinite)
         self.transport.take_traffic()
         self.transport.expect_all(f"step {self.steps}", self._timeout, EVERY_RANK_CALLS)
@@ -300,14 +288,7 @@ class RowSparseAllreduce:
         self.transport.close()
 
 
-def _problem(
-    length: Any,
-    width: Any,
-    element_type: Any,
-    average: Any,
-    nonfinite: Any,
-    device: Any,
-) -> str:
+def _problem(length: Any, width: Any, element_type: Any, average: Any, nonfinite: Any, device: Any) -> str:
     """What is wrong with these arguments of `RowSparseAllreduce`, in a sentence; "" if nothing is."""
     for name, value in (("length", length), ("width", width)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -1,45 +1,197 @@
-"""What is wrong with a state, found before anything of it is copied."""
+"""What steps leave for the next ones: the residual, and states, in which nothing is copied before all is checked."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from collectives.codec import EXACT_WIRES
-from collectives.transport import Transport
 from oktopk.elastic import problem_of
 from oktopk.methods import METHODS
-from oktopk.settings import Settings
+from oktopk.steps import Steps
 
 _COUNTS = ("steps", "sparse_steps")
 _PLACE = ("rank", "ranks", "hosts")
+_AFRESH: dict[str, Any] = {
+    "methods": {},
+    "steps": 0,
+    "sparse_steps": 0,
+    "unaided": 0,
+    "last_k": None,
+    "residual": None,
+}
 
 
-class Loader(Protocol):
-    """What a state must fit: a `GradientAllreduce`.
-
-    Attributes:
-        length: elements of the gradient (n).
-        method, settings: of the reducer.
-        carried: elements of its residual.
-        hosts: the number of each rank's host, None in flat steps.
-        transport: of all ranks.
-    """
-
-    length: int
-    method: str
-    settings: Settings
-    transport: Transport
+class Resumable(Steps):
+    """Steps that can be undone, saved and continued."""
 
     @property
-    def carried(self) -> int: ...
+    def residual(self) -> NDArray[np.float32] | None:
+        """float32[n], what was not applied; None where no step leaves anything behind.
 
-    @property
-    def hosts(self) -> list[int] | None: ...
+        In two levels float32[shard], of the host's sum; `gathered_residual` puts the shards together.
+        """
+        with self.backend.stream_scope():
+            self._vectors.put_back()
+        return self._vectors.residual
+
+    def gathered_residual(self) -> NDArray[np.float32]:
+        """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
+
+        In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
+        A step that `begin` has started is ended first, and may raise as `complete`.
+        """
+        if self.awaited:
+            self.complete()
+        self.meet("gathered_residual")
+        with self.backend.stream_scope():
+            gathered = self._placement.whole_residual(self._vectors)
+        if gathered is None or not self._placement.first:
+            return np.zeros(self.length, np.float32)
+        return gathered
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, copied: plain numbers and arrays.
+
+        Raises:
+            NonFiniteGradientError: of the last step, where it was deferred.
+            RuntimeError: a step through peer memory was aborted, and what this rank holds may not fit the others'; or entries
+                that the last step gathered did not decode.
+        """
+        self.complete()
+        with self.backend.stream_scope():
+            vectors = self._vectors.state_dict()
+            for executor in self._executors.values():  # after the copies, which wait for the device
+                executor.check()
+        return {
+            "length": self.length,
+            "method": self.method,
+            "rank": self.transport.rank,
+            "ranks": self.transport.size,
+            "hosts": self.hosts,
+            "wire": self.settings.wire,
+            "steps": self.steps,
+            "sparse_steps": self._sparse_steps,
+            "last_k": self._last_k,
+            "unaided": self._trust,
+            "methods": {name: method.state_dict() for name, method in self._methods.items()},
+            **vectors,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the `state_dict` of this rank was taken, bit for bit. Collective.
+
+        Raises:
+            ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or of
+                another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
+                before anything is changed.
+        """
+        self.agree_on_state(state)
+        with self.backend.stream_scope():
+            self._load(state)
+
+    def agree_on_state(self, state: dict[str, Any]) -> None:
+        """Raise what `load_state_dict` would; nothing is changed. Collective."""
+        problem = state_problem(state, self)
+        common: dict[str, Any] = {}
+        agreed: dict[str, Any] = {}
+        learned: dict[str, Any] = {}
+        if not problem:
+            common = {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
+            agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
+            learned = {
+                name: [theirs.get("selection"), theirs.get("threshold")]
+                for name, theirs in state["methods"].items()
+            }
+            # of the ranks that hold a shard: all of them together
+            held = {"whether there is a residual": state["residual"] is not None}
+            agreed, learned = agreed | held, learned | held
+        with self._expecting("load_state_dict"):
+            self._placement.agree_on_state(common, agreed, learned, problem)
+
+    def whole_residual(self) -> NDArray[np.float32] | None:
+        """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
+
+        Every rank must call. Traffic: none; in two levels an allgatherv inside the host.
+        """
+        with self.backend.stream_scope():
+            self._complete()
+            return self._placement.whole_residual(self._vectors)
+
+    def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
+        """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
+
+        Traffic: one control allgather.
+        """
+        if residual is not None:
+            residual = self._placement.own_part(residual)
+        with self.backend.stream_scope():
+            self._load(_AFRESH | {"steps": steps, "sparse_steps": sparse_steps, "residual": residual})
+
+    def reset(self) -> None:
+        """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
+        self.meet("reset")
+        with self.backend.stream_scope():
+            self._load(_AFRESH)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for executor in self._executors.values():
+            executor.close()
+        self._methods, self._executors, self._final = {}, {}, None
+        self.p2p_unavailable_reason = self._p2p_problem  # windows are asked for again
+        self.steps = state["steps"]
+        self._sparse_steps = state["sparse_steps"]
+        self._last_k = state["last_k"]
+        self._trust = state["unaided"]
+        self._open = None
+        self.take_traffic()
+        with self.transport.together():
+            self._vectors.load_state_dict(state)
+        for name, method_state in state["methods"].items():
+            self._instance(name).load_state_dict(method_state)
+
+    def renumber(self, steps: int, sparse_steps: int) -> None:
+        """Go on as after so many steps, equal on all ranks; the next one computes exact thresholds."""
+        self.steps, self._sparse_steps, self._last_k = steps, sparse_steps, None
+
+    def take_back(self) -> None:
+        """Undo the last step, which was applied nowhere; the update becomes zero. Every rank must call. No traffic.
+
+        With nonfinite="skip" the residual becomes what it was before, bit for bit. Else, or after a displacement,
+        the sum that was applied, of the step's gradients too, goes to the residual of rank 0, in two levels to those of the first
+        host: nothing is lost, and the next steps apply it. A dense step without a residual is lost.
+        """
+        self.complete()
+        with self.backend.stream_scope():
+            vectors = self._vectors
+            vectors.put_back()
+            if vectors.restores:
+                vectors.restore()
+            elif vectors.residual is not None:
+                if self._placement.in_first:
+                    part = self._placement.own_part(vectors.update)
+                    vectors.residual += part * (self.transport.size if self.settings.average else 1)
+                vectors.pending = True  # on all ranks: states have residuals on all, or on none
+            vectors.drop_update()
+
+    def add_to_residual(self, vector: Any) -> None:
+        """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.
+
+        Args:
+            vector: float32[n] on the device, finite.
+        """
+        self.complete()
+        with self.backend.stream_scope():
+            self._vectors.put_back()
+            self._vectors.residual += vector
+            self._vectors.pending = True
 
 
-def state_problem(state: Any, loader: Loader) -> str:
+def state_problem(state: Any, loader: Resumable) -> str:
     """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
 
     Args:
@@ -47,91 +199,56 @@ def state_problem(state: Any, loader: Loader) -> str:
         loader: the reducer that is to load it.
     """
     try:
-        return _problem(state, loader)
+        return next(filter(None, _problems(state, loader)), "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"the state is damaged: {type(error).__name__} {error}"
 
 
-def _problem(state: Any, loader: Loader) -> str:
+def _problems(state: Any, loader: Resumable) -> Iterator[str]:
+    """What is wrong, in sentences; "" if nothing is. Behind the first one nothing need hold."""
     if not isinstance(state, dict):
-        return f"the state is a {type(state).__name__}, not a dict"
-    if problem := problem_of(state):
-        return problem
-    names = (
-        "length",
-        "method",
-        *_COUNTS,
-        "last_k",
-        "unaided",
-        "methods",
-        "residual",
-        *_PLACE,
-        "wire",
-    )
+        yield f"the state is a {type(state).__name__}, not a dict"
+    yield problem_of(state)
+    names = ("length", "method", *_COUNTS, "last_k", "unaided", "methods", "residual", *_PLACE, "wire")
     if missing := [name for name in names if name not in state]:
-        return f"the state lacks {', '.join(missing)}"
+        yield f"the state lacks {', '.join(missing)}"
     if not isinstance(state.get("saved", {}), dict):
-        return f"saved of the state is a {type(state['saved']).__name__}, not a dict"
+        yield f"saved of the state is a {type(state['saved']).__name__}, not a dict"
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
-            return f"state has {name} {state[name]!r}, this reducer {own!r}"
-    if problem := _wire_problem(state["wire"], loader.settings.wire):
-        return problem
-    if moved := _place_problem(state, loader):
-        return moved
-    length = loader.carried
-    problems = [_number_problem(name, state[name], 0) for name in _COUNTS]
-    problems += [
-        _number_problem("last_k", state["last_k"], 0, optional=True),
-        _number_problem("unaided", state["unaided"], 0),
-    ]
-    problems.append(_vector_problem("residual", state["residual"], length))
-    if unknown := sorted(set(state["methods"]) - set(METHODS)):
-        problems.append(f"the state is of unknown methods: {', '.join(unknown)}")
-    else:
-        problems += [METHODS[name].state_problem(held, length) for name, held in state["methods"].items()]
-    return next((problem for problem in problems if problem), "")
-
-
-def _wire_problem(theirs: Any, own: str) -> str:
-    if theirs == own or (theirs in EXACT_WIRES and own in EXACT_WIRES):
-        return ""
-    return (
-        f"state has wire {theirs!r}, this reducer {own!r}: pass wire={theirs!r} to go on as before, "
-        "or set 'wire' in the state to change it"
-    )
-
-
-def _place_problem(state: dict[str, Any], loader: Loader) -> str:
-    rank, ranks = loader.transport.rank, loader.transport.size
-    taken = state["rank"], state["ranks"]
-    another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
-    if taken != (rank, ranks):
-        return (
-            f"the state is of rank {taken[0]} of {taken[1]}, and this is rank {rank} of {ranks}: every rank saves and loads its "
-            f"own, as residuals differ; {another}"
+            yield f"state has {name} {state[name]!r}, this reducer {own!r}"
+    wire, own = state["wire"], loader.settings.wire
+    if wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):
+        yield (
+            f"state has wire {wire!r}, this reducer {own!r}: pass wire={wire!r} to go on as before, "
+            "or set 'wire' in the state to change it"
         )
-    hosts = state["hosts"]
-    if hosts != loader.hosts:
-        return f"the state is of {_levels(hosts)}, and this reducer has {_levels(loader.hosts)}: {another}"
-    return ""
+    rank, ranks = loader.transport.rank, loader.transport.size
+    another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
+    if (state["rank"], state["ranks"]) != (rank, ranks):
+        yield (
+            f"the state is of rank {state['rank']} of {state['ranks']}, and this is rank {rank} of {ranks}: every rank saves and "
+            f"loads its own, as residuals differ; {another}"
+        )
+    if state["hosts"] != loader.hosts:
+        yield f"the state is of {_levels(state['hosts'])}, and this reducer has {_levels(loader.hosts)}: {another}"
+    for name in (*_COUNTS, "last_k", "unaided"):
+        value = state[name]
+        if not ((type(value) is int and value >= 0) or (name == "last_k" and value is None)):
+            yield f"{name} {value!r} of the state is not an integer >= 0"
+    residual = state["residual"]
+    if residual is not None:
+        if not isinstance(residual, np.ndarray):
+            yield f"residual of the state is a {type(residual).__name__}, not an array"
+        if residual.dtype != np.float32 or residual.shape != (loader.carried,):
+            yield f"residual of the state is {residual.dtype}{list(residual.shape)}, not float32[{loader.carried}]"
+        if not np.isfinite(residual).all():
+            yield "residual of the state is not finite"
+    if unknown := sorted(set(state["methods"]) - set(METHODS)):
+        yield f"the state is of unknown methods: {', '.join(unknown)}"
+    for name, held in state["methods"].items():
+        yield METHODS[name].state_problem(held, loader.carried)
 
 
 def _levels(hosts: list[int] | None) -> str:
     return "flat steps" if hosts is None else f"two levels on hosts {hosts}"
-
-
-def _number_problem(name: str, value: Any, least: int, optional: bool = False) -> str:
-    if (optional and value is None) or (type(value) is int and value >= least):
-        return ""
-    return f"{name} {value!r} of the state is not an integer >= {least}"
-
-
-def _vector_problem(name: str, vector: Any, length: int) -> str:
-    if vector is None:
-        return ""
-    if not isinstance(vector, np.ndarray):
-        return f"{name} of the state is a {type(vector).__name__}, not an array"
-    if vector.dtype != np.float32 or vector.shape != (length,):
-        return f"{name} of the state is {vector.dtype}{list(vector.shape)}, not float32[{length}]"
-    return "" if np.isfinite(vector).all() else f"{name} of the state is not finite"

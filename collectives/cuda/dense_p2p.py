@@ -90,9 +90,8 @@ class DenseP2P:
         self._memory = SymmetricMemory(transport, device, within.nbytes, problem)
         try:
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
-            for counts, start in zip(
-                self._counts, (1, 0, 0, 0), strict=True
-            ):  # launches of one_shot begin at 1
+            starts = 1, 0, 0, 0  # launches of one_shot begin at 1
+            for counts, start in zip(self._counts, starts, strict=True):
                 counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
             device.synchronize()
         except Exception as error:

@@ -122,8 +122,10 @@ class Method(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - dense has no state
         """Continue from a `state_dict`."""
 
-    def check(self) -> None:  # noqa: B027 - most methods' steps end well on all ranks or on none
-        """Raise RuntimeError where another rank's last step did not end well, and this one's did."""
+    def check(self) -> None:
+        """Raise RuntimeError where the last step did not end well on this rank alone, or on others alone."""
+        if self.codec.gathered_damage:
+            raise RuntimeError("entries that the last step gathered are damaged, and the update lacks them")
 
     def close(self) -> None:  # noqa: B027 - most methods hold nothing of MPI's
         """Free what MPI holds for this method."""

@@ -586,16 +586,10 @@ class OkTopkState:
                 return self._reducer.state_problem(held)
             theirs = [held["buckets"][str(number)]["length"] for number in range(len(held["buckets"]))]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            return (
-                str(error)
-                if type(error) is ValueError
-                else f"the state is damaged: {type(error).__name__} {error}"
-            )
-        return (
-            ""
-            if theirs == own
-            else f"the state has buckets of {theirs} elements, their parameters have {own}"
-        )
+            damaged = f"the state is damaged: {type(error).__name__} {error}"
+            return str(error) if type(error) is ValueError else damaged
+        differ = f"the state has buckets of {theirs} elements, their parameters have {own}"
+        return "" if theirs == own else differ
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""

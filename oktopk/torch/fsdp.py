@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
+from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.elastic import of_rank
 from oktopk.results import StepReport
@@ -78,9 +79,6 @@ class OkTopkReplicas:
     def __init__(
         self, model: nn.Module, comm: Communicator | None, method: str = "oktopk", **settings: Any
     ) -> None:
-        problem = settings_problem(settings, OkTopkReplicas, "peer_memory")
-        if refused := [name for name in ("nonfinite", "deferred") if name in settings]:
-            problem = problem or f"{refused[0]} is not for the replicas of a sharded model"
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         self._arguments: dict[str, Any] = {"method": method, "nonfinite": "skip", **settings}
         self._reducers: dict[str, GradientAllreduce] = {}
@@ -93,20 +91,23 @@ class OkTopkReplicas:
         parameters = self._parameters = list(model.parameters())
         self._optimizers = FoundOptimizers(parameters)
         self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
-        if not modules:
-            problem = problem or "the model has no module that fully_shard was called on"
-        if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
-            problem = problem or TWO_DIMENSIONS
-        if (other := reducer_of(parameters)) is not None:
-            problem = problem or (
-                f"a {type(other).__name__} reduces gradients of these parameters already: use that one, or close() it first"
-            )
         with ExitStack() as opened:  # closed where this raises
             # reducers that are made of one transport share what carries their messages: the backward pass takes them in turn
             self._transport = connect(comm, Limit("OkTopkReplicas(...)", timeout_of(settings)))
             opened.callback(self._transport.close)
-            shapes = [(name, tuple(local_tensor(p).shape)) for name, p in model.named_parameters()]
-            self._transport.agree({"shards": shapes}, problem)
+            with self._transport.together(ValueError) as alike:
+                refuse(settings_problem(settings, OkTopkReplicas, "peer_memory"))
+                for name in ("nonfinite", "deferred"):
+                    refuse(f"{name} is not for the replicas of a sharded model" if name in settings else "")
+                refuse("" if modules else "the model has no module that fully_shard was called on")
+                if any(p.device_mesh.ndim > 1 for p in parameters if hasattr(p, "device_mesh")):
+                    raise ValueError(TWO_DIMENSIONS)
+                if (own := reducer_of(parameters)) is not None:
+                    raise ValueError(
+                        f"a {type(own).__name__} reduces gradients of these parameters already: use that one, or close() it first"
+                    )
+                named = model.named_parameters()
+                alike["shards"] = [(name, tuple(local_tensor(p).shape)) for name, p in named]
             broadcast_tensors(parameters, self._transport)
             opened.pop_all()
         if self._transport.rank == 0 and (warning := rescaled_warning(parameters)):
@@ -121,9 +122,8 @@ class OkTopkReplicas:
         if name in self._partial:
             shard += self._partial.pop(name)
         if not self._modules[name]._get_fsdp_state()._fsdp_param_groups[0].all_reduce_grads:
-            self._partial[name] = (
-                shard.clone()
-            )  # of several backward passes, as set_requires_all_reduce(False) asks for
+            # of several backward passes, as set_requires_all_reduce(False) asks for
+            self._partial[name] = shard.clone()
             shard.zero_()
             return
         if name not in self._reducers:

@@ -97,7 +97,7 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
     From one vector each is looked at; from pieces all are given to the stream first, however late it is. Pieces are written over
     right behind the step, and are elsewhere before it has begun.
     """
-    monkeypatch.setattr("oktopk.allreduce._TRUSTED", 0)  # all are deferred that may be
+    monkeypatch.setattr("oktopk.steps._TRUSTED", 0)  # all are deferred that may be
     steps, poisoned, loud = 32, (5, 19, 27), (13, 23)
     flat, scattered, gradient = pair(
         comm, gradient_type=gradient_type, deferred=deferred, nonfinite="skip", average=False

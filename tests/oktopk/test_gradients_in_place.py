@@ -275,7 +275,7 @@ def laid_out_otherwise(parameter: nn.Parameter) -> None:
 
 def all_deferred(patch: pytest.MonkeyPatch) -> None:
     """All steps that may be, from here on; not only those behind eight that needed no help."""
-    patch.setattr("oktopk.allreduce._TRUSTED", 0)
+    patch.setattr("oktopk.steps._TRUSTED", 0)
 
 
 def trained(

@@ -203,7 +203,7 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
     comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = two_levels(comm, device, 2)
-    group = reducer._group
+    group = reducer.group
     assert group is not None and reducer.gradient_buffer is not None
     summed = group.sum
 
@@ -283,7 +283,7 @@ def test_displacements_are_of_shards_and_stay_in_the_residual_whatever_becomes_o
     for what in ("dense", "sparse", "measured", "flagged", "nan", "sparse", "sparse"):
         gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
         if group.shard is not None:
-            moved.vector[:] = group.own_part(put(device, gradient * group.host.size))  # type: ignore[attr-defined]
+            moved.vector[:] = reducer._placement.own_part(put(device, gradient * group.host.size))  # type: ignore[attr-defined]
         total += comm.allreduce(gradient.astype(np.float64))
         if what == "nan":
             total[7] -= comm.bcast(gradient[7] * group.host.size)  # of shard 0, there as in the vector
@@ -411,15 +411,15 @@ def test_a_rank_that_is_late_while_windows_are_opened_is_waited_for(
     comm: MPI.Intracomm, cuda: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, sending = (two_levels(comm, cuda, comm.size) for _ in range(2))
-    assert late._group is not None and sending._group is not None
-    sending._group._windows = None
-    before = getattr(late._group._windows, operation)
+    assert late.group is not None and sending.group is not None
+    sending.group._windows = None
+    before = getattr(late.group._windows, operation)
 
     def sleep(*arguments: Any) -> Any:
         time.sleep(0.3 * (comm.rank == comm.size - 1))
         return before(*arguments)
 
-    monkeypatch.setattr(late._group._windows, operation, sleep)
+    monkeypatch.setattr(late.group._windows, operation, sleep)
     rng = np.random.default_rng(comm.rank)
     for _ in range(2):
         gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
@@ -439,15 +439,15 @@ def test_a_rank_that_does_not_come_while_windows_are_opened_is_named_by_all(
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
     reducer = two_levels(comm, cuda, comm.size, timeout=0.5)
-    assert reducer._group is not None
-    before = getattr(reducer._group._windows, operation)
+    assert reducer.group is not None
+    before = getattr(reducer.group._windows, operation)
     missing = comm.size - 1
 
     def wait(*arguments: Any) -> Any:
         after_the_others(missing)
         return before(*arguments)
 
-    monkeypatch.setattr(reducer._group._windows, operation, wait)
+    monkeypatch.setattr(reducer.group._windows, operation, wait)
     gradient = np.random.default_rng(comm.rank).integers(-99, 100, LENGTH).astype(np.float32)
     with pytest.raises(MissingRanksError, match=rf"step 0: rank\(s\) {missing} did not come within 0.5 s"):
         reducer.step(put(cuda, gradient))
@@ -580,7 +580,7 @@ def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
     gradients = [rng.integers(-99, 100, LENGTH).astype(np.float32) for _ in range(3)]
     reducer.step(gradients[0])
     before = reducer.gathered_residual()
-    group = reducer._group
+    group = reducer.group
     assert group is not None
     codec = reducer._methods["oktopk"].codec
     kernels, ended, buffer = reducer._methods["oktopk"].kernels, group.end_reading, reducer.gradient_buffer
@@ -626,7 +626,7 @@ def test_states_of_shards_that_learned_something_else_are_refused(comm: MPI.Intr
         states.append(reducer.state_dict())
         if scale == 1:
             reducer.close()
-    group = reducer._group
+    group = reducer.group
     assert group is not None
     mixed = states[int(group.shard == 0)]
     with pytest.raises(ValueError, match="among the ranks of host 0 ranks disagree on oktopk"):

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from oktopk.allreduce import _TRUSTED
+from oktopk.steps import _TRUSTED
 from tests.devices import get, gpus, put, use
 
 LENGTH, DENSITY = 1000, 0.02
