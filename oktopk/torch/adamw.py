@@ -151,11 +151,9 @@ class SelectingStep:
         states = taken.states if all(taken.states) else [state[parameter] for parameter in taken.parameters]
         counts = self._count(taken.numbers, [each["step"] for each in states])
         numbers = np.array(taken.numbers)
-        self._addresses[0, numbers] = [
-            parameter.grad.data_ptr() for parameter in taken.parameters if parameter.grad is not None
-        ]
-        for row, name in enumerate(_MOMENTS, 1):
-            self._addresses[row, numbers] = [each[name].data_ptr() for each in states]
+        gradients = [gradient for parameter in taken.parameters if (gradient := parameter.grad) is not None]
+        read = gradients, *([each[name] for each in states] for name in _MOMENTS)
+        self._addresses[:, numbers] = [list(map(Tensor.data_ptr, tensors)) for tensors in read]
         rate, betas, eps = float(group["lr"]), group["betas"], group["eps"]
         betas = float(betas[0]), float(betas[1])
         for count in set(counts):
@@ -194,17 +192,22 @@ class SelectingStep:
         """Whether gradients and moments are of the parameters' type, and laid out as they, as they are now."""
         state, self._taken = self._optimizer.state, {}
         gradients: list[Tensor] = []
+        states: list[dict[str, Any]] = []
+        numbers: list[int] = []
         for group in self._optimizer.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
-            numbers = [self._numbers.get(id(parameter), -1) for parameter in used]
-            self._taken[id(group)] = _Taken(used, [state.get(parameter, {}) for parameter in used], numbers)
+            taken = _Taken(
+                used, [state.get(p, {}) for p in used], [self._numbers.get(id(p), -1) for p in used]
+            )
+            self._taken[id(group)] = taken
             gradients += [parameter.grad for parameter in used]
-        numbers = [number for taken in self._taken.values() for number in taken.numbers]
-        states = [held for taken in self._taken.values() for held in taken.states]
+            states += taken.states
+            numbers += taken.numbers
         with_state = [number for number, held in zip(numbers, states, strict=True) if held]
-        if any(name not in held for held in states if held for name in _MOMENTS):  # torch says so
+        try:
+            moments = [held[name] for name in _MOMENTS for held in states if held]
+        except KeyError:  # torch says so
             return False
-        moments = [held[name] for name in _MOMENTS for held in states if held]
         now = [numbers, *(list(map(what, gradients)) for what in _LAYOUT)]
         now += [with_state, *(list(map(what, moments)) for what in (Tensor.data_ptr, *_LAYOUT))]
         if now == self._fitting:

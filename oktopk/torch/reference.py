@@ -88,14 +88,13 @@ class Reference:
         self.watch()
 
     def displacement(self, present: Sequence[int | bool], flagged: bool) -> Displacement:
-        """What the parameters have moved since `show`, for the next step of the reducer.
+        """What the parameters have moved since `show`, for the next step of the reducer; of where `look` has found them.
 
         Args:
             present: of each parameter, whether it may have moved; others count as where they were.
             flagged: as `Displacement.flagged`.
         """
         self._moved.flagged = flagged
-        self._follow()
         if isinstance(self._moved, ShardDisplacement):
             self._fill(self._moved, present)
         else:
@@ -170,12 +169,11 @@ class Reference:
             self._reducer.subtract_update(self._array)
 
     def show(self, factors: Sequence[float] | None = None) -> None:
-        """Make the parameters round(reference - share · residual).
+        """Make the parameters round(reference - share · residual), where `look` has found them.
 
         Args:
             factors: one a parameter, which its reference is multiplied by first; None: 1 for each.
         """
-        self._follow()
         self._set_pointers(None)
         with self._memory.stream_scope():
             residual = self._reducer.residual if self._whole is None else self._whole_array
@@ -201,7 +199,7 @@ class Reference:
 
     def show_agreed(self) -> list[Tensor]:
         """Make the parameters round(reference), equal on all ranks. Returns copies of what they held, for `leave_agreed`."""
-        self._follow()
+        self.look()
         kept = [parameter.clone() for parameter in self._held]
         torch._foreach_copy_(self._held, self.views)
         self.watch()
@@ -229,7 +227,7 @@ class Reference:
 
     def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
         """A copy of what the parameters hold, or of what is given, [n] of their type, in the order of the reference."""
-        self._follow()
+        self.look()
         held = self._held if held is None else list(held)
         whole = torch.empty(len(self.vector), dtype=held[0].dtype, device=self.vector.device)
         torch._foreach_copy_(dense_views(whole, self.views), held)
@@ -237,13 +235,13 @@ class Reference:
 
     def hold(self, flat: Tensor) -> None:
         """Make the parameters what `flat` returned."""
-        self._follow()
+        self.look()
         torch._foreach_copy_(self._held, dense_views(flat, self.views))
         self.watch()
 
     def watch(self) -> None:
         """Note what the parameters hold: `written` finds what changes from now on."""
-        self._follow()
+        self.look()
         self._note()
 
     def _note(self) -> None:
@@ -251,10 +249,13 @@ class Reference:
         self._sample = self._sampled()
 
     def changed(self) -> Tensor:
-        """bool[], on the parameters' device: whether a sample of their elements has changed since `watch`. For `written`."""
-        self._follow()
-        now = zip(self._written_to(), self._seen, strict=True)
-        self._rewritten = [number for number, (one, other) in enumerate(now) if one != other]
+        """bool[], on the parameters' device: whether a sample of their elements has changed since `watch`. For `written`.
+
+        Of the parameters where `look` has found them.
+        """
+        now, seen = self._written_to(), self._seen
+        pairs = zip(zip(*now, strict=True), zip(*seen, strict=True), strict=True)
+        self._rewritten = [] if now == seen else [n for n, (one, other) in enumerate(pairs) if one != other]
         self._now = self._sampled()
         return (self._now != self._sample).any()
 
@@ -265,7 +266,9 @@ class Reference:
             by_version: name those, too, that were written to where no sample lies, and those that were written back.
             changed: what `changed` has just given; None: ask it here, which waits for a GPU.
         """
-        changed = bool(self.changed()) if changed is None else changed
+        if changed is None:
+            self.look()
+            changed = bool(self.changed())
         numbers = set(self._rewritten) if by_version else set()
         if changed:
             differs = (self._now != self._sample).split([len(each) for each in self._samples])
@@ -278,7 +281,7 @@ class Reference:
         Args:
             numbers: of the parameters to compare.
         """
-        self._follow()
+        self.look()
         residuals = dense_views(self.residual, self.views)
         for number in numbers:
             shown = self._shown(number, residuals[number])
@@ -287,7 +290,7 @@ class Reference:
 
     def take_all(self) -> None:
         """Make what the parameters hold the reference; the residual stays."""
-        self._follow()
+        self.look()
         torch._foreach_copy_(self.views, self._held)
         self.marked.clear()
 
@@ -325,9 +328,9 @@ class Reference:
             whole[at] = torch.from_numpy(ones[given].view(np.float32)).to(view.device)
             view.copy_(whole.view_as(view))
 
-    def _written_to(self) -> list[tuple[int, int]]:
-        """Of each parameter how often torch has written to it, and where it lies, as `_follow` found it."""
-        return list(zip(self._as_wrapped.versions(), self._addresses, strict=True))
+    def _written_to(self) -> tuple[list[int], list[int]]:
+        """Of each parameter how often torch has written to it; and where it lies, as `look` found it."""
+        return self._as_wrapped.versions(), self._addresses.copy()
 
     def _sampled(self) -> Tensor:
         """The samples as they are now, one after the other."""
@@ -335,7 +338,7 @@ class Reference:
             self._samples[number] = _sample(self._held[number], self.views[number])
         return torch.cat(self._samples)
 
-    def _follow(self) -> None:
+    def look(self) -> None:
         """Look where the parameters lie now: `p.data = ...` and conversions move them."""
         self._as_wrapped.look()
         if self._as_wrapped.changes == self._followed:

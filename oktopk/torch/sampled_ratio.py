@@ -89,11 +89,13 @@ class SampledRatio:
         pieces = []
         for parameter, start in zip(self._replica.tensors, self._starts, strict=True):
             first, size = (offset - start) % self._stride, parameter.numel()
+            if first >= size:
+                continue
             if parameter.grad is not None:
-                pieces.append(parameter.grad.reshape(-1)[first :: self._stride].float())
-            elif first < size:
+                pieces.append(parameter.grad.reshape(-1)[first :: self._stride])
+            else:
                 pieces.append(sample.new_zeros(-(-(size - first) // self._stride)))
-        mine = torch.cat(pieces)
+        mine = torch.cat(pieces).float()
         square = mine.square().sum()
         here = torch.isfinite(square)
         sample.zero_()

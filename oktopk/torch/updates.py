@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -252,7 +253,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self.inner.step()
             self._reference.watch()
             return
-        self._as_wrapped.look()
+        self._reference.look()
         here = self._as_wrapped.problem or unreadable or self._unwrapped_parameters() or self._unreadable()
         self._problem = problem = self._problem or here
         if self._tables is not None and grad_scaler is not None:  # tables are summed: all skip, or none
@@ -292,7 +293,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
-        if any(p.grad is not None and p.grad.is_sparse for p in self._parameters):
+        if any(gradient.is_sparse for p in self._parameters if (gradient := p.grad) is not None):
             return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
         if self._exchanges or self._steps or self._loaded is not None:
             return ""
@@ -321,10 +322,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
             )
         healthy = replica.take_mean()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = flags[0].new_zeros(1, dtype=torch.float32)
+        gradients = [gradient for p in self._parameters if (gradient := p.grad) is not None]
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        else:
+            norms = flags[0].new_zeros(1, dtype=torch.float32)
         flags.append((norms <= _MOST_UNSEEN).all())
         if self._selecting is not None:
             self._selecting.look()  # while a GPU computes the norms
@@ -410,8 +412,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _step_alone(self) -> None:
         """The wrapped optimizer's step on this rank's gradient, with what its groups must be for that."""
-        for number, parameter in enumerate(self._parameters):
-            self._present[number] |= parameter.grad is not None
+        present = [p.grad is not None for p in self._parameters]
+        self._present = bytearray(map(operator.or_, self._present, present))
         held: list[dict[str, Any]] = [
             {name: group[name] for name in ("betas", "weight_decay") if name in group}
             for group in self.param_groups
@@ -450,6 +452,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _exchange(self, measure: bool, problem: str) -> None:
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport = self._reference, self.reducer.transport
+        reference.look()  # the optimizer, or a hook of it, may have moved parameters
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed or reference.marked:
             self._hash[REFERENCE] = reference.digest()
@@ -459,8 +462,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         first = self.report is None and transport.rank == 0
         if first and (warning := reduced_twice_warning(self._trained, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
-        tables = [table.grad is not None for table in self._table_list]
-        token = self._agreement.tell(bytes([*self._present, *tables]))
+        tables = bytes(table.grad is not None for table in self._table_list)
+        token = self._agreement.tell(bytes(self._present) + tables)
         if self._selected and self._selecting is not None and not problem:
             moved: Displacement = self._selecting.displacement
         else:
@@ -555,7 +558,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
         """
         if changed is None:  # else the step has looked
-            self._as_wrapped.look()
+            self._reference.look()
             if self._as_wrapped.problem:
                 raise RuntimeError(self._as_wrapped.problem)
         reference, loaded = self._reference, self._loaded
@@ -656,6 +659,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         unwritten = not self._reference.written(by_version=not self._steps)
         self._load_parts(state, problem, told, alike, empty)
         with torch.no_grad():
+            self._reference.look()
             self._reference.gather_residual()
             self._begin_window()
             fits = own is not None and all(transport.allgather_objects(self._fits(own)))

@@ -458,6 +458,20 @@ def test_a_state_is_of_what_the_model_holds(comm: MPI.Intracomm, how: str) -> No
     assert np.array_equal(flat(other), flat(model))
 
 
+def test_parameters_that_a_hook_of_the_wrapped_optimizer_moves_are_followed(comm: MPI.Intracomm) -> None:
+    model, other = network(), network()
+    optimizer, moving = wrap(model, comm), wrap(other, comm)
+
+    def move(*_: Any) -> None:
+        for p in other.parameters():
+            p.data = p.data.clone()
+
+    moving.inner.register_step_post_hook(move)
+    train(model, optimizer, comm.rank, range(4))
+    train(other, moving, comm.rank, range(4))
+    assert np.array_equal(flat(other), flat(model))
+
+
 def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Intracomm) -> None:
     """As with rank 0's own model on all ranks, or a model that is kept."""
     model = network()
