@@ -327,23 +327,38 @@ class Transport(ABC):
 
     @contextmanager
     def together(self, *kinds: type[Exception]) -> Iterator[dict[str, Any]]:
-        """Raise an error of any rank's `with` block as a ValueError on every rank alike, at its end, see `agree`. Collective.
+        """Raise an error of any rank's `with` block on every rank, at its end. Collective.
 
         Args:
-            kinds: of error that count, beside those of memory and of CUDA; another one is raised here and now.
+            kinds: of error that become a ValueError on the rank itself, too, as errors of memory and of CUDA do: RuntimeError,
+                OSError and ImportError count as these. One of another kind stays what it is there.
 
         Yields:
             A dict to be filled with plain values that must be equal on all ranks.
+
+        Raises:
+            ValueError: as `agree`, on every rank alike but for those errors of another kind.
+            MissingRanksError: of the block itself, at once: other ranks have not come.
+
+        Traffic: an allgather of the errors and values.
         """
         mine: dict[str, Any] = {}
-        problem = ""
+        failed: Exception | None = None
         try:
             yield mine
+        except MissingRanksError:
+            raise
         except Exception as error:
-            if not isinstance(error, (MemoryError, *kinds)) and not is_cuda_error(error):
-                raise
-            problem = str(error) or type(error).__name__
-        self.agree(mine, problem)
+            failed = error
+        try:
+            self.agree(mine, "" if failed is None else str(failed) or type(failed).__name__)
+        except ValueError as problem:
+            counts = isinstance(failed, (MemoryError, *kinds)) or (
+                failed is not None and is_cuda_error(failed)
+            )
+            if failed is None or counts:
+                raise problem from failed
+            raise failed from None
 
     def agree(self, mine: dict[str, Any], problem: str = "") -> None:
         """Check at construction that all ranks pass the same arguments. Collective.

@@ -203,7 +203,7 @@ class BucketedAllreduce:
             begun = thread.submit(partial(self._reduce, reducer, step, ready))
         else:
             step = partial(reducer.begin, gradient, **beside)
-            self._threads[0].run(begun, partial(self._reduce, reducer, step, ready))
+            self._threads[0].run(begun, partial(self._take, reducer, step, ready))
             if reducer.awaited:
                 report, begun = begun.result(), Future()
                 self._awaited.append((begun, reducer, report))
@@ -250,15 +250,22 @@ class BucketedAllreduce:
             self._incomplete = None
         return None
 
-    def _reduce(
-        self, reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
+    @staticmethod
+    def _take(
+        reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
     ) -> StepReport:
-        """Take the step of a bucket, or begin it, once the gradient is ready."""
+        """Take or begin the step of a bucket, once the gradient is ready."""
         if ready is not None:
             with reducer.backend.stream_scope():  # a default stream is of the GPU that is the current one
                 ready(reducer.backend.stream)
+        return step()
+
+    def _reduce(
+        self, reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
+    ) -> StepReport:
+        """Take the step of a bucket in its thread."""
         try:
-            return step()
+            return self._take(reducer, step, ready)
         finally:
             self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
 

@@ -317,7 +317,7 @@ def _redistributed(
 def between_exchanges(updates: dict[str, Any]) -> dict[str, Any]:
     """What a state has under "updates", as of a rank that has taken no step since the last exchange."""
     nothing = {"present": [0] * len(updates["present"]), "factors": [1.0] * len(updates["factors"])}
-    return {**updates, "local": None, "steps": 0, **nothing}
+    return {**updates, "local": None, "steps": 0, "marked": {}, **nothing}
 
 
 def _mean_moments(read: Callable[[int], dict[str, Any]], ranks: Iterable[int]) -> dict[Any, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ class Placement:
     Attributes:
         among: the ranks that reduce the part that this rank holds.
         carried: elements of that part; shards: how many parts the vector has.
-        first: this rank is the first of those that hold one residual together; in_first: it holds of the first residual.
+        first: whether this rank is the first of those that hold one residual together.
+        in_first: whether this rank holds a part of the first residual.
         group, hosts, gradient_buffer: as those of `GradientAllreduce`.
         p2p_problem: why steps do not use peer memory, in a sentence; "" if they may.
     """
@@ -136,18 +138,16 @@ class Placement:
         """
         raise RuntimeError("steps are flat: no rank sums its gradient with others of its host")
 
-    def expecting(self, what: str, seconds: float, advice: str) -> Placement:
+    @contextmanager
+    def expecting(self, what: str, seconds: float, advice: str) -> Iterator[None]:
         """As `Transport.expect_all`, among all ranks and those of a part or host, until a `with` block ends."""
-        for part in self._parts:
-            part.expect_all(what, seconds, advice)
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        for part in self._parts:  # through peer memory there was no control operation
-            part.expect_none()
+        try:
+            for part in self._parts:
+                part.expect_all(what, seconds, advice)
+            yield
+        finally:
+            for part in self._parts:  # through peer memory there was no control operation
+                part.expect_none()
 
     def take_traffic(self) -> Traffic:
         """What this rank has sent since the last call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.displacement import Displacement
 from oktopk.methods import METHODS, Method
 from oktopk.metrics import Sampler
-from oktopk.placement import Placement
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept
 from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
@@ -208,7 +208,7 @@ class Steps:
         with self._expecting(what):
             self.transport.barrier()
 
-    def _expecting(self, what: str, advice: str = EVERY_RANK_CALLS) -> Placement:
+    def _expecting(self, what: str, advice: str = EVERY_RANK_CALLS) -> AbstractContextManager[None]:
         """Limit the time that ranks may come late to what begins in a `with` block."""
         return self._placement.expecting(what, self.settings.timeout, advice)
 
@@ -318,9 +318,8 @@ class Steps:
         chosen = self._instance(self.method), self._entries(density)
         if step >= warmup + settings.density_warmup_steps:
             self._final = chosen
-            if (
-                self._methods.pop("dense", None) is not None
-            ):  # of the warm-up, whose windows take more memory than all else
+            # that of the warm-up, whose windows take more memory than all else
+            if self._methods.pop("dense", None) is not None:
                 self._executors.pop("dense").close()
         return chosen
 

@@ -123,7 +123,7 @@ class Method(ABC):
         """Continue from a `state_dict`."""
 
     def check(self) -> None:
-        """Raise RuntimeError where the last step did not end well on this rank alone, or on others alone."""
+        """Raise RuntimeError where the last step did not end well on one rank alone, this one or another; overrides call it."""
         if self.codec.gathered_damage:
             raise RuntimeError("entries that the last step gathered are damaged, and the update lacks them")
 

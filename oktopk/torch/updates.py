@@ -110,7 +110,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
         for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more.
-    Traffic: that of the method, once in `every` steps; no message between. For Adam's kind, in the first 20 exchanges and in
+    Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
+        the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
+        `Reference.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
         shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer memory, in
         every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words. Among
@@ -250,6 +252,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _step_on_tensors(self, measure: bool, grad_scaler: GradScaler | None, unreadable: str) -> None:
         """As `step`, once the replica's tensors have gradients. unreadable: why one has none, in a sentence."""
         if self._only_sets_up_state():
+            self._reference.look()
+            if not self._as_wrapped.problem:  # else the next step says so on all ranks
+                self._take_written()
             self.inner.step()
             self._reference.watch()
             return
@@ -483,7 +488,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             applied = not report.skipped
             if applied:
                 anywhere = self._agreement.hear(self.reducer.tokens, transport)
-                reference.marked.clear()  # of what was written the ranks' hashes are equal
         except (NonFiniteGradientError, ValueError) as error:
             failed = self._replica.of_world(error)
         except MissingRanksError as error:
@@ -510,6 +514,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         factors, report.skipped = None, skipped
         if not skipped:
             reference.subtract_update()
+            reference.settle()
+            if self.reducer.tokens is not None:  # the ranks' hashes are equal
+                reference.forget_marks()
             factors = self._decay_of(anywhere)
         self._failed = False
         if self._tables is not None:
@@ -545,7 +552,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     # what users write
 
     def _reconcile(self) -> bytes:
-        """Before ranks are said to have parted: give all of them what some have written. Collective."""
+        """Where tokens tell that ranks may have parted: give all of them what some have written. Collective."""
         self._reference.reconcile(self.reducer.transport)
         self._hash[REFERENCE] = self._reference.digest()
         return b""
@@ -572,6 +579,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
+
+        After weights were loaded outside of it they may differ between ranks until the next exchange: take a step first.
 
         Not collective. `step` raises within; `state_dict` is as outside.
         """
@@ -626,6 +635,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._take_written()
         return {
             "reference": self._reference.vector.cpu().clone(),
+            "marked": {number: mask.cpu().clone() for number, mask in self._reference.marked.items()},
             "local": self._reference.flat(self._kept).cpu(),
             "steps": self._steps,
             "exchanges": self._exchanges,
@@ -691,7 +701,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _go_on(self, own: dict[str, Any]) -> None:
         """Go on from a state; what this rank's parameters held is put back, where the state is of as many ranks."""
-        self._reference.load(own["reference"].to(self._reference.vector.device))
+        marked = own.get("marked") or {}  # a distributed checkpoint leaves out what is empty
+        self._reference.load(own["reference"].to(self._reference.vector.device), marked)
         self._steps, self._present = own["steps"], bytearray(own["present"])
         self._factors = list(own["factors"])
         if own["local"] is None:
@@ -713,10 +724,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 vector = own[name]
                 if (vector is not None or name == "reference") and vector.shape != (length,):
                     return f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)"
+            for number, mask in (own.get("marked") or {}).items():
+                if mask.dtype != torch.bool or mask.shape != self._reference.views[number].shape:
+                    return f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
             counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
             own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
             own["optimizer"]["state"], own["optimizer"]["param_groups"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             return f"the state of updates is damaged: {type(error).__name__} {error}"
         wanted = len(self._parameters), len(self.param_groups)
         if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:

@@ -353,6 +353,25 @@ def test_a_problem_on_one_rank_is_raised_on_all_and_names_it(transport: HostTran
     assert refusal(transport, {"length": 5}, problem) == f"rank {last}: density 2 is not in (0, 1]"
 
 
+@pytest.mark.parametrize(
+    ("raised", "here"),
+    [(TypeError, ValueError), (MemoryError, ValueError), (KeyError, KeyError)],
+)
+def test_an_error_in_a_block_is_raised_on_all_of_its_own_kind_where_it_is_not_named(
+    transport: HostTransport, raised: type[Exception], here: type[Exception]
+) -> None:
+    last = transport.rank == transport.size - 1
+    with (
+        pytest.raises(here if last else ValueError, match="a mistake"),
+        transport.together(TypeError) as alike,
+    ):
+        alike["size"] = transport.size
+        if last:
+            raise raised("a mistake")
+    with transport.together():  # the next one begins anew
+        pass
+
+
 def test_problems_on_several_ranks_are_all_named(transport: HostTransport) -> None:
     message = refusal(transport, {"length": 5}, f"trouble {transport.rank}")
     assert message == "; ".join(f"rank {rank}: trouble {rank}" for rank in range(transport.size))

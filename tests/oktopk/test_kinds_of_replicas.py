@@ -141,7 +141,8 @@ class Balance:
         residual = self.optimizer.reducer.gathered_residual().astype(np.float64)
         reference = self.optimizer._reference.vector.double().numpy()
         applied = (self.before - reference) * len(moved)
-        assert self.replicas.comm.allreduce(np.abs(sum(moved)).max(), MPI.MAX) > 0.01
+        for vector, least in ((sum(moved), 0.01), (applied, 0.01), (residual, 1e-3 if len(moved) > 1 else 0)):
+            assert self.replicas.comm.allreduce(np.abs(vector).max(initial=0), MPI.MAX) >= least
         assert np.allclose(sum(moved), sum(self.over_this_shard(residual)) + applied, atol=3e-6)
 
 
@@ -485,7 +486,7 @@ HOST = {"replica": "host", "ranks_per_host": 2}
     [
         ({"every": 0}, "every 0 is not an integer >= 1"),
         ({"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
-        ({"sends": "weights"}, "sends 'weights' is not one of '(gradients', 'updates|updates', 'gradients)'"),
+        ({"sends": "weights"}, "sends 'weights' is not one of 'gradients', 'updates'"),
         ({"overlap": True}, "overlap=True is for sends='gradients'"),
         ({"method": "dense"}, "method='dense' is for sends='gradients'"),
         ({"average": False}, "average=False is for sends='gradients'"),

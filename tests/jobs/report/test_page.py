@@ -158,6 +158,20 @@ def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
     assert pages[0] == pages[1]
 
 
+def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
+    groups = group_runs(read_runs(write_experiment(tmp_path)))
+    assert [(group.label, len(group.runs), len(group.counted)) for group in groups] == [
+        ("Dense", 2, 2),
+        ("Ok-Topk", 3, 2),
+        ("TopkA", 1, 1),
+    ]
+    dense, oktopk, topka = groups
+    assert dense.mean("held_out_accuracy") == pytest.approx(0.91)
+    assert dense.spread("held_out_accuracy") == pytest.approx(np.std([0.90, 0.92], ddof=1))
+    assert oktopk.mean("held_out_accuracy") == pytest.approx(0.92)
+    assert topka.spread("held_out_accuracy") is None
+
+
 def test_groups_of_one_method_are_named_by_their_settings(tmp_path: Path) -> None:
     paths = [
         write_run(tmp_path / "a.h5", settings={"density": 0.01}),
@@ -255,6 +269,12 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert line.y.tolist() == [1.0, 3.0]
 
 
+def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{ranks}.h5", ranks=ranks) for ranks in (1, 2, 4)]
+    rates = [group.values("samples_per_second")[0] for group in group_runs(read_runs(paths))]
+    assert sorted(rates) == pytest.approx([16 * ranks / 0.006 for ranks in (1, 2, 4)])
+
+
 def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     found = ((0.70, 0.25), (0.72, 0.21))
     paths = [
@@ -263,6 +283,7 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
     ]
     unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
     report([*paths, unheard], tmp_path / "out", target=0.691)
+    assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
     (row, _) = rows(tmp_path / "out" / "methods.csv")
     assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
         [0.23, 0.21, 0.25]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from jobs.report.__main__ import main
 from jobs.report.summary import figures, read_runs
 from jobs.report.write import report
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
-from jobs.run.file import RunFile, RunInfo
+from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.watch import main as watch
 
 LENGTH = 1000
@@ -144,6 +145,14 @@ def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
     assert [row["run"] for row in summary] == ["a", "b"]
     assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
     assert summary[0]["global_nnz_deviation"] == ""
+
+
+def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4)
+    figure = figures(read_runs([path])[0])
+    assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
+    assert figure["words_sparse_steps"] == SPARSE_WORDS
+    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
 
 
 def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_path: Path) -> None:
@@ -285,3 +294,18 @@ def test_a_report_of_nothing_is_one_line_and_leaves_nothing(
     assert "text.h5 cannot be written" in capsys.readouterr().err
     assert main([str(good), "--target", "90", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "jobs.report: --target 90.0 is not in (0, 1]\n"
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.run.file.FORMAT", "oktopk run 99")
+    path = write_run(tmp_path / "a.h5")
+    monkeypatch.undo()
+    with pytest.raises(RunFileError, match="its format is 'oktopk run 99', not 'oktopk run 1'"):
+        read_runs([path])
+
+
+def test_info_has_every_attribute(tmp_path: Path) -> None:
+    info = read_runs([write_run(tmp_path / "a.h5")])[0].info
+    assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
+        field.type for field in dataclasses.fields(RunInfo)
+    ]
