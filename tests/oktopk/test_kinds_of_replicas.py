@@ -459,6 +459,21 @@ def test_one_replica_trains_as_the_optimizer_alone_on_the_mean_gradient(
     assert optimizer.report.bytes_between == 0
 
 
+@over(cases=[case("ranks", least=2), case("hosts of 2", least=3), *shards()])
+def test_what_one_replica_holds_is_loaded_on_all_between_two_steps(replicas: Replicas) -> None:
+    """That replica finds nothing written, and the others all of it."""
+    model, comm = replicas.model(), replicas.comm
+    optimizer = replicas.wrap(model, density=0.2)
+    train(model, optimizer, comm.rank, range(21))  # past the exchanges that compare the reference anyway
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mine = local_tensor(parameter)
+            every = comm.allgather((replicas.shard, mine.numpy().copy()))
+            mine.copy_(torch.from_numpy(next(given for shard, given in every if shard == replicas.shard)))
+    train(model, optimizer, comm.rank, range(21, 23))
+    replicas.check_agreed(model, optimizer)
+
+
 @over(cases=[case("ranks"), case("hosts of 2")])
 def test_what_is_written_becomes_the_reference_and_closing_keeps_what_was_written_last(
     replicas: Replicas,
