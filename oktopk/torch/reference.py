@@ -185,6 +185,7 @@ class Reference:
             self._moved.show(residual, factors)
         if self._unfit:
             torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
+        self._given.clear()
         self._as_wrapped.count_write()
         self._note()
 
@@ -228,7 +229,7 @@ class Reference:
     def load(self, vector: Tensor, marked: Mapping[int, Tensor]) -> None:
         """Take float32[n] for the reference, of which elements were written since the last exchange."""
         self.vector.copy_(vector)
-        self.forget_marks()
+        self.marked.clear()
         self.marked |= {number: mask.to(self.vector.device) for number, mask in marked.items()}
 
     def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
@@ -300,14 +301,14 @@ class Reference:
         """Make what the parameters hold the reference; the residual stays."""
         self.look()
         torch._foreach_copy_(self.views, self._held)
-        self.forget_marks()
+        self.marked.clear()
 
     def reconcile(self, transport: Transport) -> None:
         """Where some ranks have taken an element since the last exchange and others have not, give these the same value.
 
         One rank holds what is loaded already, by chance or as bfloat16 rounds; a bound cuts what another rank holds. Nothing is
         done where the ranks that took an element took unlike values, and for a parameter that a rank has not written to. Call
-        `settle` behind the update of this exchange. Collective.
+        `settle` behind the update of this exchange, and `show` at its end. Collective.
 
         Memory: some 100 bytes an element of a part of a parameter, of four million elements at most; 9 bytes an element that is
             given.
@@ -357,11 +358,6 @@ class Reference:
                 if whole.data_ptr() != view.data_ptr():
                     view.copy_(whole.view_as(view))
         self._put_residual()
-
-    def forget_marks(self) -> None:
-        """After an exchange in which the ranks have compared the reference."""
-        self.marked.clear()
-        self._given.clear()
 
     @staticmethod
     def _row(view: Tensor) -> Tensor:

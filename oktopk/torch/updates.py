@@ -269,10 +269,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self.report = skipped
                 self._reference.watch()
                 return
-        elif problem and grad_scaler is not None:
-            self._answer(grad_scaler)
         scaled = grad_scaler is not None
         self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
+        if (
+            self._problem and grad_scaler is not None and self._tables is None
+        ):  # perhaps of another rank of the replica
+            self._answer(grad_scaler)
         finite = not self._problem and self._finite(grad_scaler)
         if not finite and self._selecting is not None:
             self._selecting.forget()
@@ -516,7 +518,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             reference.subtract_update()
             reference.settle()
             if self.reducer.tokens is not None:  # the ranks' hashes are equal
-                reference.forget_marks()
+                reference.marked.clear()
             factors = self._decay_of(anywhere)
         self._failed = False
         if self._tables is not None:
