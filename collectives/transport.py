@@ -353,10 +353,7 @@ class Transport(ABC):
         try:
             self.agree(mine, "" if failed is None else str(failed) or type(failed).__name__)
         except ValueError as problem:
-            counts = isinstance(failed, (MemoryError, *kinds)) or (
-                failed is not None and is_cuda_error(failed)
-            )
-            if failed is None or counts:
+            if failed is None or isinstance(failed, (MemoryError, *kinds)) or is_cuda_error(failed):
                 raise problem from failed
             raise failed from None
 

@@ -322,7 +322,8 @@ class Reference:
 
         self._given.clear()
         for number in sorted(set.intersection(*map(set, transport.allgather_objects(list(self.marked))))):
-            whole, marks = self._row(self.views[number]), self.marked[number].reshape(-1)
+            # in the order of the parameter's dimensions, which is the same on all ranks
+            whole, marks = self.views[number].reshape(-1), self.marked[number].reshape(-1)
             for begin in range(0, len(marks), _PART):
                 taken = marks[begin : begin + _PART].cpu().numpy()
                 some, others = (
@@ -353,16 +354,11 @@ class Reference:
                 (self.views[number], places, values),
                 (residuals[number], places[own], torch.zeros((), device=values.device)),
             ):
-                whole = self._row(view)
+                whole = view.reshape(-1)
                 whole[at] = value
-                if whole.data_ptr() != view.data_ptr():
+                if whole.data_ptr() != view.data_ptr():  # a copy, of another layout
                     view.copy_(whole.view_as(view))
         self._put_residual()
-
-    @staticmethod
-    def _row(view: Tensor) -> Tensor:
-        """The elements in the order of the parameter's dimensions, which is the same on all ranks: a view, or else a copy."""
-        return view.reshape(-1)
 
     def _written_to(self) -> tuple[list[int], list[int]]:
         """Of each parameter how often torch has written to it; and where it lies, as `look` found it."""

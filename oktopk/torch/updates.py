@@ -271,9 +271,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 return
         scaled = grad_scaler is not None
         self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
-        if (
-            self._problem and grad_scaler is not None and self._tables is None
-        ):  # perhaps of another rank of the replica
+        # a problem may be of another rank of the replica; `_unscale` has answered for tables
+        if self._problem and grad_scaler is not None and self._tables is None:
             self._answer(grad_scaler)
         finite = not self._problem and self._finite(grad_scaler)
         if not finite and self._selecting is not None:
