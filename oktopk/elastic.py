@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from oktopk.levels import Layout
+from oktopk.methods import METHODS
 
 _EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
 """Keys that the states of all ranks have alike."""
@@ -286,9 +287,12 @@ def _redistributed(
     if layout is None or shard is not None:
         for saved in inherited:
             holder = _holder(saved_hosts, saved, length)
-            residual = _whole_residual(read, holder, saved_hosts, length)
-            if residual is not None:
-                total = residual if total is None else total + residual
+            held = [_whole_residual(read, holder, saved_hosts, length)]
+            if saved_hosts is None:
+                held += _kept_beside(read, saved, saved_ranks, held[0])
+            for vector in held:
+                if vector is not None:
+                    total = vector if total is None else total + vector
         if layout is not None and shard is not None and total is not None:
             total = _as_read(layout.extract(total, shard), total)
     if total is None and own["residual"] is not None:  # all ranks have one, or none has
@@ -302,6 +306,8 @@ def _redistributed(
     changed["saved"] = {name: value for name, value in alike.items() if name != "residual"}
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
+    elif "methods" in own:  # what a method has kept is in the residuals now
+        changed["methods"] = {name: held for name, held in own["methods"].items() if not METHODS[name].keeps}
     if "reducer" not in template:
         return {**template, **changed}
     if updates := template.get("updates"):
@@ -371,6 +377,17 @@ def _whole_residual(
             whole, kind = np.zeros(length, np.float32) if whole is None else whole, part
             Layout(tuple(hosts), length).insert(part, shard, whole)
     return _as_read(whole, kind)
+
+
+def _kept_beside(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, residual: Any) -> list[Any]:
+    """What the methods of a saved rank keep beside its residual, each float32[n]."""
+    state = read(rank)
+    own = state.get("reducer", state)
+    kept = (
+        METHODS[name].unsent(held, rank, ranks, own["length"])
+        for name, held in own.get("methods", {}).items()
+    )
+    return [_as_read(vector, residual) for vector in kept if vector is not None]
 
 
 def _as_read(vector: Any, template: Any) -> Any:

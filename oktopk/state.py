@@ -171,6 +171,8 @@ class Resumable(Steps):
             vectors.put_back()
             if vectors.restores:
                 vectors.restore()
+                for method in self._methods.values():
+                    method.take_back()
             elif vectors.residual is not None:
                 if self._placement.in_first:
                     part = self._placement.own_part(vectors.update)

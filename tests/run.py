@@ -74,6 +74,7 @@ HOST_CUDA_SINGLE = (
     "tests/collectives/test_row_kernels.py",
     "tests/oktopk/test_device_kernels.py",
     "tests/oktopk/test_one_rule.py",
+    "tests/oktopk/test_signs.py",
 )
 HOST_CUDA_RANKS_TESTS = (
     "tests/collectives/test_cuda_dense_p2p.py",
@@ -91,6 +92,7 @@ HOST_CUDA_RANKS_TESTS = (
     "tests/oktopk/test_levels.py",
     "tests/oktopk/test_process_group.py",
     "tests/oktopk/test_rows.py",
+    "tests/oktopk/test_signs.py",
     "tests/collectives/test_entry_windows.py",
 )
 # ranks -> which tests of which files: alone those that compare all bits, of files that do without torch; odd; and as many as a

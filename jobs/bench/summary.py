@@ -19,6 +19,7 @@ from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
 from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
+from oktopk.methods.signs import sign_words
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 from oktopk.methods.union import union_words
@@ -200,6 +201,7 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
         "gaussiank": {"least": topka, "most": topka},
         "topkdsa": {"least": dsa_least, "most": dsa_most},
         "union": {"least": union_least, "most": union_most},
+        "signs": {"least": sign_words(k, ranks), "most": sign_words(k, ranks)},
         "nccl-bf16": {"least": dense / 2, "most": dense / 2},
         "gtopk": {"least": gtopk, "most": gtopk, "busiest": gtopk_busiest_words(k, ranks)},
     }

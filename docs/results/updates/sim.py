@@ -10,16 +10,22 @@ name: dense (AdamW on the mean gradient), updates, gradients (error feedback on 
   powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32.
 keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4,
+     linear8, 4, 3, 2 (with stride=1 alone: multiples of the largest of 128 over 127, 7, 3, 1),
      sign (with stride=1 alone: a sign each, a mean size for 512; server=1: owners keep what they round by themselves)
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange);
      auto: the squared norm of the mean residual over the mean squared norm of the workers', measured every ten steps
   sub: rank of a basis that all workers share, for each matrix but those whose names begin with a word of subout (e+p): in every
-     exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected
+     exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected; sr, sw: another rank for
+     the first sw of the steps; subwire: how it travels, to the owner + from it; subm=1: its next basis follows the workers' mean
+     momentum, exact and not counted
+     sh: in every sh-th exchange alone
+  stop: steps, after which the run ends with its next evaluation
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
   lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
-  rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
+  rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices (cont=1: a slice of the vector, else
+     every so many-th; second: how their means travel, `wire` by default); chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
   dr, dw: density falls from dr to d over the share dw of the steps
   v: own; mean (of the mean gradient, exact); slice/K=..: a rotating 1/K of it; ratio: own times the measured ratio of each tensor;
@@ -235,12 +241,22 @@ def coded_masked(x, block: int):
     return torch.where((code < 0) | (high == 0), 0.0, out).view(rows, -1)[:, : x.shape[-1]]
 
 
+@compiled
+def linear(x, top: int):
+    """As multiples of a block's largest over `top`, zero among them."""
+    y = F.pad(x, (0, -x.shape[-1] % 128)).view(*x.shape[:-1], -1, 128)
+    unit = y.abs().amax(-1, keepdim=True) / top + 1e-30
+    return ((y / unit).round() * unit).view(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+
 def rounded(x, wire, least, d):
     """Values as they arrive: bfloat16, or a code in [0, Q] linear in the bits between a block's least and largest magnitude."""
     if wire in ("float32", "plain"):
         return x
     if wire == "bfloat16":
         return x.bfloat16().float()
+    if wire in LINEAR:
+        return linear(x, LINEAR[wire])
     if wire == "sign":
         y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
         return (y.sign() * y.abs().mean(-1, keepdim=True)).view(x.shape[0], -1)[:, : x.shape[-1]]
@@ -327,23 +343,25 @@ def thresholds_of(x, weight, k, count):
     return torch.topk(sizes_, max(1, round(count * k / n)), dim=1, sorted=False).values.amin(1, keepdim=True)
 
 
-def exchange(unsent, d, wire, chunk, stride=None, server=None):
+def exchange(unsent, d, wire, chunk, stride=None, server=None, cont=False, second=None):
     """The mean update; unsent loses what was sent and applied."""
     if stride is not None:  # a rotating part of all elements, the same on all workers, without indices
         K = max(1, round(1 / d))
-        part = unsent[:, stride % K :: K]
+        long = -(-n // K)
+        at = slice(stride % K * long, (stride % K + 1) * long) if cont else slice(stride % K, None, K)
+        part = unsent[:, at]
         sent = rounded(part.contiguous(), wire, None, 1)
         part.sub_(sent)
         mean = sent.mean(0, keepdim=True)
         if server is not None:
-            mean += server[stride % K :: K]
-        v = rounded(mean, wire, None, 1)
+            mean += server[at]
+        v = rounded(mean, second or wire, None, 1)
         if server is not None:
-            server[stride % K :: K] = (mean - v)[0]
+            server[at] = (mean - v)[0]
         else:
             part[stride % P].add_((mean - v)[0] * P)
         u = torch.zeros(n, device=dev)
-        u[stride % K :: K] = v[0]
+        u[at] = v[0]
         return u
     if d >= 1:
         u = unsent.mean(0)
@@ -456,36 +474,76 @@ def step_split(m, v, a, unsent, lr, c1, c2, b2):
     unsent.add_(lr * mh / (v2.sqrt() + 1e-8))
 
 
-def subspace(unsent, bases, rank, turn, left_out):
+def alike(left_out):
+    """Matrices of one shape that lie at equal distances: (where the first begins, how many, their distance, shape)."""
+    found, at = {}, 0
+    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+        if len(shape) == 2 and name.split(".")[0] not in left_out:
+            key = name.split(".", 2)[2] if name.startswith("b.") else name
+            found.setdefault((key, shape), []).append(at)
+        at += size
+    for (_, shape), begins in found.items():
+        yield begins[0], len(begins), begins[1] - begins[0] if len(begins) > 1 else n, shape
+
+
+def orthonormal(x):
+    """Matrices with columns that span those of x, by Cholesky's factors, twice."""
+    x = x.double()
+    for _ in range(2):
+        gram = x.transpose(-1, -2) @ x
+        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        factor, _ = torch.linalg.cholesky_ex(
+            gram + 1e-12 * (size + 1e-30) * torch.eye(x.shape[-1], device=dev)
+        )
+        x = torch.linalg.solve_triangular(factor.transpose(-1, -2), x, upper=True, left=False)
+    return x.float()
+
+
+def subspace(unsent, bases, rank, turn, left_out, wire="bfloat16", second="bfloat16", momentum=None):
     """The mean of what the residuals have in a shared basis, of each matrix's columns and rows in turn, which becomes the next basis.
 
     Returns:
         The update, and words that a rank sends and receives, over 2 n.
     """
     update = torch.zeros(n, device=dev)
-    at, words = 0, 0
-    for i, ((name, shape), size) in enumerate(zip(shapes.items(), sizes, strict=True)):
-        part = slice(at, at + size)
-        at += size
-        if len(shape) != 2 or name.split(".")[0] in left_out:
-            continue
-        x, whole = unsent[:, part].view(P, *shape), update[part].view(shape)
+    words = 0
+    for at, many, apart, shape in alike(left_out):
+        place = (many, *shape), (apart, shape[1], 1), at
+        x, whole = unsent.as_strided((P, *place[0]), (n, *place[1]), at), update.as_strided(*place)
         if turn % 2:  # a basis of columns: what is sent has the rows' length
-            x, whole = x.transpose(1, 2), whole.T
-        if i not in bases:
-            bases[i] = torch.linalg.qr(torch.randn(x.shape[2], rank, device=dev))[0]
-        own = (x @ bases[i]).bfloat16().float()
+            x, whole = x.transpose(-1, -2), whole.transpose(-1, -2)
+        if at not in bases:
+            bases[at] = orthonormal(torch.randn(many, x.shape[-1], rank, device=dev))
+        bases[at] = bases[at][..., :rank]
+        exact = x @ bases[at]
+        own = rounded(exact.reshape(P, -1), wire, None, 1).view_as(exact)
         mean = own.mean(0)
-        sent = mean.bfloat16().float()
-        own[i % P] += P * (sent - mean)  # what the owner rounds
-        x -= own @ bases[i].T
-        whole += sent @ bases[i].T
-        bases[i] = torch.linalg.qr(sent)[0]
-        words += rank * x.shape[1]
+        sent = rounded(mean.reshape(1, -1), second, None, 1).view_as(mean)
+        owner = torch.arange(many, device=dev) % P
+        own[owner, torch.arange(many, device=dev)] += P * (sent - mean)  # what the owner rounds
+        back = bases[at].transpose(-1, -2)
+        x -= own @ back
+        whole += sent @ back
+        if momentum is not None:
+            y = momentum.as_strided((P, *place[0]), (n, *place[1]), at)
+            sent = (y.transpose(-1, -2) if turn % 2 else y).mean(0) @ bases[at]
+        bases[at] = orthonormal(sent)
+        words += rank * many * x.shape[-2] * (STRIDE[wire] + STRIDE[second]) / 2
     return update, words / n
 
 
-STRIDE = {"sign": 0.0645, "float32": 2, "bfloat16": 1, "int8": 0.516, "int4": 0.266}
+LINEAR = {"linear8": 127, "linear4": 7, "linear3": 3, "linear2": 1}  # bits: what they are times of
+STRIDE = {
+    "linear8": 0.508,
+    "linear4": 0.258,
+    "linear3": 0.195,
+    "linear2": 0.133,
+    "sign": 0.0645,
+    "float32": 2,
+    "bfloat16": 1,
+    "int8": 0.516,
+    "int4": 0.266,
+}
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -531,7 +589,8 @@ def run(spec):
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
     sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
-    server = zeros(1)[0] if int(f("server", 0)) else None
+    subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
+    server, sh = zeros(1)[0] if int(f("server", 0)) else None, int(f("sh", 1))
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
     full = torch.zeros(0, dtype=torch.long, device=dev)
@@ -716,8 +775,11 @@ def run(spec):
                     unsent[:, full] = 0.0
                     sent_bytes += len(full) / n
                 low = None
-                if sub:
-                    low, share = subspace(unsent, bases, sub, turn, left_out)
+                if sub and turn % sh == 0:
+                    rank = int(f("sr", sub)) if s < f("sw", 0) * steps else sub
+                    low, share = subspace(
+                        unsent, bases, rank, turn // sh, left_out, *subwire, m if int(f("subm", 0)) else None
+                    )
                     sent_bytes += share
                 weight = None
                 if imp and dd < 1:
@@ -732,7 +794,16 @@ def run(spec):
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = exchange(unsent, dd, wire, chunk, turn if stride else None, server)
+                    u = exchange(
+                        unsent,
+                        dd,
+                        wire,
+                        chunk,
+                        turn if stride else None,
+                        server,
+                        bool(f("cont", 0)),
+                        o.get("second"),
+                    )
                 if len(full) and dd < 1:
                     u[full] = dense_part
                 if low is not None:
@@ -741,8 +812,9 @@ def run(spec):
                     m.mul_(before == unsent)
                 since = 0
                 turn += 1
+                coded_as = STRIDE if stride else MASKED if mask else BYTES
                 sent_bytes += (
-                    dd * (STRIDE if stride else MASKED if mask else BYTES)[wire] if dd < 1 or stride else 1.0
+                    dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2 if dd < 1 or stride else 1.0
                 )
                 if mu:
                     buf.mul_(mu).add_(u)
@@ -758,12 +830,13 @@ def run(spec):
             if (s < steps - 1 and (s + 1) % (steps // 4)) or len(out) >= 4:
                 continue
             out.append(round(evaluate(ref), 4))
-            if s + 1 >= STOP:
+            if s + 1 >= f("stop", STOP):
                 break
             if out[-1] != out[-1] or out[-1] > 9.5:
                 break
     half = first_half
-    less = round(evaluate(ref - unsent.mean(0)), 4) if name in ("updates", "gradients") and d < 1 else None
+    some = name in ("updates", "gradients") and (d < 1 or stride)
+    less = round(evaluate(ref - unsent.mean(0)), 4) if some else None
     ratio = float(gs.mean(0).square().sum() / gs.square().sum(1).mean())
     print(
         json.dumps(

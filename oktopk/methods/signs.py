@@ -1,0 +1,224 @@
+"""Signs: the ranks send one bit for each element of a part of the vector, another part in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cpu.signs import BLOCK, CODE_WORDS, block_bounds
+from collectives.sparse import SparseVector
+from collectives.transport import FlaggedRanksError, Round, Transport
+from oktopk.methods.base import Method
+from oktopk.settings import Settings
+from oktopk.step import Plan, Spans, StepResult
+from oktopk.thresholds import NOTHING
+
+
+def sign_words(elements: int, ranks: int) -> float:
+    """Words per rank of a step that sends so many elements, up to what a block is longer than what it holds."""
+    return 2 * elements * CODE_WORDS / BLOCK * (ranks - 1) / ranks
+
+
+class Signs(Method):
+    """Every element of a slice of the vector, as its sign and the mean magnitude of its block of at most 512 elements.
+
+    No block has elements of two parameters, where these are known. Blocks are dealt to the ranks in turn. A rank sends the code
+    of each block to its owner, and its residual loses what the code decodes to. The owner adds what it has kept of the block,
+    codes the sum in the same way, keeps what that loses, and sends the code to all. The next step goes on behind this slice,
+    and at the end of the vector from its beginning.
+
+    `density` is the share of the blocks that a slice has, by default 1/2: a step then sends a 60th of the words of a dense one of
+    float32. No thresholds, no indices. A rank's own parameters hold its whole residual, as a default, under updates.
+
+    An element of zero in a block that is not zero counts as positive: it is sent as the mean, and this is made up for later.
+
+    Traffic: `sign_words`, and up to a block for each rank; 2(P-1) messages. Control: an allgather of a flag and an allreduce.
+    Memory: beside the residual 8n/P bytes, half of it for what the codes of the rank's own blocks have lost; 16n/512 for where
+        blocks begin; of the slice 3.2 bits an element, and 4/P bytes.
+    Source: own; Seide et al., 1-bit SGD, Interspeech 2014, has the code and the residual; Tang et al., DoubleSqueeze, ICML
+        2019, the second residual, of the owner; Beton et al., Sparse Parameter Averaging, 2025, average a part of the
+        parameters in each step.
+    """
+
+    name = "signs"
+    density = 0.5
+    dense_above = 1.0
+    local_share = 1.0
+    keeps = True
+
+    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
+        super().__init__(length, transport, kernels, settings)
+        self._next = 0  # the turn that the next slice begins with
+        self._last: Any = None  # what was kept of the last slice before it, and where
+        self._memory: dict[str, Any] = {}
+        self.take_parts([length])
+
+    def take_parts(self, sizes: Sequence[int]) -> None:
+        transport = self.transport
+        self._parts = list(sizes)
+        bounds = block_bounds(sizes)
+        self._turns = -(-(len(bounds) - 1) // transport.size)  # in each of which each rank has a block
+        own = np.diff(bounds)[transport.rank :: transport.size]
+        self._own = np.append(0, np.cumsum(own))  # where the blocks that this rank has begin in `_kept`
+        self._bounds, self._own_bounds = map(transport.kernels.place_bounds, (bounds, self._own))
+        self._kept: Any = None
+        self._slices = bounds  # on the host
+
+    @property
+    def reads_displacements(self) -> bool:
+        return True
+
+    def reduce(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None,
+        out: NDArray[np.float32] | None,
+        plan: Plan,
+        overflowed: bool = False,
+    ) -> StepResult:
+        assert residual is not None and out is not None, "it needs a residual, and writes out"
+        transport, kernels = self.transport, self.transport.kernels
+        with plan.timer.stage("select"):
+            nothing = transport.workspace.entries("nothing", 1 + self.kernels.BLOCK)
+            nonfinite = self.kernels.accumulate_select(gradient, residual, NOTHING, nothing).nonfinite
+        try:
+            flags = transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
+            if flags.any():
+                raise FlaggedRanksError(np.flatnonzero(flags).tolist())
+            turn, first = self._next, self._next * transport.size
+            turns = min(max(1, round(plan.k / self.length * self._turns)), self._turns - turn)
+            with plan.timer.stage("select"):
+                sent = self._words("sent", turns, transport.size)
+                kernels.encode_signs(residual, self._bounds, first, transport.size, sent)
+            with plan.timer.stage("exchange"):
+                received = self._words("received", turns, transport.size)
+                self._exchange(sent, received)
+            with plan.timer.stage("reduce"):
+                kept, sums = self._keep(), self._scratch("sums", int(self._own[-1]))
+                spans = list(self._withheld(plan.absent, turn, turns))
+                aside = [kept[span].copy() for span in spans]
+                for span in spans:
+                    kept[span] = 0
+                finite = kernels.sum_signs(received, transport.size, self._own_bounds, turn, kept, sums)
+                for span, copy in zip(spans, aside, strict=True):
+                    kept[span] = copy
+                if transport.allreduce_control(np.array([not finite], np.int64))[0]:
+                    raise FlaggedRanksError([])
+        except FlaggedRanksError:
+            self.kernels.undo_accumulate(gradient, residual, not nonfinite)
+            raise
+        with plan.timer.stage("reduce"):
+            coded = self._words("coded", turns, 1)
+            kernels.encode_signs(sums, self._own_bounds, turn, 1, coded)
+        with plan.timer.stage("allgather"):
+            applied = received  # as many words, and free now
+            self._exchange(coded, applied)
+        with plan.timer.stage("apply"):
+            kernels.subtract_signs(sums, self._own_bounds, turn, 1, coded)
+            begin, end = self._own[[turn, min(turn + turns, len(self._own) - 1)]].tolist()
+            before = self._scratch("before", end - begin)
+            before[:] = kept[begin:end]
+            kept[begin:end] = sums[begin:end]
+            for span, copy in zip(spans, aside, strict=True):
+                kept[span] += copy
+            self._last = kept[begin:end], before
+            kernels.subtract_signs(residual, self._bounds, first, transport.size, sent)
+            kernels.write_signs(out, self._bounds, first, transport.size, applied, plan.scale)
+        self._next = (turn + turns) % self._turns
+        ends = self._slices[[first, min(first + turns * transport.size, len(self._slices) - 1)]]
+        size = int(ends[1] - ends[0])
+        # the residual is what it is to be already
+        return StepResult(None, SparseVector(nothing[:0], self.length), local_nnz=size, global_nnz=size)
+
+    def _withheld(self, absent: Spans, turn: int, turns: int) -> Iterator[slice]:
+        """Where in these turns this rank keeps what is of parameters that it has no gradient of: it stays as it is."""
+        rank, size = self.transport.rank, self.transport.size
+        for begin, end in absent:
+            first = int(np.searchsorted(self._slices, begin))
+            last = int(np.searchsorted(self._slices, end, "right")) - 1
+            low, high = (-(-(block - rank) // size) for block in (first, last))
+            low, high = max(low, turn), min(high, turn + turns, len(self._own) - 1)
+            if low < high:
+                yield slice(int(self._own[low]), int(self._own[high]))
+
+    def _exchange(self, outgoing: Any, incoming: Any) -> None:
+        """Send each rank its part of `outgoing`, or all of it to each; `incoming` gets a part from each, this one's own too."""
+        rank, size = self.transport.rank, self.transport.size
+        part = len(incoming) // size
+        parts = [slice(each * part, (each + 1) * part) for each in range(size)]
+        everything = len(outgoing) == part
+
+        def to(dest: int) -> Any:
+            return outgoing if everything else outgoing[parts[dest]]
+
+        rounds = [
+            Round(dest, to(dest), source, incoming[parts[source]])
+            for each in range(1, size)
+            for dest, source in [((rank + each) % size, (rank - each) % size)]
+        ]
+        arrivals = self.transport.exchange(rounds, self.settings.bucket_rounds)
+        incoming[parts[rank]] = to(rank)
+        for _ in arrivals:
+            pass
+
+    def _words(self, name: str, turns: int, owners: int) -> Any:
+        return self._scratch(name, owners * turns * CODE_WORDS)
+
+    def _scratch(self, name: str, count: int) -> Any:
+        """float32[count] of memory that stays."""
+        if name not in self._memory or len(self._memory[name]) < count:
+            self._memory[name] = self.transport.allocate(count)
+        return self._memory[name][:count]
+
+    def _keep(self) -> Any:
+        """What this rank has kept of its blocks, zero in the first step."""
+        if self._kept is None:
+            self._kept = self.transport.allocate(int(self._own[-1]))
+            self._kept[:] = 0
+        return self._kept
+
+    def take_back(self) -> None:
+        if self._last is not None:
+            kept, before = self._last
+            kept[:] = before
+
+    # state
+
+    @staticmethod
+    def agreed_state(state: dict[str, Any]) -> Any:
+        return state["next"], state["parts"]
+
+    @classmethod
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        parts, kept = state["parts"], state["kept"]
+        if any(type(part) is not int or part < 0 for part in parts) or sum(parts) != length:
+            return f"signs have parts of {sum(parts)} elements, not {length}"
+        if type(state["next"]) is not int or state["next"] < 0:
+            return f"signs go on at turn {state['next']!r}"
+        if kept is not None and (str(kept.dtype).removeprefix("torch.") != "float32" or kept.ndim != 1):
+            return f"what signs have kept is {kept.dtype}{list(kept.shape)}, not float32[m]"
+        return ""
+
+    @staticmethod
+    def unsent(state: dict[str, Any], rank: int, ranks: int, length: int) -> NDArray[np.float32] | None:
+        if state["kept"] is None:
+            return None
+        bounds = block_bounds(state["parts"])
+        mine = np.repeat(np.arange(len(bounds) - 1) % ranks == rank, np.diff(bounds))
+        whole = np.zeros(length, np.float32)
+        whole[mine] = np.asarray(state["kept"])
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = None if self._kept is None else self.transport.kernels.to_host(self._kept)
+        return {"next": self._next, "parts": self._parts, "kept": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.take_parts(state["parts"])
+        self._next, self._last = state["next"] % self._turns, None
+        if state["kept"] is not None:
+            self.transport.kernels.copy_from_host(self._keep(), np.asarray(state["kept"]))
