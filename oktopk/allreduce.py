@@ -202,7 +202,7 @@ class GradientAllreduce(Resumable):
                     raise ValueError("a displacement is not for deferred steps")
                 made = make(sizes, element_type, *more)
             self._vectors.keep_no_copies()
-        self._parts = list(sizes)
+        self._parts = self._placement.parts(sizes)
         return made
 
     def _check_sizes(self, sizes: Sequence[int], element_type: str) -> None:

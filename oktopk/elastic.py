@@ -287,18 +287,19 @@ def _redistributed(
     if layout is None or shard is not None:
         for saved in inherited:
             holder = _holder(saved_hosts, saved, length)
-            held = [_whole_residual(read, holder, saved_hosts, length)]
-            if saved_hosts is None:
-                held += _kept_beside(read, saved, saved_ranks, held[0])
-            for vector in held:
-                if vector is not None:
-                    total = vector if total is None else total + vector
+            residual = _whole_residual(read, holder, saved_hosts, length, saved_ranks)
+            if residual is not None:
+                total = residual if total is None else total + residual
         if layout is not None and shard is not None and total is not None:
             total = _as_read(layout.extract(total, shard), total)
-    if total is None and own["residual"] is not None:  # all ranks have one, or none has
-        size = len(own["residual"]) if length == 0 else length
+    like = own["residual"]
+    if total is None and like is None and saved_hosts is not None:  # of a rank without a shard
+        other = read(_holder(saved_hosts, 0, length)[0])
+        like = other.get("reducer", other)["residual"]
+    if total is None and like is not None:  # all ranks with a shard have one, or none has
+        size = len(like) if length == 0 else length
         size = size if layout is None else layout.shard_length(shard)
-        total = _as_read(np.zeros(size, np.float32), own["residual"])
+        total = _as_read(np.zeros(size, np.float32), like)
     # As after a change of k: thresholds and boundaries of the old ranks are not reused.
     changed = {"residual": total, "last_k": None, "rank": rank, "ranks": ranks, "hosts": new_hosts}
     # no rank need have read the states of all: they are compared when they are loaded
@@ -364,30 +365,31 @@ def _holder(hosts: Sequence[int] | None, number: int, length: int) -> list[int]:
 
 
 def _whole_residual(
-    read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
+    read: Callable[[int], dict[str, Any]],
+    holder: list[int],
+    hosts: Sequence[int] | None,
+    length: int,
+    ranks: int,
 ) -> Any:
-    """The residual that some saved ranks hold together, float32[n] or None."""
+    """The residual that some saved ranks hold together, with what methods keep beside it, float32[n] or None."""
     whole = kind = None
     for shard, saved in enumerate(holder):
         state = read(saved)
-        part = state.get("reducer", state)["residual"]
+        own = state.get("reducer", state)
+        part, among = own["residual"], list(range(ranks))  # those that reduce the same part
+        if hosts is not None:
+            layout = Layout(tuple(hosts), length)
+            among = [rank for rank in among if layout.shard_of(rank) == shard]
+        if part is not None:
+            for name, held in own.get("methods", {}).items():
+                kept = METHODS[name].unsent(held, among.index(saved), len(among), len(part))
+                part = part if kept is None else part + _as_read(kept, part)
         if hosts is None:
             return part
         if part is not None:
             whole, kind = np.zeros(length, np.float32) if whole is None else whole, part
-            Layout(tuple(hosts), length).insert(part, shard, whole)
+            layout.insert(part, shard, whole)
     return _as_read(whole, kind)
-
-
-def _kept_beside(read: Callable[[int], dict[str, Any]], rank: int, ranks: int, residual: Any) -> list[Any]:
-    """What the methods of a saved rank keep beside its residual, each float32[n]."""
-    state = read(rank)
-    own = state.get("reducer", state)
-    kept = (
-        METHODS[name].unsent(held, rank, ranks, own["length"])
-        for name, held in own.get("methods", {}).items()
-    )
-    return [_as_read(vector, residual) for vector in kept if vector is not None]
 
 
 def _as_read(vector: Any, template: Any) -> Any:

@@ -165,6 +165,9 @@ class ErrorFeedback:
             return
         assert self.residual is not None
         self.pending = True
+        if result.settle is not None:
+            result.settle()
+            return
         self._clear_applied(self.residual, result)
         self._added = self._added or bool(result.returned)
         for pruned in result.returned:

@@ -72,6 +72,10 @@ class Placement:
         """Keep the residual out of the next step where this rank has no gradient; in two levels the executor does."""
         vectors.withhold(absent)
 
+    def parts(self, sizes: Sequence[int]) -> list[int]:
+        """What this rank holds of parameters of these sizes, in elements."""
+        return list(sizes)
+
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
@@ -186,6 +190,14 @@ class TwoLevels(Placement):
 
     def withhold(self, vectors: ErrorFeedback, absent: Spans) -> None:
         pass
+
+    def parts(self, sizes: Sequence[int]) -> list[int]:
+        group = self.group
+        if group.shard is None:
+            return [0]
+        ends = np.cumsum(sizes).tolist()
+        spans = tuple(zip([0, *ends], ends, strict=False))
+        return [end - begin for begin, end in group.layout.spans_of_shard(spans, group.shard)]
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float

@@ -265,6 +265,7 @@ class Steps:
             problem=problem,
             absent=absent,
             token=token,
+            share=k / self.length,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds

@@ -34,6 +34,8 @@ def block_bounds(parts: Iterable[int]) -> NDArray[np.int64]:
     """
     parts = np.array([part for part in parts if part], np.int64)
     ends = np.cumsum(parts)
+    if not len(parts):
+        return np.zeros(1, np.int64)
     blocks = -(-parts // BLOCK)
     within = np.arange(blocks.sum()) - np.repeat(np.cumsum(blocks) - blocks, blocks)
     return np.append(np.repeat(ends - parts, blocks) + within * BLOCK, ends[-1])

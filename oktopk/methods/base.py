@@ -35,6 +35,8 @@ class Method(ABC):
     writes_out: ClassVar[bool] = True
     """Whether `reduce` may write to `out`. One that does not gets none, as the last update may still lie there. A method that is
     derived from such a one, and writes to `out`, sets it to True again."""
+    dense_update: ClassVar[bool] = False
+    """Whether each step writes its result to `out`, and returns no entries."""
     density: ClassVar[float] = Settings.density
     """Where the settings have none."""
     dense_above: ClassVar[float] = DENSE_ABOVE

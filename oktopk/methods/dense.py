@@ -22,6 +22,7 @@ class Dense(Method):
 
     name = "dense"
     sparse = False
+    dense_update = True
     _allreduce: Any = None
 
     @classmethod

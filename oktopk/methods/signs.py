@@ -45,6 +45,7 @@ class Signs(Method):
     """
 
     name = "signs"
+    dense_update = True
     density = 0.5
     dense_above = 1.0
     local_share = 1.0
@@ -61,12 +62,18 @@ class Signs(Method):
         transport = self.transport
         self._parts = list(sizes)
         bounds = block_bounds(sizes)
-        self._turns = -(-(len(bounds) - 1) // transport.size)  # in each of which each rank has a block
+        self._turns = max(
+            1, -(-(len(bounds) - 1) // transport.size)
+        )  # in each of which each rank has a block
         own = np.diff(bounds)[transport.rank :: transport.size]
         self._own = np.append(0, np.cumsum(own))  # where the blocks that this rank has begin in `_kept`
         self._bounds, self._own_bounds = map(transport.kernels.place_bounds, (bounds, self._own))
         self._kept: Any = None
         self._slices = bounds  # on the host
+
+    @classmethod
+    def flat_reason(cls) -> str:
+        return ""
 
     @property
     def reads_displacements(self) -> bool:
@@ -90,7 +97,7 @@ class Signs(Method):
             if flags.any():
                 raise FlaggedRanksError(np.flatnonzero(flags).tolist())
             turn, first = self._next, self._next * transport.size
-            turns = min(max(1, round(plan.k / self.length * self._turns)), self._turns - turn)
+            turns = min(max(1, round(plan.share * self._turns)), self._turns - turn)
             with plan.timer.stage("select"):
                 sent = self._words("sent", turns, transport.size)
                 kernels.encode_signs(residual, self._bounds, first, transport.size, sent)
@@ -119,6 +126,9 @@ class Signs(Method):
             self._exchange(coded, applied)
         with plan.timer.stage("apply"):
             kernels.subtract_signs(sums, self._own_bounds, turn, 1, coded)
+            kernels.write_signs(out, self._bounds, first, transport.size, applied, plan.scale)
+
+        def settle() -> None:
             begin, end = self._own[[turn, min(turn + turns, len(self._own) - 1)]].tolist()
             before = self._scratch("before", end - begin)
             before[:] = kept[begin:end]
@@ -127,12 +137,12 @@ class Signs(Method):
                 kept[span] += copy
             self._last = kept[begin:end], before
             kernels.subtract_signs(residual, self._bounds, first, transport.size, sent)
-            kernels.write_signs(out, self._bounds, first, transport.size, applied, plan.scale)
-        self._next = (turn + turns) % self._turns
+            self._next = (turn + turns) % self._turns
+
         ends = self._slices[[first, min(first + turns * transport.size, len(self._slices) - 1)]]
         size = int(ends[1] - ends[0])
-        # the residual is what it is to be already
-        return StepResult(None, SparseVector(nothing[:0], self.length), local_nnz=size, global_nnz=size)
+        none = SparseVector(nothing[:0], self.length)
+        return StepResult(None, none, local_nnz=size, global_nnz=size, settle=settle)
 
     def _withheld(self, absent: Spans, turn: int, turns: int) -> Iterator[slice]:
         """Where in these turns this rank keeps what is of parameters that it has no gradient of: it stays as it is."""

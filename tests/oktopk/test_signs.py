@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu import signs as codes
 from collectives.cpu.signs import BLOCK, CODE_WORDS
-from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
+from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.methods.signs import Signs, sign_words
 from tests.devices import DEVICES, get, put, use
@@ -43,10 +43,28 @@ class Slices:
 
 
 def kept_by(reducer: GradientAllreduce, comm: MPI.Intracomm) -> NDArray[np.float64]:
-    """What the ranks have kept beside their residuals."""
+    """What the ranks have kept beside their residuals, whatever they hold of the vector."""
     state = reducer.state_dict()["methods"]["signs"]
-    mine = Signs.unsent(state, comm.rank, comm.size, reducer.length)
-    return comm.allreduce(np.zeros(reducer.length) if mine is None else mine.astype(np.float64))
+    whole, shard = np.zeros(reducer.length), None
+    among: Any = reducer.transport
+    if reducer.group is not None:
+        among, shard = reducer.group.between, reducer.group.shard
+        if shard is None:
+            return comm.allreduce(whole)
+    mine = Signs.unsent(state, among.rank, among.size, sum(state["parts"]))
+    if mine is not None and shard is None:
+        whole[:] = mine
+    elif mine is not None:
+        reducer.group.layout.insert(mine, shard, whole)
+    return comm.allreduce(whole)
+
+
+def due_to(reducer: GradientAllreduce, comm: MPI.Intracomm) -> NDArray[np.float64]:
+    """What is still to be applied: residuals, of each host once, and what is kept."""
+    residual = reducer.gathered_residual()
+    first = reducer.hosts is None or reducer.group.host.rank == 0
+    mine = np.zeros(reducer.length) if residual is None or not first else residual.astype(np.float64)
+    return comm.allreduce(mine) + kept_by(reducer, comm)
 
 
 def signs_on(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
@@ -279,6 +297,88 @@ def test_on_another_number_of_ranks_what_was_kept_is_in_the_residuals(comm: MPI.
     alone.load_state_dict(redistribute(states.__getitem__, comm.size, 0, 1))
     assert np.allclose(alone.residual, due, atol=1e-5)
     alone.close()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_between_hosts_nothing_is_lost(
+    comm: MPI.Intracomm, device: str, nonfinite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts of two ranks, the last perhaps of one: also where one shard's sum overflows, and the others' does not."""
+    monkeypatch.setattr(levels, "BLOCK", 600)
+    length, far = 5000, slice(1800, None)  # from huge values, with which these share no magnitude
+    settings: dict[str, Any] = {
+        "levels": "hosts",
+        "ranks_per_host": 2,
+        "peer_memory": device == "cuda" or None,
+    }
+    settings |= {"nonfinite": nonfinite, "density": 1.0}  # so that each step sends the huge values
+    reducer = signs_on(device, comm, length, **settings)
+    assert reducer.levels == "hosts"
+    rng, put_in, came_out = np.random.default_rng(comm.rank), np.zeros(length), np.zeros(length)
+    for step in range(8):
+        gradient = rng.standard_normal(length).astype(np.float32)
+        if step in (3, 4):
+            gradient[:64] = 3e38 if step == 3 and comm.rank in (0, comm.size - 1) else 1e6
+            before = due_to(reducer, comm)
+        if step != 3:
+            report = reducer.step(put(device, gradient))
+            put_in += gradient
+        elif nonfinite == "skip":
+            assert reducer.step(put(device, gradient)).skipped
+        else:
+            with pytest.raises(NonFiniteGradientError):
+                reducer.step(put(device, gradient))
+        update = get(reducer.update)
+        assert len(set(comm.allgather(update.tobytes()))) == 1
+        came_out += update
+        if step == 3:
+            assert not update.any()
+            near = 0.0 if nonfinite == "skip" else 1e-6 * 3e38
+            assert np.allclose(due_to(reducer, comm)[:64], before[:64], rtol=0, atol=near)
+            continue
+        assert report.global_nnz == report.local_nnz == length
+        left = due_to(reducer, comm)
+        assert np.allclose(comm.allreduce(put_in)[far], (came_out + left)[far], rtol=0, atol=1e-3)
+    states = comm.allgather(reducer.state_dict())
+    again = signs_on(device, comm, length, **settings)
+    again.load_state_dict(states[comm.rank])
+    flat_state = redistribute(states.__getitem__, comm.size, comm.rank, comm.size)
+    total = comm.allreduce(flat_state["residual"].astype(np.float64))
+    assert np.allclose(total[far], due_to(reducer, comm)[far], rtol=0, atol=1e-3)
+    gradient = rng.standard_normal(length).astype(np.float32)
+    for each in (reducer, again):
+        each.step(put(device, gradient))
+    assert get(again.update).tobytes() == get(reducer.update).tobytes()
+    for each in (reducer, again):
+        each.close()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_hosts_are_replicas_that_exchange_signs(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a host hold the same parameters, the reference less what their host has not sent."""
+    monkeypatch.setattr(levels, "BLOCK", 600)
+    model = network()
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        comm=comm,
+        method="signs",
+        replica="host",
+        ranks_per_host=2,
+    )
+    host, losses = comm.rank // 2, []
+    for step in range(40):
+        optimizer.zero_grad()
+        error = loss(model, comm.rank, step)
+        error.backward()
+        optimizer.step()
+        losses.append(comm.allreduce(float(error)) / comm.size)
+        own = [vector for number, vector in comm.allgather((host, flat(model).tobytes())) if number == host]
+        assert len(set(own)) == 1
+        with optimizer.agreed():
+            assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    optimizer.close()
 
 
 @pytest.mark.mpi
