@@ -115,10 +115,12 @@ class Placement:
         """What this rank selected in the last step, in the whole vector, and its regions, or None. Call it once a step."""
         return vectors.selected, method.boundaries
 
-    def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
-        """As `GradientAllreduce.whole_residual`."""
+    def whole_residual(
+        self, vectors: ErrorFeedback, kept: Sequence[NDArray[np.float32]] = ()
+    ) -> NDArray[np.float32] | None:
+        """As `GradientAllreduce.whole_residual`. kept: to be added to what this rank holds, on the host."""
         held: NDArray[np.float32] | None = vectors.state_dict()["residual"]
-        return held
+        return held if held is None else sum(kept, start=held)
 
     def own_part(self, whole: Any) -> Any:
         """The part that this rank holds of float32[n], on host or device; a copy where it is not all."""
@@ -231,12 +233,17 @@ class TwoLevels(Placement):
         selected: SparseVector | None = vectors.selected
         return None if selected is None else self.group.in_whole_indices(selected), None
 
-    def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
+    def whole_residual(
+        self, vectors: ErrorFeedback, kept: Sequence[NDArray[np.float32]] = ()
+    ) -> NDArray[np.float32] | None:
         vectors.put_back()
         if vectors.residual is None:
             return None
-        whole = self._backend.zeros(self._length)
-        self.group.share_values(vectors.residual, whole)
+        whole, held = self._backend.zeros(self._length), vectors.residual
+        if kept:
+            held = self.group.new_shard()
+            self._backend.copy_from_host(held, sum(kept, start=self._backend.to_host(vectors.residual)))
+        self.group.share_values(held, whole)
         return self._backend.to_host(whole)
 
     def own_part(self, whole: Any) -> Any:

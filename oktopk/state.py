@@ -116,11 +116,17 @@ class Resumable(Steps):
     def whole_residual(self) -> NDArray[np.float32] | None:
         """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
 
-        Every rank must call. Traffic: none; in two levels an allgatherv inside the host.
+        What a method keeps beside the residual is added to it. Every rank must call. Traffic: none; in two levels an allgatherv
+        inside the host.
         """
         with self.backend.stream_scope():
             self._complete()
-            return self._placement.whole_residual(self._vectors)
+            place = self._placement
+            kept = (
+                method.unsent(method.state_dict(), place.among.rank, place.among.size, place.carried)
+                for method in self._methods.values()
+            )
+            return place.whole_residual(self._vectors, [each for each in kept if each is not None])
 
     def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
         """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
