@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -308,7 +309,10 @@ def _redistributed(
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
     elif "methods" in own:  # what a method has kept is in the residuals now
-        changed["methods"] = {name: held for name, held in own["methods"].items() if not METHODS[name].keeps}
+        with _damage_named(rank % saved_ranks):
+            changed["methods"] = {
+                name: held for name, held in own["methods"].items() if not METHODS[name].keeps
+            }
     if "reducer" not in template:
         return {**template, **changed}
     if updates := template.get("updates"):
@@ -364,6 +368,17 @@ def _holder(hosts: Sequence[int] | None, number: int, length: int) -> list[int]:
     return [rank for rank, its in enumerate(hosts) if its == host and layout.shard_of(rank) is not None]
 
 
+@contextmanager
+def _damage_named(rank: int) -> Iterator[None]:
+    """Within, what is not as in the state of a method is told as damage of a saved rank's state."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _BadStateError(
+            f"the state of saved rank {rank} is damaged: {type(error).__name__} {error}"
+        ) from error
+
+
 def _whole_residual(
     read: Callable[[int], dict[str, Any]],
     holder: list[int],
@@ -381,9 +396,10 @@ def _whole_residual(
             layout = Layout(tuple(hosts), length)
             among = [rank for rank in among if layout.shard_of(rank) == shard]
         if part is not None:
-            for name, held in own.get("methods", {}).items():
-                kept = METHODS[name].unsent(held, among.index(saved), len(among), len(part))
-                part = part if kept is None else part + _as_read(kept, part)
+            with _damage_named(saved):
+                for name, held in own.get("methods", {}).items():
+                    kept = METHODS[name].unsent(held, among.index(saved), len(among), len(part))
+                    part = part if kept is None else part + _as_read(kept, part)
         if hosts is None:
             return part
         if part is not None:
