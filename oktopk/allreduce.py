@@ -202,8 +202,18 @@ class GradientAllreduce(Resumable):
                     raise ValueError("a displacement is not for deferred steps")
                 made = make(sizes, element_type, *more)
             self._vectors.keep_no_copies()
-        self._parts = self._placement.parts(sizes)
+        self.take_parts(sizes)
         return made
+
+    def take_parts(self, sizes: Sequence[int]) -> None:
+        """Say what the vector is made of, before its first step. Every rank must call. No traffic.
+
+        Methods whose code is of several elements keep those of one parameter apart from those of others.
+
+        Args:
+            sizes: elements of the parameters, in the order of the vector; equal on all ranks.
+        """
+        self._parts = self._placement.parts(sizes)
 
     def _check_sizes(self, sizes: Sequence[int], element_type: str) -> None:
         """Raise ValueError where there is no gradient of such parts."""

@@ -167,6 +167,7 @@ class ErrorFeedback:
         self.pending = True
         if result.settle is not None:
             result.settle()
+            self._added = True
             return
         self._clear_applied(self.residual, result)
         self._added = self._added or bool(result.returned)

@@ -41,14 +41,15 @@ class Resumable(Steps):
     def gathered_residual(self) -> NDArray[np.float32]:
         """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
 
-        In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
+        In flat steps this rank's residual and what its method keeps beside it. In two levels that of the whole host on its first
+        rank, and zero on the others.
         A step that `begin` has started is ended first, and may raise as `complete`.
         """
         if self.awaited:
             self.complete()
         self.meet("gathered_residual")
         with self.backend.stream_scope():
-            gathered = self._placement.whole_residual(self._vectors)
+            gathered = self._placement.whole_residual(self._vectors, self._kept())
         if gathered is None or not self._placement.first:
             return np.zeros(self.length, np.float32)
         return gathered
@@ -121,12 +122,16 @@ class Resumable(Steps):
         """
         with self.backend.stream_scope():
             self._complete()
-            place = self._placement
-            kept = (
-                method.unsent(method.state_dict(), place.among.rank, place.among.size, place.carried)
-                for method in self._methods.values()
-            )
-            return place.whole_residual(self._vectors, [each for each in kept if each is not None])
+            return self._placement.whole_residual(self._vectors, self._kept())
+
+    def _kept(self) -> list[NDArray[np.float32]]:
+        """What methods keep beside the residual, float32[carried] each, on the host."""
+        place = self._placement
+        kept = (
+            method.unsent(method.state_dict(), place.among.rank, place.among.size, place.carried)
+            for method in self._methods.values()
+        )
+        return [each for each in kept if each is not None]
 
     def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
         """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
@@ -254,8 +259,9 @@ def _problems(state: Any, loader: Resumable) -> Iterator[str]:
             yield "residual of the state is not finite"
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         yield f"the state is of unknown methods: {', '.join(unknown)}"
+    among = loader._placement.among
     for name, held in state["methods"].items():
-        yield METHODS[name].state_problem(held, loader.carried)
+        yield METHODS[name].state_problem(held, loader.carried, among.rank, among.size)
 
 
 def _levels(hosts: list[int] | None) -> str:

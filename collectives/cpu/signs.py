@@ -21,6 +21,7 @@ BLOCK = 512
 CODE_WORDS = 1 + BLOCK // 32
 """Words of a block's code."""
 
+MOST = np.finfo(np.float32).max
 _LANES = 32  # partial sums of a block, which are added pair by pair: so a warp adds them
 _CODES = types.uint32[:, :, ::1]
 _BOUNDS = types.int64[::1]
@@ -60,7 +61,7 @@ def encode_signs(
         bounds: of its blocks, as `place_bounds` gives them.
         first: number of the first block to code.
         owners: that blocks are dealt to.
-        words: float32[owners * rows * CODE_WORDS], filled. A magnitude is Inf where a block's sum overflows.
+        words: float32[owners * rows * CODE_WORDS], filled; all magnitudes are finite.
     """
     _encode(values, bounds, first, _codes(words, owners))
 
@@ -83,11 +84,12 @@ def _encode(values, bounds, first, codes):  # type: ignore[no-untyped-def]
                 continue
             begin, stop = bounds[block], bounds[block + 1]
             sums[:] = 0
+            weight = np.float32(1) / np.float32(stop - begin)  # so that no sum of finite values overflows
             for at in range(begin, stop, _LANES):
                 word = np.uint32(0)
                 width = min(_LANES, stop - at)
                 for lane in range(width):
-                    sums[lane] += abs(values[at + lane])
+                    sums[lane] += abs(values[at + lane]) * weight
                 for lane in range(width):
                     word |= (bits[at + lane] >> np.uint32(31)) << np.uint32(lane)
                 code[1 + (at - begin) // _LANES] = word
@@ -96,7 +98,7 @@ def _encode(values, bounds, first, codes):  # type: ignore[no-untyped-def]
                 for lane in range(half):
                     sums[lane] += sums[lane + half]
                 half //= 2
-            sums[0] /= np.float32(stop - begin)
+            sums[0] = min(sums[0], MOST)  # but for a rounded weight
             code[0] = sums.view(np.uint32)[0]
 
 

@@ -35,10 +35,7 @@ NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
 DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
-SIGN_BLOCK, SIGN_WORDS = (
-    512,
-    17,
-)  # elements that share a magnitude, and words of their code; as in collectives/cpu/signs.py
+SIGN_BLOCK, SIGN_WORDS = 512, 17  # BLOCK and CODE_WORDS of collectives/cpu/signs.py
 HOT_ROWS = 8  # equal rows that a warp adds up one by one; of more it loads many at a time
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
 MOST_DENSE_RANKS = 8  # of a dense allreduce over symmetric memory

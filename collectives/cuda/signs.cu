@@ -3,7 +3,7 @@
 // Shapes   values[bounds[count]]; words[owners · rows · SIGN_WORDS]; bounds[count + 1]; report in host memory. p: structs of layouts.py.
 // Units    bounds, first: of elements and of blocks. n: lanes of encode_signs, a warp a code; else SIGN_BLOCK a code.
 // Launch   grid-stride, blocks of whole warps.
-// Overflow a magnitude becomes Inf where a block's sum overflows; report[0] becomes 1 where a sum over ranks does.
+// Overflow magnitudes are finite; report[0] becomes 1 where a sum over ranks is not.
 // NaN, Inf values are finite.
 // Traffic  encode_signs: 4 bytes an element; decode_signs 4, or 8 where it adds; sum_signs 8 and a bit for each rank.
 
@@ -29,17 +29,19 @@ extern "C" __global__ void encode_signs(const __grid_constant__ EncodeSigns p) {
     const long long code = i >> 5;
     const int lane = static_cast<int>(i & 31);
     const Span span = span_of(p.place, code);
+    // so that no sum of finite values overflows
+    const float weight = span.count ? divide(1.0f, static_cast<float>(span.count)) : 0.0f;
     unsigned word = 0;
     float sum = 0.0f;
     for (int line = 0; line < SIGN_LINES; line++) {
       const int at = line * 32 + lane;
       const float value = at < span.count ? p.values[span.begin + at] : 0.0f;
-      sum = add(sum, __uint_as_float(magnitude(value)));
+      sum = add(sum, multiply(__uint_as_float(magnitude(value)), weight));
       const unsigned votes = __ballot_sync(FULL_WARP, __float_as_uint(value) >> 31);
       if (lane == line + 1) word = votes;
     }
     for (int half = 16; half; half /= 2) sum = add(sum, __shfl_down_sync(FULL_WARP, sum, half));
-    if (lane == 0 && span.count) word = __float_as_uint(divide(sum, static_cast<float>(span.count)));
+    if (lane == 0) word = __float_as_uint(sum) - (__float_as_uint(sum) == INFINITY_BITS);  // by a rounded weight
     if (lane < SIGN_WORDS) p.words[code * SIGN_WORDS + lane] = word;
   }
 }

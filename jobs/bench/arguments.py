@@ -77,8 +77,13 @@ def _checked_bench(options: Options) -> Options:
     methods = _checked_methods(options.methods, device)
     if options.ablate and methods != ("oktopk",):
         raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
-    if not 0 < density <= DENSE_ABOVE:
-        raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
+    sparse = [METHODS[name] for name in methods if name in METHODS and METHODS[name].sparse] or [
+        METHODS["oktopk"]
+    ]
+    first = min(sparse, key=lambda method: method.dense_above)
+    if not 0 < density <= first.dense_above:
+        bound = f"(0, {first.dense_above}]"
+        raise BenchError(f"density {density} is not in {bound}: above, {first.name} runs densely")
     if len(options.lengths) > 1 and (options.sweep_ranks or options.ablate or options.table):
         raise BenchError("--length takes one length with --ablate, --sweep-ranks and --table")
     try:

@@ -120,8 +120,8 @@ class Method(ABC):
         return None
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
-        """Why a `state_dict` cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
+    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
+        """Why a `state_dict` of this rank cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
         return ""
 
     @staticmethod
@@ -229,7 +229,7 @@ class SparseMethod(Method):
         """
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
         return LocalSelection.state_problem(state["selection"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError, Round, Transport
 from oktopk.methods.base import Method
 from oktopk.settings import Settings
-from oktopk.step import Plan, Spans, StepResult
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import NOTHING
 
 
@@ -23,22 +23,42 @@ def sign_words(elements: int, ranks: int) -> float:
     return 2 * elements * CODE_WORDS / BLOCK * (ranks - 1) / ranks
 
 
+def slice_end(turn: int, turns: int, share: float) -> int:
+    """Where the slice ends that begins with this turn, of round(1 / share) slices, as equal as they can be."""
+    slices = min(turns, max(1, round(1 / share)))
+    return next(end for number in range(slices) if (end := turns * (number + 1) // slices) > turn)
+
+
+def own_blocks(bounds: NDArray[np.int64], rank: int, ranks: int) -> NDArray[np.int64]:
+    """int64[blocks of this rank], their elements."""
+    return np.diff(bounds)[rank::ranks]
+
+
+def words_of_step(length: int, k: int, ranks: int) -> tuple[float, float]:
+    """Least and most words per rank of a step, for a vector of one part and a density of k / length."""
+    turns = max(1, -(-length // (BLOCK * ranks)))
+    slices = min(turns, max(1, round(length / k)))
+    least, most = turns // slices, -(-turns // slices)
+    return sign_words(least * ranks * BLOCK, ranks), sign_words(most * ranks * BLOCK, ranks)
+
+
 class Signs(Method):
     """Every element of a slice of the vector, as its sign and the mean magnitude of its block of at most 512 elements.
 
-    No block has elements of two parameters, where these are known. Blocks are dealt to the ranks in turn. A rank sends the code
-    of each block to its owner, and its residual loses what the code decodes to. The owner adds what it has kept of the block,
-    codes the sum in the same way, keeps what that loses, and sends the code to all. The next step goes on behind this slice,
-    and at the end of the vector from its beginning.
+    No block has elements of two parameters, where these are known: under updates, and where `DistributedOptimizer` sums gradients
+    as one vector. Blocks are dealt to the ranks in turn. A rank sends the code of each block to its owner, and its residual loses
+    what the code decodes to. The owner adds what it has kept of the block, codes the sum in the same way, keeps what that loses,
+    and sends the code to all. Of a block that no rank has sent anything of, it keeps what it has. The next step goes on behind
+    this slice, and at the end of the vector from its beginning.
 
-    `density` is the share of the blocks that a slice has, by default 1/2: a step then sends a 60th of the words of a dense one of
-    float32. No thresholds, no indices. A rank's own parameters hold its whole residual, as a default, under updates.
+    There are round(1 / `density`) slices, by default 2: a step then sends a 60th of the words of a dense one of float32. No
+    thresholds, no indices. Under updates the default of `local_share` is 1.
 
-    An element of zero in a block that is not zero counts as positive: it is sent as the mean, and this is made up for later.
+    An element of zero in a block that is not zero counts as positive: it is sent as the mean, and later steps take that back.
 
     Traffic: `sign_words`, and up to a block for each rank; 2(P-1) messages. Control: an allgather of a flag and an allreduce.
-    Memory: beside the residual 8n/P bytes, half of it for what the codes of the rank's own blocks have lost; 16n/512 for where
-        blocks begin; of the slice 3.2 bits an element, and 4/P bytes.
+    Memory: beside the residual 8n/P bytes, half of it for what the codes of the rank's own blocks have lost; 8n/512 for where
+        blocks begin, on a GPU twice; of the slice 2.1 + 1.1/P bits an element, and 4/P bytes.
     Source: own; Seide et al., 1-bit SGD, Interspeech 2014, has the code and the residual; Tang et al., DoubleSqueeze, ICML
         2019, the second residual, of the owner; Beton et al., Sparse Parameter Averaging, 2025, average a part of the
         parameters in each step.
@@ -53,7 +73,7 @@ class Signs(Method):
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
-        self._next = 0  # the turn that the next slice begins with
+        self._next_turn = 0  # that the next slice begins with
         self._last: Any = None  # what was kept of the last slice before it, and where
         self._memory: dict[str, Any] = {}
         self.take_parts([length])
@@ -62,11 +82,10 @@ class Signs(Method):
         transport = self.transport
         self._parts = list(sizes)
         bounds = block_bounds(sizes)
-        self._turns = max(
-            1, -(-(len(bounds) - 1) // transport.size)
-        )  # in each of which each rank has a block
-        own = np.diff(bounds)[transport.rank :: transport.size]
-        self._own = np.append(0, np.cumsum(own))  # where the blocks that this rank has begin in `_kept`
+        # in each of which each rank has a block
+        self._turns = max(1, -(-(len(bounds) - 1) // transport.size))
+        # where the blocks that this rank has begin in `_kept`
+        self._own = np.append(0, np.cumsum(own_blocks(bounds, transport.rank, transport.size)))
         self._bounds, self._own_bounds = map(transport.kernels.place_bounds, (bounds, self._own))
         self._kept: Any = None
         self._slices = bounds  # on the host
@@ -89,6 +108,7 @@ class Signs(Method):
     ) -> StepResult:
         assert residual is not None and out is not None, "it needs a residual, and writes out"
         transport, kernels = self.transport, self.transport.kernels
+        self._last = None
         with plan.timer.stage("select"):
             nothing = transport.workspace.entries("nothing", 1 + self.kernels.BLOCK)
             nonfinite = self.kernels.accumulate_select(gradient, residual, NOTHING, nothing).nonfinite
@@ -96,8 +116,8 @@ class Signs(Method):
             flags = transport.allgather_control(np.array([nonfinite > 0 or overflowed], np.int64))
             if flags.any():
                 raise FlaggedRanksError(np.flatnonzero(flags).tolist())
-            turn, first = self._next, self._next * transport.size
-            turns = min(max(1, round(plan.share * self._turns)), self._turns - turn)
+            turn, first = self._next_turn, self._next_turn * transport.size
+            turns = slice_end(turn, self._turns, plan.share) - turn
             with plan.timer.stage("select"):
                 sent = self._words("sent", turns, transport.size)
                 kernels.encode_signs(residual, self._bounds, first, transport.size, sent)
@@ -106,13 +126,7 @@ class Signs(Method):
                 self._exchange(sent, received)
             with plan.timer.stage("reduce"):
                 kept, sums = self._keep(), self._scratch("sums", int(self._own[-1]))
-                spans = list(self._withheld(plan.absent, turn, turns))
-                aside = [kept[span].copy() for span in spans]
-                for span in spans:
-                    kept[span] = 0
                 finite = kernels.sum_signs(received, transport.size, self._own_bounds, turn, kept, sums)
-                for span, copy in zip(spans, aside, strict=True):
-                    kept[span] = copy
                 if transport.allreduce_control(np.array([not finite], np.int64))[0]:
                     raise FlaggedRanksError([])
         except FlaggedRanksError:
@@ -121,6 +135,9 @@ class Signs(Method):
         with plan.timer.stage("reduce"):
             coded = self._words("coded", turns, 1)
             kernels.encode_signs(sums, self._own_bounds, turn, 1, coded)
+            # a magnitude of zero from all: no rank has a gradient there, and all that is left of it waits until one has
+            heard = received.reshape(transport.size, turns, CODE_WORDS)[:, :, 0].any(axis=0)
+            coded.reshape(turns, CODE_WORDS)[~heard] = 0
         with plan.timer.stage("allgather"):
             applied = received  # as many words, and free now
             self._exchange(coded, applied)
@@ -133,27 +150,14 @@ class Signs(Method):
             before = self._scratch("before", end - begin)
             before[:] = kept[begin:end]
             kept[begin:end] = sums[begin:end]
-            for span, copy in zip(spans, aside, strict=True):
-                kept[span] += copy
             self._last = kept[begin:end], before
             kernels.subtract_signs(residual, self._bounds, first, transport.size, sent)
-            self._next = (turn + turns) % self._turns
+            self._next_turn = (turn + turns) % self._turns
 
         ends = self._slices[[first, min(first + turns * transport.size, len(self._slices) - 1)]]
         size = int(ends[1] - ends[0])
         none = SparseVector(nothing[:0], self.length)
         return StepResult(None, none, local_nnz=size, global_nnz=size, settle=settle)
-
-    def _withheld(self, absent: Spans, turn: int, turns: int) -> Iterator[slice]:
-        """Where in these turns this rank keeps what is of parameters that it has no gradient of: it stays as it is."""
-        rank, size = self.transport.rank, self.transport.size
-        for begin, end in absent:
-            first = int(np.searchsorted(self._slices, begin))
-            last = int(np.searchsorted(self._slices, end, "right")) - 1
-            low, high = (-(-(block - rank) // size) for block in (first, last))
-            low, high = max(low, turn), min(high, turn + turns, len(self._own) - 1)
-            if low < high:
-                yield slice(int(self._own[low]), int(self._own[high]))
 
     def _exchange(self, outgoing: Any, incoming: Any) -> None:
         """Send each rank its part of `outgoing`, or all of it to each; `incoming` gets a part from each, this one's own too."""
@@ -203,32 +207,35 @@ class Signs(Method):
         return state["next"], state["parts"]
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
         parts, kept = state["parts"], state["kept"]
         if any(type(part) is not int or part < 0 for part in parts) or sum(parts) != length:
             return f"signs have parts of {sum(parts)} elements, not {length}"
         if type(state["next"]) is not int or state["next"] < 0:
             return f"signs go on at turn {state['next']!r}"
-        if kept is not None and (str(kept.dtype).removeprefix("torch.") != "float32" or kept.ndim != 1):
-            return f"what signs have kept is {kept.dtype}{list(kept.shape)}, not float32[m]"
-        return ""
+        if kept is None:
+            return ""
+        own = int(own_blocks(block_bounds(parts), rank, ranks).sum())
+        if str(kept.dtype).removeprefix("torch.") != "float32" or tuple(kept.shape) != (own,):
+            return f"what signs have kept is {kept.dtype}{list(kept.shape)}, not float32[{own}]"
+        return "" if np.isfinite(np.asarray(kept)).all() else "what signs have kept is not finite"
 
     @staticmethod
     def unsent(state: dict[str, Any], rank: int, ranks: int, length: int) -> NDArray[np.float32] | None:
         if state["kept"] is None:
             return None
         bounds = block_bounds(state["parts"])
-        mine = np.repeat(np.arange(len(bounds) - 1) % ranks == rank, np.diff(bounds))
+        mine = np.repeat(np.arange(len(bounds) - 1) % ranks == rank, np.diff(bounds))  # as `own_blocks`
         whole = np.zeros(length, np.float32)
         whole[mine] = np.asarray(state["kept"])
         return whole
 
     def state_dict(self) -> dict[str, Any]:
         kept = None if self._kept is None else self.transport.kernels.to_host(self._kept)
-        return {"next": self._next, "parts": self._parts, "kept": kept}
+        return {"next": self._next_turn, "parts": self._parts, "kept": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.take_parts(state["parts"])
-        self._next, self._last = state["next"] % self._turns, None
+        self._next_turn, self._last = state["next"] % self._turns, None
         if state["kept"] is not None:
             self.transport.kernels.copy_from_host(self._keep(), np.asarray(state["kept"]))

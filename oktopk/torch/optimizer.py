@@ -327,6 +327,7 @@ class DistributedOptimizer(WrappedOptimizer):
             bucket_mb: size of a bucket; None for one vector.
         """
         self.reducer = GradientAllreduce(comm, self.length, method, **options)
+        self.reducer.take_parts([parameter.numel() for parameter in self._parameters])
         self._update = memory.tensor(self.reducer.writable_update)
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu import signs as codes
 from collectives.cpu.signs import BLOCK, CODE_WORDS
+from collectives.cuda.layouts import SIGN_BLOCK, SIGN_WORDS
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.methods.signs import Signs, sign_words
@@ -32,14 +33,15 @@ class Slices:
 
     def __init__(self, ranks: int, length: int, density: float) -> None:
         self.width = ranks * BLOCK  # of a turn
-        self.turns = math.ceil(length / self.width)
-        self.most = max(1, round(max(1, math.ceil(density * length)) / length * self.turns))
+        turns = math.ceil(length / self.width)
+        slices = min(turns, round(length / math.ceil(density * length)))
+        self.ends = [turns * number // slices for number in range(slices + 1)]
         self.next = 0
 
     def take(self) -> slice:
-        turns = min(self.most, self.turns - self.next)
-        begin, self.next = self.next, (self.next + turns) % self.turns
-        return slice(begin * self.width, (begin + turns) * self.width)
+        begin, end = self.ends[self.next : self.next + 2]
+        self.next = (self.next + 1) % (len(self.ends) - 1)
+        return slice(begin * self.width, end * self.width)
 
 
 def kept_by(reducer: GradientAllreduce, comm: MPI.Intracomm) -> NDArray[np.float64]:
@@ -60,11 +62,8 @@ def kept_by(reducer: GradientAllreduce, comm: MPI.Intracomm) -> NDArray[np.float
 
 
 def due_to(reducer: GradientAllreduce, comm: MPI.Intracomm) -> NDArray[np.float64]:
-    """What is still to be applied: residuals, of each host once, and what is kept."""
-    residual = reducer.gathered_residual()
-    first = reducer.hosts is None or reducer.group.host.rank == 0
-    mine = np.zeros(reducer.length) if residual is None or not first else residual.astype(np.float64)
-    return comm.allreduce(mine) + kept_by(reducer, comm)
+    """What is still to be applied."""
+    return comm.allreduce(reducer.gathered_residual().astype(np.float64))
 
 
 def signs_on(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
@@ -73,6 +72,7 @@ def signs_on(device: str, comm: MPI.Intracomm, length: int, **settings: Any) -> 
 
 
 def test_no_block_has_elements_of_two_parts() -> None:
+    assert (SIGN_BLOCK, SIGN_WORDS) == (BLOCK, CODE_WORDS)
     assert codes.block_bounds([1]).tolist() == [0, 1]
     assert codes.block_bounds([512]).tolist() == [0, 512]
     assert codes.block_bounds([0, 513, 0, 7, 1024, 0]).tolist() == [0, 512, 513, 520, 1032, 1544]
@@ -139,7 +139,7 @@ def test_a_gpu_codes_and_sums_as_the_host_does(device: str) -> None:
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_each_step_is_an_oracles_and_nothing_is_lost(comm: MPI.Intracomm, device: str, kind: str) -> None:
     """But for rounding; ranks agree bit for bit, and words and messages are those of the formula."""
-    for length, density in ((1, 0.5), (7, 1.0), (1003, 0.25), (5000, 0.5), (20_000, 0.1)):
+    for length, density in ((1, 0.5), (7, 1.0), (1003, 0.25), (5000, 0.5), (20_000, 0.1), (13_000, 0.3)):
         reducer = signs_on(device, comm, length, density=density)
         slices, rng = Slices(comm.size, length, density), np.random.default_rng((comm.rank, length))
         residuals, kept = np.zeros((comm.size, length)), np.zeros(length)
@@ -212,7 +212,8 @@ def test_a_step_that_is_not_finite_changes_nothing(comm: MPI.Intracomm, device: 
     bad = np.zeros(length, np.float32)
     if comm.rank == comm.size - 1:
         bad[5] = np.nan
-    for gradient, ranks in ((bad, [comm.size - 1]), (np.full(length, 3e38, np.float32), [])):
+    overflowing: list[Any] = [(np.full(length, 3e38, np.float32), [])] if comm.size > 1 else []
+    for gradient, ranks in ((bad, [comm.size - 1]), *overflowing):
         given = put(device, gradient)
         if nonfinite == "skip":
             assert reducer.step(given).skipped
@@ -224,6 +225,57 @@ def test_a_step_that_is_not_finite_changes_nothing(comm: MPI.Intracomm, device: 
         near = 0 if nonfinite == "skip" else 1e-6 * float(np.nanmax(gradient))
         assert np.allclose(get(reducer.residual), before, rtol=0, atol=near)
         assert np.array_equal(kept_by(reducer, comm), kept)
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_what_is_finite_is_applied_though_a_blocks_total_is_not(comm: MPI.Intracomm, device: str) -> None:
+    reducer = signs_on(device, comm, 1000, density=1.0)
+    reducer.step(put(device, np.full(1000, 5e36, np.float32)))
+    assert np.allclose(get(reducer.update), comm.size * 5e36, rtol=1e-5)
+    reducer.step(put(device, np.ones(1000, np.float32)))
+    assert np.isfinite(get(reducer.update)).all()
+    reducer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_owner_without_a_gradient_applies_what_it_keeps(comm: MPI.Intracomm) -> None:
+    length, rng = 3000, np.random.default_rng(comm.rank)
+    reducer, sizes = signs_on("cpu", comm, length, density=1.0), []
+    for _ in range(100):
+        missing = comm.rank == 0
+        gradient = np.zeros(length) if missing else rng.standard_normal(length)
+        reducer.step(gradient.astype(np.float32), absent=((0, length),) if missing else ())
+        sizes.append(float(np.abs(kept_by(reducer, comm)).mean()))
+    assert sizes[-1] < 2 * sizes[9]
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_what_no_rank_has_a_gradient_of_gets_none_by_its_neighbours(comm: MPI.Intracomm) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(7, 7))
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, method="signs", sends="gradients"
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model[0](torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    assert not optimizer.reducer.residual[30:].any()
+    assert not optimizer.reducer.update[30:].any()
+    optimizer.close()
+
+
+@pytest.mark.mpi
+def test_nothing_is_taken_back_of_a_step_that_was_skipped(comm: MPI.Intracomm) -> None:
+    reducer, rng = signs_on("cpu", comm, 3000, nonfinite="skip"), np.random.default_rng(comm.rank)
+    for _ in range(3):
+        reducer.step(rng.standard_normal(3000).astype(np.float32))
+    due = due_to(reducer, comm)
+    assert reducer.step(np.full(3000, np.nan, np.float32)).skipped
+    reducer.take_back()
+    assert np.array_equal(due_to(reducer, comm), due)
     reducer.close()
 
 
@@ -266,9 +318,12 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(comm: MPI.Intracomm, device: s
     for name, value, message in (
         ("next", -1, "go on at turn -1"),
         ("kept", np.zeros(3), "not float32"),
+        ("kept", np.zeros(1, np.float32), "not float32"),
+        ("kept", np.full_like(state["methods"]["signs"]["kept"], np.nan), "not finite"),
         ("parts", [length - 1], f"parts of {length - 1} elements"),
     ):
-        damaged = {**state, "methods": {"signs": state["methods"]["signs"] | {name: value}}}
+        changed = {name: value} if comm.rank == comm.size - 1 else {}
+        damaged = {**state, "methods": {"signs": state["methods"]["signs"] | changed}}
         with pytest.raises(ValueError, match=message):
             again.load_state_dict(damaged)
     another = {**state["methods"]["signs"], "next": comm.rank}
@@ -320,7 +375,7 @@ def test_between_hosts_nothing_is_lost(
     for step in range(8):
         gradient = rng.standard_normal(length).astype(np.float32)
         if step in (3, 4):
-            gradient[:64] = 3e38 if step == 3 and comm.rank in (0, comm.size - 1) else 1e6
+            gradient[:600] = 3e38 if step == 3 and comm.rank in (0, comm.size - 1) else 1e6
             before = due_to(reducer, comm)
         if step != 3:
             report = reducer.step(put(device, gradient))
@@ -336,7 +391,7 @@ def test_between_hosts_nothing_is_lost(
         if step == 3:
             assert not update.any()
             near = 0.0 if nonfinite == "skip" else 1e-6 * 3e38
-            assert np.allclose(due_to(reducer, comm)[:64], before[:64], rtol=0, atol=near)
+            assert np.allclose(due_to(reducer, comm)[:600], before[:600], rtol=0, atol=near)
             continue
         assert report.global_nnz == report.local_nnz == length
         left = due_to(reducer, comm)
