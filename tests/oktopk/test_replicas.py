@@ -80,11 +80,11 @@ class Oracle:
         scale = 1.0
         if self.squares[1]:
             scale = 1 / math.sqrt(min(max(self.ratio, 1 / len(self.ranks)), 1))
-        beta = 0.5 ** (1 / self.replicas)
-        self.first = 0.9 * self.first + 0.1 * gradient
-        self.second = beta * self.second + (1 - beta) * gradient**2
-        root = np.sqrt(self.second / (1 - beta**self.steps)) + 20
-        return 0.05 * scale * self.first / (1 - 0.9**self.steps) / root
+        one, other = (0.3, 0.5) if self.replicas == 1 else (0.3**2, 0.998)
+        self.first = one * self.first + (1 - one) * gradient
+        self.second = other * self.second + (1 - other) * gradient**2
+        root = np.sqrt(self.second / (1 - other**self.steps)) + 20
+        return 0.05 * scale * self.first / (1 - one**self.steps) / root
 
     def step(self, batches: list[tuple[Any, Any]], k: int) -> None:
         gradient, order = self.gradients(batches), self.order
@@ -104,16 +104,17 @@ class Oracle:
     [(1, torch.optim.AdamW), (2, torch.optim.AdamW), (2, torch.optim.SGD), (3, torch.optim.AdamW)],
 )
 def test_steps_of_replicas_are_the_oracles(comm: MPI.Intracomm, per_host: int, kind: Any) -> None:
-    """A host counts by its ranks; beta2, the rate and the share are those of so many replicas."""
+    """A host counts by its ranks; betas, the rate and the share are those of so many replicas."""
     rng = np.random.default_rng(5)
     start = rng.standard_normal(500).astype(np.float32)
     model = nn.Linear(500, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(start)[None])
     adam = kind is torch.optim.AdamW
-    # a large eps: else all elements move alike, and the largest are a matter of rounding; a small beta2, so that its root shows
+    # a large eps: else all elements move alike, and the largest are a matter of rounding; small betas, so that what replicas make
+    # of them shows
     inner = kind(
-        model.parameters(), **(ADAMW | {"lr": 0.05, "eps": 20, "betas": (0.9, 0.5)} if adam else SGD)
+        model.parameters(), **(ADAMW | {"lr": 0.05, "eps": 20, "betas": (0.3, 0.5)} if adam else SGD)
     )
     optimizer = DistributedOptimizer(
         inner, comm, sends="updates", replica="host", ranks_per_host=per_host, density=0.1, threshold_interval=1

@@ -17,7 +17,7 @@ from torch import nn
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.reference import Reference
-from oktopk.torch.updates import UpdatesOptimizer
+from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica
 from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, loss, network, train
 
@@ -424,6 +424,13 @@ def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: 
     assert all(group["lr"] is optimizer.param_groups[0]["lr"] for group in optimizer.param_groups)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2e-3)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_betas_are_those_of_a_replicas_own_gradients() -> None:
+    assert betas_of_replica((0.9, 0.95), 1, True) == (0.9, 0.95)
+    assert betas_of_replica([0.9, 0.95], 4, False) == (0.9**2, 0.998)
+    assert betas_of_replica((0.9, 0.999), 4, False) == (0.9**2, 0.999**0.25)
+    assert betas_of_replica((0.9, 0.999), 2.5, True) == (0.9, 0.999**0.4)
 
 
 def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:

@@ -12,12 +12,15 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4,
      linear8, 4, 3, 2 (with stride=1 alone: multiples of the largest of 128 over 127, 7, 3, 1),
      sign (with stride=1 alone: a sign each, a mean size for 512; server=1: owners keep what they round by themselves)
+     three, four (likewise: so many levels)
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange);
      auto: the squared norm of the mean residual over the mean squared norm of the workers', measured every ten steps
+  mult: slices that one exchange sends
   sub: rank of a basis that all workers share, for each matrix but those whose names begin with a word of subout (e+p): in every
      exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected; sr, sw: another rank for
      the first sw of the steps; subwire: how it travels, to the owner + from it; subm=1: its next basis follows the workers' mean
-     momentum, exact and not counted
+     momentum, exact and not counted; subm=K: in every K-th exchange, as it travels, counted; sube: it follows a mean of what was
+     applied, that loses so much an exchange, which all workers know; subk: exchanges with the same basis
      sh: in every sh-th exchange alone
   stop: steps, after which the run ends with its next evaluation
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
@@ -249,6 +252,18 @@ def linear(x, top: int):
     return ((y / unit).round() * unit).view(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
 
+@compiled
+def levels(x, wire: str):
+    """Three or four levels, those that a normal distribution asks for (Max, 1960), by the mean size of 512."""
+    y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
+    z = y / (y.abs().mean(-1, keepdim=True) / 0.798 + 1e-30)
+    if wire == "three":
+        code = torch.where(z.abs() < 0.612, 0.0, 1.224 * z.sign())
+    else:
+        code = torch.where(z.abs() < 0.982, 0.453, 1.510) * z.sign()
+    return (code * (y.abs().mean(-1, keepdim=True) / 0.798)).view(x.shape[0], -1)[:, : x.shape[-1]]
+
+
 def rounded(x, wire, least, d):
     """Values as they arrive: bfloat16, or a code in [0, Q] linear in the bits between a block's least and largest magnitude."""
     if wire in ("float32", "plain"):
@@ -257,6 +272,8 @@ def rounded(x, wire, least, d):
         return x.bfloat16().float()
     if wire in LINEAR:
         return linear(x, LINEAR[wire])
+    if wire in ("three", "four"):
+        return levels(x, wire)
     if wire == "sign":
         y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
         return (y.sign() * y.abs().mean(-1, keepdim=True)).view(x.shape[0], -1)[:, : x.shape[-1]]
@@ -499,14 +516,30 @@ def orthonormal(x):
     return x.float()
 
 
-def subspace(unsent, bases, rank, turn, left_out, wire="bfloat16", second="bfloat16", momentum=None):
+def subspace(
+    unsent,
+    bases,
+    rank,
+    turn,
+    left_out,
+    wire="bfloat16",
+    second="bfloat16",
+    follows=None,
+    hold=1,
+    counted=False,
+):
     """The mean of what the residuals have in a shared basis, of each matrix's columns and rows in turn, which becomes the next basis.
+
+    Args:
+        follows: [workers, n] what the basis follows in place of the residuals, by its mean. hold: exchanges with the same basis.
+        counted: what it follows travels as the residuals' part does.
 
     Returns:
         The update, and words that a rank sends and receives, over 2 n.
     """
     update = torch.zeros(n, device=dev)
     words = 0
+    last, turn = turn % hold == hold - 1, turn // hold
     for at, many, apart, shape in alike(left_out):
         place = (many, *shape), (apart, shape[1], 1), at
         x, whole = unsent.as_strided((P, *place[0]), (n, *place[1]), at), update.as_strided(*place)
@@ -524,11 +557,17 @@ def subspace(unsent, bases, rank, turn, left_out, wire="bfloat16", second="bfloa
         back = bases[at].transpose(-1, -2)
         x -= own @ back
         whole += sent @ back
-        if momentum is not None:
-            y = momentum.as_strided((P, *place[0]), (n, *place[1]), at)
-            sent = (y.transpose(-1, -2) if turn % 2 else y).mean(0) @ bases[at]
-        bases[at] = orthonormal(sent)
-        words += rank * many * x.shape[-2] * (STRIDE[wire] + STRIDE[second]) / 2
+        if follows is not None and last:
+            y = follows.as_strided((len(follows), *place[0]), (n, *place[1]), at)
+            sent = (y.transpose(-1, -2) if turn % 2 else y) @ bases[at]
+            if counted:
+                sent = rounded(sent.reshape(P, -1), wire, None, 1).mean(0)
+                sent = rounded(sent.reshape(1, -1), second, None, 1).view_as(mean)
+            else:
+                sent = sent.mean(0)
+        if last:
+            bases[at] = orthonormal(sent)
+        words += rank * many * x.shape[-2] * (STRIDE[wire] + STRIDE[second]) / 2 * (1 + (counted and last))
     return update, words / n
 
 
@@ -539,6 +578,8 @@ STRIDE = {
     "linear3": 0.195,
     "linear2": 0.133,
     "sign": 0.0645,
+    "three": 0.102,
+    "four": 0.127,
     "float32": 2,
     "bfloat16": 1,
     "int8": 0.516,
@@ -590,6 +631,7 @@ def run(spec):
     mask, chosen = o.get("mask"), []
     sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
     subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
+    subm, flow, mult = int(f("subm", 0)), zeros(1) if "sube" in o else None, int(f("mult", 1))
     server, sh = zeros(1)[0] if int(f("server", 0)) else None, int(f("sh", 1))
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
@@ -778,7 +820,15 @@ def run(spec):
                 if sub and turn % sh == 0:
                     rank = int(f("sr", sub)) if s < f("sw", 0) * steps else sub
                     low, share = subspace(
-                        unsent, bases, rank, turn // sh, left_out, *subwire, m if int(f("subm", 0)) else None
+                        unsent,
+                        bases,
+                        rank,
+                        turn // sh,
+                        left_out,
+                        *subwire,
+                        flow if flow is not None else m if subm else None,
+                        max(subm, int(f("subk", 1))),
+                        subm > 1,
                     )
                     sent_bytes += share
                 weight = None
@@ -794,27 +844,33 @@ def run(spec):
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = exchange(
-                        unsent,
-                        dd,
-                        wire,
-                        chunk,
-                        turn if stride else None,
-                        server,
-                        bool(f("cont", 0)),
-                        o.get("second"),
-                    )
+                    u = 0
+                    for i in range(mult):
+                        u = u + exchange(
+                            unsent,
+                            dd,
+                            wire,
+                            chunk,
+                            turn * mult + i if stride else None,
+                            server,
+                            bool(f("cont", 0)),
+                            o.get("second"),
+                        )
                 if len(full) and dd < 1:
                     u[full] = dense_part
                 if low is not None:
                     u = u + low
+                if flow is not None:
+                    flow.mul_(f("sube", 0.9)).add_(u)
                 if mm:
                     m.mul_(before == unsent)
                 since = 0
                 turn += 1
                 coded_as = STRIDE if stride else MASKED if mask else BYTES
                 sent_bytes += (
-                    dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2 if dd < 1 or stride else 1.0
+                    mult * dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2
+                    if dd < 1 or stride
+                    else 1.0
                 )
                 if mu:
                     buf.mul_(mu).add_(u)
