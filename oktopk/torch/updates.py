@@ -811,8 +811,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 def betas_of_replica(betas: Sequence[float], replicas: float, sees_all: bool) -> tuple[float, float]:
     """Adam's betas for a replica that steps on gradients of its own; as they are where it is the only one.
 
-    - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least 0.998, which was measured
-      with P = 4: there it is better for Ok-Topk, signs and a basis.
+    - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least 0.998, as measured
+      with P = 4, where it is better for Ok-Topk, signs and a basis.
     - beta1^2 where a replica's own parameters hold a part of what it has not sent: selection delays an update, as momentum does,
       and the two together overshoot.
 
