@@ -74,6 +74,10 @@ class SharedSupport(SparseMethod):
         return True
 
     @classmethod
+    def flat_reason(cls) -> str:
+        return ""
+
+    @classmethod
     def local_k(cls, k: int, ranks: int) -> int:
         return max(1, -(-k // ranks))
 

@@ -21,6 +21,7 @@ from collectives.transport import NoPeerMemoryError
 from oktopk import METHODS, GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.levels import Layout
+from oktopk.methods.union import SharedSupport
 from oktopk.settings import selection_cap
 from tests import oracle as reference
 from tests.devices import get, gpus, narrowed, put, use
@@ -486,15 +487,46 @@ def test_measures_do_not_change_a_step_and_agree_with_the_definition(
         before = of_hosts(comm, reducer.gathered_residual(), hosts)
 
 
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize(("wire", "nonfinite"), [("plain", "skip"), ("float32", "raise"), ("int4", "raise")])
+def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
+    comm: MPI.Intracomm, device: str, wire: str, nonfinite: str
+) -> None:
+    reducer = two_levels(comm, device, 2, method="union", wire=wire, nonfinite=nonfinite, density=0.05)
+    hosts = max(reducer.hosts) + 1
+    rng, left = np.random.default_rng((comm.rank, 7)), np.zeros(LENGTH)
+    for step in range(7):
+        gradient = rng.integers(-99, 100, LENGTH).astype(np.float32)
+        if step == 4:
+            gradient[9] = np.nan if comm.rank == comm.size - 1 else 1
+            if nonfinite == "skip":
+                assert reducer.step(put(device, gradient)).skipped
+            else:
+                with pytest.raises(NonFiniteGradientError) as caught:
+                    reducer.step(put(device, gradient))
+                assert caught.value.ranks == [comm.size - 1]
+            after = comm.allreduce(reducer.gathered_residual().astype(np.float64))
+            assert np.allclose(after, left, rtol=0, atol=1e-4 if wire == "int4" else 0)
+            continue
+        report = reducer.step(put(device, gradient))
+        left = check_mass(comm, reducer, gradient, left)
+        applied = get(reducer.update) != 0
+        assert 0 < np.count_nonzero(applied) == report.global_nnz
+        assert report.global_nnz <= hosts * selection_cap(SharedSupport.local_k(report.k, hosts))
+        assert wire == "int4" or not reducer.gathered_residual()[applied].any()
+    reducer.close()
+
+
 @pytest.mark.mpi
-def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str) -> None:
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, method: str) -> None:
     rng = np.random.default_rng(comm.rank)
     gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(10)]
-    through = two_levels(comm, device, 2)
+    through = two_levels(comm, device, 2, method=method)
     for gradient in gradients[:5]:
         through.step(gradient)
     state = through.state_dict()
-    resumed = two_levels(comm, device, 2)
+    resumed = two_levels(comm, device, 2, method=method)
     resumed.load_state_dict(state)
     for gradient in gradients[5:]:
         through.step(gradient)
@@ -535,7 +567,7 @@ def test_the_sum_of_residuals_is_kept_on_other_hosts(comm: MPI.Intracomm, saved:
 @pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None:
     for method in METHODS:
-        if method not in ("oktopk", "signs"):
+        if method not in ("oktopk", "signs", "union"):
             with pytest.raises(ValueError, match=f"levels 'hosts': {method} has flat steps only"):
                 GradientAllreduce(comm, 100, method, levels="hosts", ranks_per_host=1)
     with pytest.raises(ValueError, match="levels 'nodes' is not 'auto', 'flat' or 'hosts'"):

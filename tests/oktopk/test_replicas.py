@@ -358,3 +358,31 @@ def test_ranks_of_a_host_with_unequal_gradients_are_no_replica_that_is_summed(co
     with pytest.raises(ValueError, match="replica='summed' needs equal gradients on the ranks of a host"):
         optimizer.step()
     optimizer.close()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("method", ["signs", "union"])
+def test_hosts_are_replicas_by_other_methods_too(comm: MPI.Intracomm, method: str) -> None:
+    """The ranks of a host hold the same parameters, the reference less what their host has not sent."""
+    model = network()
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        comm=comm,
+        method=method,
+        density=0.5 if method == "signs" else 0.2,
+        replica="host",
+        ranks_per_host=2,
+    )
+    host, losses = comm.rank // 2, []
+    for step in range(40):
+        optimizer.zero_grad()
+        error = loss(model, comm.rank, step)
+        error.backward()
+        optimizer.step()
+        losses.append(comm.allreduce(float(error)) / comm.size)
+        own = [vector for number, vector in comm.allgather((host, flat(model).tobytes())) if number == host]
+        assert len(set(own)) == 1
+        with optimizer.agreed():
+            assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
+    optimizer.close()

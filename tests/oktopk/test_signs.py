@@ -412,33 +412,6 @@ def test_between_hosts_nothing_is_lost(
         each.close()
 
 
-@pytest.mark.mpi(min_size=3)
-def test_hosts_are_replicas_that_exchange_signs(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a host hold the same parameters, the reference less what their host has not sent."""
-    monkeypatch.setattr(levels, "BLOCK", 600)
-    model = network()
-    optimizer: Any = DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        comm=comm,
-        method="signs",
-        replica="host",
-        ranks_per_host=2,
-    )
-    host, losses = comm.rank // 2, []
-    for step in range(40):
-        optimizer.zero_grad()
-        error = loss(model, comm.rank, step)
-        error.backward()
-        optimizer.step()
-        losses.append(comm.allreduce(float(error)) / comm.size)
-        own = [vector for number, vector in comm.allgather((host, flat(model).tobytes())) if number == host]
-        assert len(set(own)) == 1
-        with optimizer.agreed():
-            assert len(set(comm.allgather(flat(model).tobytes()))) == 1
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
-    optimizer.close()
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("every", [1, 2])
 def test_adamw_trains_by_signs_of_its_updates(comm: MPI.Intracomm, every: int) -> None:
