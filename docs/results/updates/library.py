@@ -5,7 +5,7 @@
 kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same with these hooks of torch), updates, gradients (the
   library's optimizer with that `sends`), alone (no exchange).
 keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method, wire, local_share, replica, ranks_per_host, ...
-Environment: STEPS, BATCH (sequences of all ranks), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
+Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
 TIMED (wait for the GPU in each step, and evaluate nothing).
 Batches, schedule, clipping and decay are those of sim.py.
 """
@@ -30,7 +30,8 @@ from models.gpt import GPT
 from oktopk import DistributedOptimizer
 
 env = os.environ.get
-STEPS, BATCH, T, V = int(env("STEPS", "3000")), int(env("BATCH", "64")), 512, 16384
+STEPS, BATCH = int(env("STEPS", "3000")), int(env("BATCH", "64"))
+T, V = int(env("T", "512")), int(env("V", "16384"))
 LAYERS, HIDDEN, EVAL = int(env("L", "12")), int(env("D", "768")), int(env("EVAL", "960"))
 TIMED = bool(env("TIMED"))  # wait for the GPU in each step
 DDP, LIBRARY = ("dense", "bfloat16", "powersgd"), ("updates", "gradients")
