@@ -263,4 +263,5 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
         run["spec"]: run["held"][-1] for run in runs if run["n"] == 17_135_616 and run.get("text") == "linux"
     }
     rule = once["updates/lr=2e-3/v=ratio/rg=1/rs=1000/b2=.998/wire=int4/lv=.25/d=.0125/b1=.8"]
-    assert f"read once, [{100 * (rule / once['dense/lr=2e-3'] - 1):.1f} %]" in readme
+    dense = min(loss for spec, loss in once.items() if spec.startswith("dense/"))
+    assert f"read once, [{100 * (rule / dense - 1):.1f} %]" in readme

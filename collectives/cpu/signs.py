@@ -98,7 +98,7 @@ def _encode(values, bounds, first, codes):  # type: ignore[no-untyped-def]
                 for lane in range(half):
                     sums[lane] += sums[lane + half]
                 half //= 2
-            sums[0] = min(sums[0], MOST)  # but for a rounded weight
+            sums[0] = min(sums[0], MOST)  # a weight that was rounded up can overflow the sum
             code[0] = sums.view(np.uint32)[0]
 
 

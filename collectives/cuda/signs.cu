@@ -41,7 +41,7 @@ extern "C" __global__ void encode_signs(const __grid_constant__ EncodeSigns p) {
       if (lane == line + 1) word = votes;
     }
     for (int half = 16; half; half /= 2) sum = add(sum, __shfl_down_sync(FULL_WARP, sum, half));
-    if (lane == 0) word = __float_as_uint(sum) - (__float_as_uint(sum) == INFINITY_BITS);  // by a rounded weight
+    if (lane == 0) word = __float_as_uint(sum) - (__float_as_uint(sum) == INFINITY_BITS);  // a weight that was rounded up
     if (lane < SIGN_WORDS) p.words[code * SIGN_WORDS + lane] = word;
   }
 }

@@ -67,7 +67,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
 
-    - beta1 and beta2 become those of `betas_of_replica`;
+    - beta1 becomes beta1^2 where `local_share` is below 1 and `every` is 1: an entry comes late by itself;
+    - beta2 becomes beta2^(1/P), and at least 0.998, but in RAdam;
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
       squared norm of the ranks' gradients, see `SampledRatio`.
 
@@ -174,7 +175,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         share = 1 / size if share is None else share / (1 if group is None else group.host.size)
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
-        self._sees_all = whole or self._replicas == 1  # a replica's own parameters hold its whole residual
+        self._overshoots = not whole and self._interval == 1
         self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
@@ -433,12 +434,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             for group in self.param_groups
         ]
         scale = 1.0 if self._ratio is None else self._ratio.scale
+        # RAdam would take a longer warm-up from a longer beta2
+        least = 0.0 if isinstance(self.inner, torch.optim.RAdam) else LEAST_BETA2
         try:
             for group in self.param_groups:
                 if _decays(self.inner, group):
                     group["weight_decay"] = 0.0
                 if self._ratio is not None and "betas" in group:
-                    group["betas"] = betas_of_replica(group["betas"], self._equal_replicas, self._sees_all)
+                    group["betas"] = betas_of_replica(
+                        group["betas"], self._equal_replicas, self._overshoots, least
+                    )
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
                 self._selected = self._selecting is not None and self._selecting.run()
                 if not self._selected:
@@ -808,25 +813,28 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return f"{super().__repr__()[:-1]}, replica={self.replica!r}{one_pass})"
 
 
-def betas_of_replica(betas: Sequence[float], replicas: float, sees_all: bool) -> tuple[float, float]:
+def betas_of_replica(
+    betas: Sequence[float], replicas: float, overshoots: bool, least: float
+) -> tuple[float, float]:
     """Adam's betas for a replica that steps on gradients of its own; as they are where it is the only one.
 
-    - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least 0.998, as measured
-      with P = 4, where it is better for Ok-Topk, signs and a basis.
-    - beta1^2 where a replica's own parameters hold a part of what it has not sent: selection delays an update, as momentum does,
-      and the two together overshoot.
+    - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least `least`. Longer was
+      better for signs with P = 4; 0.995 and 0.998 were a tie.
+    - beta1^2 where a step selects and a replica's own parameters hold a part of what it has not sent, measured for a quarter:
+      momentum and the time that an entry waits add up, and the replica goes too far. With every = 2 it gained nothing.
 
     Args:
         betas: of the dense step.
         replicas: P, one over the sum of squares of the replicas' shares.
-        sees_all: a replica's own parameters hold its whole residual.
+        overshoots: the share is below 1, and each step is exchanged.
+        least: of the second beta.
 
     Source: own, docs/results/updates.md.
     """
     first, second = float(betas[0]), float(betas[1])
     if replicas == 1:
         return first, second
-    return first if sees_all else first**2, max(second ** (1 / replicas), LEAST_BETA2)
+    return first**2 if overshoots else first, max(second ** (1 / replicas), least)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,7 +21,7 @@ from collectives.transport import NoPeerMemoryError
 from oktopk import METHODS, GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.levels import Layout
-from oktopk.methods.union import SharedSupport
+from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
 from tests import oracle as reference
 from tests.devices import get, gpus, narrowed, put, use
@@ -514,6 +514,13 @@ def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
         assert 0 < np.count_nonzero(applied) == report.global_nnz
         assert report.global_nnz <= hosts * selection_cap(SharedSupport.local_k(report.k, hosts))
         assert wire == "int4" or not reducer.gathered_residual()[applied].any()
+        shard_lists = 12 * comm.size * reducer.group.layout.shards  # 3 words a list
+        bound = (
+            hosts
+            * 4
+            * union_words([selection_cap(SharedSupport.local_k(report.k, hosts))] * hosts, LENGTH)[1]
+        )
+        assert 0 < comm.allreduce(report.bytes_between) <= bound + shard_lists
     reducer.close()
 
 
@@ -586,6 +593,7 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
 def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.Intracomm) -> None:
     for method, per, taken, reason in (
         ("oktopk", 2, "hosts" if comm.size % 2 == 0 else "flat", ""),
+        ("union", 2, "hosts" if comm.size % 2 == 0 else "flat", ""),
         ("oktopk", 1, "flat", "several hosts"),
         ("oktopk", 0, "flat", "several hosts"),
         ("gtopk", 2, "flat", "gtopk has flat steps only" if comm.size % 2 == 0 else "several hosts"),
@@ -604,18 +612,19 @@ def test_auto_takes_two_levels_where_several_hosts_have_several_ranks(comm: MPI.
 
 
 @pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("method", ["oktopk", "union"])
 def test_what_one_shard_cannot_decode_is_taken_back_in_all_shards(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reducer = two_levels(comm, "cpu", 2, wire="float32")
+    reducer = two_levels(comm, "cpu", 2, method=method, wire="float32")
     rng = np.random.default_rng(comm.rank)
     gradients = [rng.integers(-99, 100, LENGTH).astype(np.float32) for _ in range(3)]
     reducer.step(gradients[0])
     before = reducer.gathered_residual()
     group = reducer.group
     assert group is not None
-    codec = reducer._methods["oktopk"].codec
-    kernels, ended, buffer = reducer._methods["oktopk"].kernels, group.end_reading, reducer.gradient_buffer
+    codec = reducer._methods[method].codec
+    kernels, ended, buffer = reducer._methods[method].kernels, group.end_reading, reducer.gradient_buffer
     assert buffer is not None
     undo = kernels.undo_accumulate
 

@@ -427,10 +427,37 @@ def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: 
 
 
 def test_betas_are_those_of_a_replicas_own_gradients() -> None:
-    assert betas_of_replica((0.9, 0.95), 1, True) == (0.9, 0.95)
-    assert betas_of_replica([0.9, 0.95], 4, False) == (0.9**2, 0.998)
-    assert betas_of_replica((0.9, 0.999), 4, False) == (0.9**2, 0.999**0.25)
-    assert betas_of_replica((0.9, 0.999), 2.5, True) == (0.9, 0.999**0.4)
+    assert betas_of_replica((0.9, 0.95), 1, True, 0.998) == (0.9, 0.95)
+    assert betas_of_replica([0.9, 0.95], 4, True, 0.998) == (0.9**2, 0.998)
+    assert betas_of_replica((0.9, 0.999), 4, True, 0.998) == (0.9**2, 0.999**0.25)
+    assert betas_of_replica((0.9, 0.95), 2.5, False, 0.0) == (0.9, 0.95**0.4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        (torch.optim.AdamW, {}, (0.81, 0.998)),
+        (torch.optim.NAdam, {"method": "union"}, (0.81, 0.998)),
+        (torch.optim.RAdam, {}, (0.81, None)),
+        (torch.optim.Adam, {"every": 2}, (0.9, 0.998)),
+        (torch.optim.AdamW, {"local_share": 1.0}, (0.9, 0.998)),
+        (torch.optim.AdamW, {"method": "signs"}, (0.9, 0.998)),
+    ],
+)
+def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
+    comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], expected: tuple[float, float | None]
+) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(kind(model.parameters(), betas=(0.9, 0.95)), comm, **settings)
+    seen: list[tuple[float, float]] = []
+    optimizer.inner.register_step_pre_hook(lambda inner, *_: seen.append(inner.param_groups[0]["betas"]))
+    loss(model, comm.rank, 0).backward()
+    optimizer.step()
+    first, second = expected
+    second = 0.95 ** (1 / comm.size) if second is None else second
+    assert seen[0] == pytest.approx((0.9, 0.95) if comm.size == 1 else (first, second))
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    optimizer.close()
 
 
 def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:
