@@ -62,7 +62,8 @@ def check_mass(
     if reducer.settings.wire in ("plain", "float32"):
         assert np.array_equal(put_in, after + update)
     else:
-        assert np.allclose(put_in, after + update, rtol=1e-6, atol=1e-5)
+        # an ulp of sums of some hundreds is up to 6e-5
+        assert np.allclose(put_in, after + update, rtol=1e-6, atol=2e-4)
     return after
 
 

@@ -338,7 +338,7 @@ def test_a_dense_warm_up_measures_and_tables_work_between_replicas(comm: MPI.Int
     [
         ({}, "host"),
         ({"levels": "flat"}, "rank"),
-        ({"method": "union"}, "rank"),
+        ({"method": "topka"}, "rank"),
         ({"method": "signs"}, "host"),
         ({"method": "union"}, "host"),
         ({"replica": "rank"}, "rank"),
