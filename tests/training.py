@@ -24,12 +24,16 @@ def wrapped(model: nn.Module, comm: Any, **settings: Any) -> DistributedOptimize
     return DistributedOptimizer(inner, comm, **{"density": 0.05, "threshold_interval": 3} | settings)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
-    """Steps on the batches of a rank with these numbers."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    """Steps on the batches of a rank with these numbers; returns their losses."""
+    losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss(model, rank, step).backward()
+        error = loss(model, rank, step)
+        error.backward()
         optimizer.step()
+        losses.append(error.item())
+    return losses
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ BLOCK = 512
 CODE_WORDS = 1 + BLOCK // 32
 """Words of a block's code."""
 
-MOST = np.finfo(np.float32).max
+_MOST = np.finfo(np.float32).max
 _LANES = 32  # partial sums of a block, which are added pair by pair: so a warp adds them
 _CODES = types.uint32[:, :, ::1]
 _BOUNDS = types.int64[::1]
@@ -98,7 +98,7 @@ def _encode(values, bounds, first, codes):  # type: ignore[no-untyped-def]
                 for lane in range(half):
                     sums[lane] += sums[lane + half]
                 half //= 2
-            sums[0] = min(sums[0], MOST)  # a weight that was rounded up can overflow the sum
+            sums[0] = min(sums[0], _MOST)  # a weight that was rounded up can overflow the sum
             code[0] = sums.view(np.uint32)[0]
 
 

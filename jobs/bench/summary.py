@@ -19,7 +19,7 @@ from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
 from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
-from oktopk.methods.signs import words_of_step as sign_words_of_step
+from oktopk.methods.signs import sign_words_of_step
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 from oktopk.methods.union import union_words

@@ -34,7 +34,7 @@ def own_blocks(bounds: NDArray[np.int64], rank: int, ranks: int) -> NDArray[np.i
     return np.diff(bounds)[rank::ranks]
 
 
-def words_of_step(length: int, k: int, ranks: int) -> tuple[float, float]:
+def sign_words_of_step(length: int, k: int, ranks: int) -> tuple[float, float]:
     """Least and most words per rank of a step, for a vector of one part and a density of k / length."""
     turns = max(1, -(-length // (BLOCK * ranks)))
     slices = min(turns, max(1, round(length / k)))
@@ -135,7 +135,7 @@ class Signs(Method):
         with plan.timer.stage("reduce"):
             coded = self._words("coded", turns, 1)
             kernels.encode_signs(sums, self._own_bounds, turn, 1, coded)
-            # a magnitude of zero from all: no rank has a gradient there, and all that is left of it waits until one has
+            # of a block that no rank has sent anything of, as where none has a gradient, what is kept waits
             heard = received.reshape(transport.size, turns, CODE_WORDS)[:, :, 0].any(axis=0)
             coded.reshape(turns, CODE_WORDS)[~heard] = 0
         with plan.timer.stage("allgather"):

@@ -52,7 +52,11 @@ def of_hosts(comm: MPI.Intracomm, gradient: Vector, hosts: list[int]) -> NDArray
 
 
 def check_mass(
-    comm: MPI.Intracomm, reducer: GradientAllreduce, gradient: Vector, before: NDArray[np.float64]
+    comm: MPI.Intracomm,
+    reducer: GradientAllreduce,
+    gradient: Vector,
+    before: NDArray[np.float64],
+    near: float = 1e-5,
 ) -> NDArray[np.float64]:
     """float64[n], what is left of all that was put in, once it was checked that nothing is lost; all ranks have one update."""
     update = get(reducer.update)
@@ -62,8 +66,7 @@ def check_mass(
     if reducer.settings.wire in ("plain", "float32"):
         assert np.array_equal(put_in, after + update)
     else:
-        # an ulp of sums of some hundreds is up to 6e-5
-        assert np.allclose(put_in, after + update, rtol=1e-6, atol=2e-4)
+        assert np.allclose(put_in, after + update, rtol=1e-6, atol=near)
     return after
 
 
@@ -510,7 +513,8 @@ def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
             assert np.allclose(after, left, rtol=0, atol=1e-4 if wire == "int4" else 0)
             continue
         report = reducer.step(put(device, gradient))
-        left = check_mass(comm, reducer, gradient, left)
+        # an ulp of sums of some hundreds, which residuals of opposite signs take to zero, is up to 6e-5
+        left = check_mass(comm, reducer, gradient, left, near=2e-4)
         applied = get(reducer.update) != 0
         assert 0 < np.count_nonzero(applied) == report.global_nnz
         assert report.global_nnz <= hosts * selection_cap(SharedSupport.local_k(report.k, hosts))

@@ -380,11 +380,8 @@ def test_hosts_are_replicas_by_other_methods_too(comm: MPI.Intracomm, method: st
     )
     host, losses = comm.rank // 2, []
     for step in range(40):
-        optimizer.zero_grad()
-        error = loss(model, comm.rank, step)
-        error.backward()
-        optimizer.step()
-        losses.append(comm.allreduce(float(error)) / comm.size)
+        (error,) = train(model, optimizer, comm.rank, range(step, step + 1))
+        losses.append(comm.allreduce(error) / comm.size)
         own = [vector for number, vector in comm.allgather((host, flat(model).tobytes())) if number == host]
         assert len(set(own)) == 1
         with optimizer.agreed():

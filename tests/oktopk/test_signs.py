@@ -19,7 +19,7 @@ from oktopk.elastic import redistribute
 from oktopk.methods.signs import Signs, sign_words
 from tests.devices import DEVICES, get, put, use
 from tests.inputs import GRADIENTS
-from tests.training import flat, loss, network
+from tests.training import flat, loss, network, train
 
 
 def coded(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -426,11 +426,8 @@ def test_adamw_trains_by_signs_of_its_updates(comm: MPI.Intracomm, every: int) -
     assert optimizer.reducer.settings.density == 0.5
     losses = []
     for step in range(40):
-        optimizer.zero_grad()
-        error = loss(model, comm.rank, step)
-        error.backward()
-        optimizer.step()
-        losses.append(comm.allreduce(float(error)) / comm.size)
+        (error,) = train(model, optimizer, comm.rank, range(step, step + 1))
+        losses.append(comm.allreduce(error) / comm.size)
         assert all(parameter.grad is not None for parameter in model.parameters())
         if (step + 1) % every == 0:
             own, residual = flat(model), optimizer.reducer.residual
