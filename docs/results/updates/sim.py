@@ -28,7 +28,8 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
   lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
   rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices (cont=1: a slice of the vector, else
-     every so many-th; second: how their means travel, `wire` by default); chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
+     every so many-th; second: how their means travel, `wire` by default); chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo);
+     with a mask the largest of each block of so many elements are chosen
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
   dr, dw: density falls from dr to d over the share dw of the steps
   v: own; mean (of the mean gradient, exact); slice/K=..: a rotating 1/K of it; ratio: own times the measured ratio of each tensor;
@@ -306,9 +307,19 @@ def masked(unsent, mask):
     return torch.where(mask, unsent, 0.0)
 
 
-def exchange_masked(unsent, d, wire, kind, turn, weight=None):
+def largest_of_each(sizes, share, length=4096):
+    """Whether an element is among the largest `share` of its block of `length`. sizes: [workers, n]."""
+    y = F.pad(sizes, (0, -n % length)).view(len(sizes), -1, length)
+    t = torch.topk(y, max(1, round(length * share)), dim=-1).values[..., -1:]
+    return ((y >= t) & (y > 0)).view(len(sizes), -1)[:, :n]
+
+
+def exchange_masked(unsent, d, wire, kind, turn, weight=None, chunk=0):
     """All workers send the same entries: those that a worker in turn chose (leader), or a P-th of them each (union)."""
-    if kind == "leader":
+    if chunk:
+        sizes_ = unsent.abs() if weight is None else unsent.abs() * weight
+        mask = largest_of_each(sizes_, d / P * 1.05, chunk).any(0, keepdim=True)
+    elif kind == "leader":
         q = turn % P
         mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
     elif weight is not None:
@@ -840,7 +851,7 @@ def run(spec):
                 if weight is not None and dd < 1 and not mask:
                     u = exchange_weighted(unsent, dd, weight)
                 elif mask and dd < 1:
-                    u, share = exchange_masked(unsent, dd, wire, mask, turn, weight)
+                    u, share = exchange_masked(unsent, dd, wire, mask, turn, weight, chunk)
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
