@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -91,8 +90,12 @@ class OkTopkState:
     """What `ddp_hook` keeps from step to step: a residual for every parameter, and a reducer for every bucket.
 
     DDP calls the hook for each bucket while the backward pass goes on, and waits for all at its end. Under `no_sync` it does not,
-    so that the gradients of several batches are reduced together. After the first step DDP lays out its buckets anew, in the
-    order in which gradients came; from the third step on each is reduced where it lies. Residuals stay with their parameters.
+    so that the gradients of several batches are reduced together.
+
+    The first step is dense, as with dense_warmup_steps=1: after it DDP lays out its buckets anew, in the order in which gradients
+    came; with static_graph=True the first two are, as it does so after the second. In the next step all are reduced once the last
+    one has come, from then on each as it comes. After a load no step is dense for that. The buckets are then those of the state,
+    and gradients are copied where DDP has others.
 
     What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
     The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
@@ -132,8 +135,8 @@ class OkTopkState:
         if problem := settings_problem(settings, OkTopkState, *beside):
             raise ValueError(problem)
         self._given_comm = comm
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         self._of_tables: dict[str, Any] = {"nonfinite": chosen.nonfinite, "average": chosen.average}
         self._of_tables |= {"timeout": chosen.timeout, "peer_memory": settings.get("peer_memory")}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
@@ -155,9 +158,9 @@ class OkTopkState:
         self._watch: _Watch | None = None
         self._optimizers: FoundOptimizers | None = None
         self._agreement = StepAgreement(list)
-        self._moves_to: _Layout | None = None
         self._loaded: dict[str, Any] | None = None
-        self._steps_here = 0  # since construction or a load
+        self._dense_steps = 1  # after which DDP's buckets do not change any more
+        self._settled = False  # these steps are over
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
         self._vectors: dict[int, Tensor] = {}  # bucket -> the buffer of DDP's that is the same, in this step
@@ -299,7 +302,9 @@ class OkTopkState:
             self._memory, self._table_memory = memory_of(device, beside=True), memory_of(device, beside=True)
         if self._loaded is not None:
             self._set_up_loaded(self._loaded)
-        self._move()
+        elif self._reducer is not None and not self._settled and self._reducer.steps >= self._dense_steps:
+            self._reducer.close()
+            self._reducer, self._layout, self._places, self._settled = None, [], {}, True
         self._filled = [0] * len(self._layout)
 
     def _check_complete(self) -> None:
@@ -449,17 +454,11 @@ class OkTopkState:
             self._report = reducer.finish(all_or_none=False)
         except Exception:  # the backward pass has raised it
             return False
-        self._steps_here += 1
-        layout = [each.parameters for each in given]
-        # a process that continues a run begins with the buckets of a first step once more
-        if self._steps_here > 1 and not _same(layout, self._layout):
-            self._moves_to = layout
         return True
 
     def _set_up(self, layout: _Layout, loading: bool = False) -> None:
         """Make the reducer of these buckets. Collective."""
         every = [parameter for parameters in layout for parameter in parameters]
-        first = self._reducer is None and not loading
         types = {parameter.dtype for parameter in every}
         problem = type_problem(every)
         if reducer_of(every, DistributedOptimizer) is not None:
@@ -473,6 +472,8 @@ class OkTopkState:
                 (name for name, dtype in GRADIENT_TYPES.items() if dtype in types), "float32"
             )
         arguments = {"gradient_type": gradient_type, **self._arguments}
+        warmup = self._arguments.get("dense_warmup_steps", 0)
+        arguments["dense_warmup_steps"] = max(self._dense_steps, warmup)
         self._reducer = BucketedAllreduce(
             arguments.pop("comm"),
             [sum(parameter.numel() for parameter in parameters) for parameters in layout],
@@ -483,9 +484,11 @@ class OkTopkState:
             **arguments,
         )
         register_reducer(self, every)
-        self._look_around(every, first)
+        self._look_around(every, warn=not (self._settled or loading))
         # a rank without a state would reduce while the others load theirs
         self._reducer.transport.agree({"whether a state was loaded": loading})
+        for bucket in self._reducer.buckets if self._settled else ():
+            bucket.renumber(self._dense_steps, 0)
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
         self._updates = [self._memory.tensor(update) for update in self._reducer.updates]
         self._layout, self._copies = layout, {}
@@ -497,23 +500,10 @@ class OkTopkState:
                 self._places[parameter] = number, start
                 start += parameter.numel()
 
-    def _move(self) -> None:
-        """Go on with the buckets that DDP has now. Collective."""
-        if self._moves_to is None:
-            return
-        assert self._reducer is not None
-        self._reducer.complete()  # where its last step was deferred, `report` has that one
-        layout, self._moves_to = self._moves_to, None
-        old, places = self._reducer, self._places
-        held = [bucket.whole_residual() for bucket in old.buckets]
-        counts = old.steps, old.buckets[0].sparse_steps
-        old.close()
-        self._set_up(layout)
-        for parameters, bucket in zip(layout, self._reducer.buckets, strict=True):
-            bucket.continue_from(_concatenated(parameters, places, held), *counts)
-
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, copied: tensors, numbers and parameters' names, under a key with this rank.
+
+        While the first steps are dense it is that of before them, and a training that continues begins with them once more.
 
         Every rank saves its own, or all together by `torch.distributed.checkpoint`, which takes this object; see
         `oktopk.elastic.redistribute` for another number of ranks, and `oktopk.elastic.of_rank` for what lies under the key.
@@ -528,15 +518,11 @@ class OkTopkState:
             return by_rank(self._loaded)
         tables = {name: as_tensors(table.state_dict()) for name, table in self._tables.items()}
         tables |= self._loaded_tables
-        if self._reducer is None:
-            return by_rank({"buckets": [], "moves_to": None, "reducer": None, "tables": tables})
-        state = {
-            "buckets": self._named(self._layout),
-            "moves_to": None if self._moves_to is None else self._named(self._moves_to),
-            "reducer": as_tensors(self._reducer.state_dict()),
-            "tables": tables,
-        }
-        return by_rank(state)
+        if self._reducer is None or not self._settled:
+            return by_rank({"buckets": [], "reducer": None, "tables": tables})
+        names = [[self._names[parameter] for parameter in parameters] for parameters in self._layout]
+        reducer = as_tensors(self._reducer.state_dict())
+        return by_rank({"buckets": names, "reducer": reducer, "tables": tables})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Collective.
@@ -554,7 +540,6 @@ class OkTopkState:
         self._loaded_tables = dict(state["tables"])
         for table in self._tables.values():
             table.reset()
-        self._steps_here, self._moves_to = 0, None
 
     @contextmanager
     def _met(self, what: str) -> Iterator[Transport]:
@@ -571,7 +556,7 @@ class OkTopkState:
         """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
         if problem := problem_of(state):
             return problem
-        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer", "tables"} <= state.keys():
+        if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
             return "the state is not one of OkTopkState.state_dict()"
         if state["reducer"] is None:
             return ""
@@ -608,10 +593,7 @@ class OkTopkState:
             self._set_up(layout, loading=True)
         assert self._reducer is not None
         self._reducer.load_state_dict(as_arrays(state["reducer"]))
-        self._moves_to = None if state["moves_to"] is None else self._found(state["moves_to"])
-
-    def _named(self, layout: _Layout) -> list[list[str]]:
-        return [[self._names[parameter] for parameter in parameters] for parameters in layout]
+        self._settled = True
 
     def _found(self, names: Sequence[Sequence[str]]) -> _Layout:
         """The parameters of these names."""
@@ -621,12 +603,8 @@ class OkTopkState:
             raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
         return [[known[name] for name in bucket] for bucket in names]
 
-    def _look_around(self, parameters: Sequence[Tensor], first: bool) -> None:
-        """Find the optimizers of these parameters; warn of what parts ranks or loses residuals.
-
-        Args:
-            first: the state is new, and was not loaded.
-        """
+    def _look_around(self, parameters: Sequence[Tensor], warn: bool) -> None:
+        """Find the optimizers of these parameters; warn of what parts ranks or loses residuals."""
         if self._watch is None:
             self._watch = _Watch([parameter for parameter in parameters if parameter.requires_grad])
         whole = list(self._names)  # with the tables
@@ -634,7 +612,7 @@ class OkTopkState:
         found = self._optimizers.look()
         self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
         assert self._reducer is not None
-        if not first or self._reducer.transport.rank:
+        if not warn or self._reducer.transport.rank:
             return
         if any(held.state for held in found) and self._arguments["method"] != "dense":
             warnings.warn(
@@ -649,6 +627,7 @@ class OkTopkState:
         ddp, module = self._found_ddp(), self._module
         if ddp is not None:
             module = module or ddp.module
+            self._dense_steps = 2 if ddp.static_graph else 1
             group = ddp.process_group
             if self._arguments["comm"] is None:
                 self._arguments["comm"] = group
@@ -706,7 +685,7 @@ class OkTopkState:
 
     def _free(self) -> None:
         self._finish_step()
-        self._given, self._moves_to, self._steps_here = [], None, 0
+        self._given, self._settled = [], False
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -820,18 +799,3 @@ def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:
 def _same(one: Iterable[Sequence[Tensor]], other: Iterable[Sequence[Tensor]]) -> bool:
     """Whether two layouts are of the same parameters in the same order."""
     return [list(map(id, parameters)) for parameters in one] == [list(map(id, p)) for p in other]
-
-
-def _concatenated(
-    parameters: Sequence[Tensor], places: dict[Tensor, tuple[int, int]], held: Sequence[Any]
-) -> Any:
-    """The residual of a new bucket, put together of those of the old ones; None where none of them has any."""
-    if all(vector is None for vector in held):
-        return None
-    pieces = []
-    for parameter in parameters:
-        number, start = places[parameter]
-        vector = held[number]
-        length = parameter.numel()
-        pieces.append(np.zeros(length, np.float32) if vector is None else vector[start : start + length])
-    return np.concatenate(pieces)
