@@ -209,8 +209,8 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
     """
     own = state.get("reducer", state)
     names: dict[str, Any] = {"reducer": own is not None, "order": None if own is None else own.get("order")}
-    if "moves_to" in state:
-        names["names of buckets"] = [state["buckets"], state["moves_to"]]
+    if "reducer" in state and "buckets" in state:
+        names["names of buckets"] = state["buckets"]
     parts = list(_parts(state))
     if state.get("updates"):
         names["shard"] = state["updates"].get("shard")

@@ -118,7 +118,11 @@ class Placement:
     def whole_residual(
         self, vectors: ErrorFeedback, kept: Sequence[NDArray[np.float32]] = ()
     ) -> NDArray[np.float32] | None:
-        """As `GradientAllreduce.whole_residual`. kept: to be added to what this rank holds, on the host."""
+        """float32[n] on the host, the residual and `kept`, in two levels of the host, equal on its ranks; None where it is zero.
+
+        Args:
+            kept: float32[carried] each, on the host, to be added to what this rank holds.
+        """
         held: NDArray[np.float32] | None = vectors.state_dict()["residual"]
         return held if held is None else sum(kept, start=held)
 

@@ -114,16 +114,6 @@ class Resumable(Steps):
         with self._expecting("load_state_dict"):
             self._placement.agree_on_state(common, agreed, learned, problem)
 
-    def whole_residual(self) -> NDArray[np.float32] | None:
-        """float32[n] on the host: the residual, in two levels of the host, equal on all its ranks; None where it is zero.
-
-        What a method keeps beside the residual is added to it. Every rank must call. Traffic: none; in two levels an allgatherv
-        inside the host.
-        """
-        with self.backend.stream_scope():
-            self._complete()
-            return self._placement.whole_residual(self._vectors, self._kept())
-
     def _kept(self) -> list[NDArray[np.float32]]:
         """What methods keep beside the residual, float32[carried] each, on the host."""
         place = self._placement
@@ -132,16 +122,6 @@ class Resumable(Steps):
             for method in self._methods.values()
         )
         return [each for each in kept if each is not None]
-
-    def continue_from(self, residual: Any, steps: int, sparse_steps: int) -> None:
-        """Start with a residual as `whole_residual` gives it, thresholds and regions anew. Collective.
-
-        Traffic: one control allgather.
-        """
-        if residual is not None:
-            residual = self._placement.own_part(residual)
-        with self.backend.stream_scope():
-            self._load(_AFRESH | {"steps": steps, "sparse_steps": sparse_steps, "residual": residual})
 
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.closing import announce, closes
 from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.transport import Transport
+from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
 from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.elastic import of_rank, problem_of
 from oktopk.results import StepReport
@@ -39,7 +38,7 @@ from oktopk.torch.agreement import (
     unregister_reducer,
 )
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.gradients import is_dense
+from oktopk.torch.gradients import is_dense, missing_spans
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
@@ -61,24 +60,20 @@ class _Given:
 
     Attributes:
         parameters: in the order in which their gradients lie in `buffer`.
-        gradients: views of `buffer`, one a parameter.
-        buffer: the gradients.
+        buffer: the gradients; of a table a sparse one.
+        pieces: of each parameter its gradient in `buffer`, as it lies in memory; once there is a reducer.
         waits_for: the reducer's buckets that hold some of its parameters and are not reduced yet.
         done: set once the buffer is filled, or there is an `error`.
     """
 
     def __init__(self, bucket: GradBucket) -> None:
         self.parameters = bucket.parameters()
-        self.gradients = bucket.gradients()
         self.buffer = bucket.buffer()
+        self.pieces: dict[Tensor, Tensor] = {}
         self.waits_for: set[int] = set()
         self.error: BaseException | None = None
         devices: list[Any] | None = [self.buffer.device] if self.buffer.is_cuda else None
         self.done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-
-    def pieces(self) -> list[Tensor]:
-        """The gradient of each parameter, as it lies in memory."""
-        return list(self.buffer.split([parameter.numel() for parameter in self.parameters]))
 
     def result(self, done: torch.futures.Future[Tensor]) -> Tensor:
         """The reduced buffer; raises the error where there is one."""
@@ -91,8 +86,12 @@ class OkTopkState:
     """What `ddp_hook` keeps from step to step: a residual for every parameter, and a reducer for every bucket.
 
     DDP calls the hook for each bucket while the backward pass goes on, and waits for all at its end. Under `no_sync` it does not,
-    so that the gradients of several batches are reduced together. After the first step DDP lays out its buckets anew, in the
-    order in which gradients came; from the third step on each is reduced where it lies. Residuals stay with their parameters.
+    so that the gradients of several batches are reduced together.
+
+    The first step is dense, as with dense_warmup_steps=1: after it DDP lays out its buckets anew, in the order in which gradients
+    came; with static_graph=True the first two are, as it does so after the second. In the next step all are reduced once the last
+    one has come, from then on each as it comes. After a load no step is dense for that. The buckets are then those of the state,
+    and gradients are copied where DDP has others.
 
     What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
     The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
@@ -132,8 +131,8 @@ class OkTopkState:
         if problem := settings_problem(settings, OkTopkState, *beside):
             raise ValueError(problem)
         self._given_comm = comm
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
+        self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
         self._of_tables: dict[str, Any] = {"nonfinite": chosen.nonfinite, "average": chosen.average}
         self._of_tables |= {"timeout": chosen.timeout, "peer_memory": settings.get("peer_memory")}
         self._tables: dict[str, RowSparseAllreduce] = {}  # by the parameter's name
@@ -147,21 +146,19 @@ class OkTopkState:
         self._memory = self._table_memory = TensorMemory()  # each with a stream of its own on GPUs
         self._reducer: BucketedAllreduce | None = None
         self._layout: _Layout = []  # the parameters of the reducer's buckets
-        self._places: dict[
-            Tensor, tuple[int, int]
-        ] = {}  # parameter -> its bucket, and where it begins in that
+        self._numbers: dict[Tensor, int] = {}  # parameter -> its bucket
+        self._updates: dict[Tensor, Tensor] = {}  # parameter -> its piece of that bucket's update
         self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
         self._orders: dict[Tensor, tuple[int, ...]] = {}  # strides that DDP has been seen to keep to
         self._watch: _Watch | None = None
         self._optimizers: FoundOptimizers | None = None
         self._agreement = StepAgreement(list)
-        self._moves_to: _Layout | None = None
         self._loaded: dict[str, Any] | None = None
-        self._steps_here = 0  # since construction or a load
+        self._dense_steps = 1  # after which DDP's buckets do not change any more
+        self._settled = False  # these steps are over
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
-        self._vectors: dict[int, Tensor] = {}  # bucket -> the buffer of DDP's that is the same, in this step
-        self._filled: list[int] = []  # elements of each bucket that came in this step
+        self._came: dict[Tensor, Tensor] = {}  # parameter -> its gradient in a buffer of DDP's, in this step
         self._lock = threading.Lock()  # of what the communication thread changes, too: `_Given.waits_for`
 
     @property
@@ -222,7 +219,7 @@ class OkTopkState:
                     error = future.exception()  # waits
                     if error is not None and not isinstance(error, TOGETHER):
                         raise error
-                self._set_up([each.parameters for each in self._given])
+                self._set_up(lambda: [each.parameters for each in self._given])
                 for each in self._given:
                     self._add(each)
             self._check_complete()
@@ -291,7 +288,7 @@ class OkTopkState:
         if self._reducer is not None:
             earlier = self._report is not None and not self._report.complete  # it was deferred
             self._agreement.hear(self._reducer.tokens, self._reducer.transport, earlier)
-        self._given, self._vectors, self._table_reports = [], {}, {}
+        self._given, self._came, self._table_reports = [], {}, {}
         self._problem = ""  # of this step, on this rank
         self._names = self._names or self._parameter_names()
         if self._device is None:
@@ -299,13 +296,13 @@ class OkTopkState:
             self._memory, self._table_memory = memory_of(device, beside=True), memory_of(device, beside=True)
         if self._loaded is not None:
             self._set_up_loaded(self._loaded)
-        self._move()
-        self._filled = [0] * len(self._layout)
+        elif self._reducer is not None and not self._settled and self._reducer.steps >= self._dense_steps:
+            self._drop_reducer()
+            self._settled = True
 
     def _check_complete(self) -> None:
         """Raise ValueError where a parameter of the reducer's buckets was in none of DDP's: futures would wait for ever."""
-        came = {parameter for given in self._given for parameter in given.parameters}
-        missing = [self._names[parameter] for parameter in self._places if parameter not in came]
+        missing = [self._names[parameter] for parameter in self._numbers if parameter not in self._came]
         if missing:
             raise ValueError(
                 f"DDP does not reduce the parameter {missing[0]!r} any more, which it did before or when the state was taken: "
@@ -315,32 +312,21 @@ class OkTopkState:
     def _add(self, given: _Given) -> None:
         """Put a bucket's gradients where the reducer's buckets have them, and start those that are complete."""
         assert self._reducer is not None
-        missing = [parameter for parameter in given.parameters if parameter not in self._places]
+        missing = [parameter for parameter in given.parameters if parameter not in self._numbers]
         if missing:
             self._found_ddp()  # raises where there are two
             raise ValueError(
                 f"DDP reduces a parameter of shape {tuple(missing[0].shape)} that it had not in earlier steps: after the model "
                 "has changed, make a new DDP and a new OkTopkState"
             )
-        places = [self._places[parameter] for parameter in given.parameters]
-        given.waits_for = {number for number, _ in places}
-        first = places[0][0]
+        given.waits_for = {self._numbers[parameter] for parameter in given.parameters}
+        given.pieces = _pieces(given.parameters, given.buffer)
+        self._came |= given.pieces
         self._problem = self._problem or self._order_problem(given)
-        if _same([given.parameters], [self._layout[first]]) and given.buffer.dtype == self._dtype:
-            self._vectors[first] = given.buffer
-            self._copies.pop(first, None)
-            self._filled[first] = len(given.buffer)
-        else:
-            for (number, start), piece in zip(places, given.pieces(), strict=True):
-                if number not in self._copies:
-                    length = self._reducer.lengths[number]
-                    self._copies[number] = torch.empty(length, dtype=self._dtype, device=piece.device)
-                self._copies[number][start : start + len(piece)].copy_(piece)
-                self._filled[number] += len(piece)
         while (number := self._reducer.started) < len(self._layout):
-            if self._filled[number] < self._reducer.lengths[number]:
+            if not all(parameter in self._came for parameter in self._layout[number]):
                 return
-            self._start(number, self._vectors[number] if number in self._vectors else self._copies[number])
+            self._start(number)
 
     def _order_problem(self, given: _Given) -> str:
         """Whether DDP gives gradients in another order than it takes them back, in a sentence; "" if it does not.
@@ -348,7 +334,7 @@ class OkTopkState:
         It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
         residuals.
         """
-        for parameter, piece in zip(given.parameters, given.pieces(), strict=True):
+        for parameter, piece in given.pieces.items():
             strides = parameter.stride()
             if self._orders.get(parameter) == strides or parameter.dim() < 2:
                 continue
@@ -364,7 +350,7 @@ class OkTopkState:
             self._orders[parameter] = strides
         return ""
 
-    def _start(self, number: int, vector: Tensor) -> None:
+    def _start(self, number: int) -> None:
         assert self._reducer is not None
         waiting = [given for given in self._given if number in given.waits_for]
         beside: dict[str, Any] = {"absent": self._unused(self._layout[number]), "problem": self._problem}
@@ -373,8 +359,22 @@ class OkTopkState:
             self._optimizers.look()
             self._agreement.state = self._optimizers.state()
             beside["token"] = self._agreement.tell()
-        future = self._reducer.start(self._memory.array(vector), self._memory.after_current(), **beside)
+        vector = self._memory.array(self._vector(number, waiting[0]))
+        future = self._reducer.start(vector, self._memory.after_current(), **beside)
         future.add_done_callback(partial(self._reduced, number, waiting))
+
+    def _vector(self, number: int, given: _Given) -> Tensor:
+        """The gradient of a bucket, where it lies if one of DDP's is the same, else copied."""
+        parameters = self._layout[number]
+        if given.buffer.dtype == self._dtype and _same([given.parameters], [parameters]):
+            self._copies.pop(number, None)
+            return given.buffer
+        if number not in self._copies:
+            length = sum(parameter.numel() for parameter in parameters)
+            self._copies[number] = torch.empty(length, dtype=self._dtype, device=given.buffer.device)
+        pieces = _pieces(parameters, self._copies[number])
+        torch._foreach_copy_(list(pieces.values()), [self._came[parameter] for parameter in parameters])
+        return self._copies[number]
 
     def _reduced(self, number: int, waiting: Sequence[_Given], future: Future[StepReport]) -> None:
         """Fill the buffers that waited for a bucket, which is reduced, and for no other one."""
@@ -393,23 +393,18 @@ class OkTopkState:
     def _fill(self, given: _Given) -> None:
         with self._memory.on_stream():
             if given.error is None:
-                for parameter, piece in zip(given.parameters, given.pieces(), strict=True):
-                    number, start = self._places[parameter]
-                    piece.copy_(self._updates[number][start : start + len(piece)])
+                for parameter, piece in given.pieces.items():
+                    piece.copy_(self._updates[parameter])
             given.done.set_result(given.buffer)
 
     def _unused(self, parameters: Sequence[Tensor]) -> Spans:
         """Where in a bucket no backward pass of this step has left a gradient on this rank."""
-        spans: list[tuple[int, int]] = []
         watch = self._watch
-        for parameter in parameters:
-            used = (
-                parameter in watch.used if watch is not None and watch.whole else parameter.grad is not None
-            )
-            if not used and parameter.numel():
-                begin = self._places[parameter][1]
-                spans.append((begin, begin + parameter.numel()))
-        return tuple(spans)
+        if watch is not None and watch.whole:
+            used = [parameter in watch.used for parameter in parameters]
+        else:
+            used = [parameter.grad is not None for parameter in parameters]
+        return missing_spans([parameter.numel() for parameter in parameters], used)
 
     def _check_all_came(self) -> None:
         """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
@@ -429,91 +424,77 @@ class OkTopkState:
         """Take the report of a step whose backward pass has ended. Talks to no other rank."""
         tables, self._reducing_tables = self._reducing_tables, {}
         failed = {name for name, future in tables.items() if future.exception() is not None}  # waits
-        reduced = self._finish_buckets(bool(failed))
-        if failed or not reduced:  # the backward pass has raised it
+        holds = not failed
+        if self._reducer is not None and self._given:
+            ended = holds and not self._left_out
+            self._given = []
+            try:
+                if ended:
+                    self._report = self._reducer.finish(all_or_none=False)
+            except Exception:  # the backward pass has raised it
+                holds = False
+            if not ended:
+                holds = False
+                with self._memory.before_torch():
+                    self._reducer.abandon()
+        if not holds:
             for name in tables.keys() - failed:
                 self._tables[name].take_back()
 
-    def _finish_buckets(self, tables_failed: bool) -> bool:
-        """As `_finish_step`, of the dense buckets. Returns whether their step holds."""
-        reducer, given = self._reducer, self._given
-        if reducer is None or not given:
-            return True
-        left_out = self._left_out
-        self._given = []
-        if tables_failed or left_out:  # the backward pass was left by an error
-            with self._memory.before_torch():
-                reducer.abandon()
-            return False
-        try:
-            self._report = reducer.finish(all_or_none=False)
-        except Exception:  # the backward pass has raised it
-            return False
-        self._steps_here += 1
-        layout = [each.parameters for each in given]
-        # a process that continues a run begins with the buckets of a first step once more
-        if self._steps_here > 1 and not _same(layout, self._layout):
-            self._moves_to = layout
-        return True
-
-    def _set_up(self, layout: _Layout, loading: bool = False) -> None:
-        """Make the reducer of these buckets. Collective."""
-        every = [parameter for parameters in layout for parameter in parameters]
-        first = self._reducer is None and not loading
+    def _set_up(self, layout: Callable[[], _Layout], loading: bool = False) -> None:
+        """Make the reducer of these buckets, where there is none of them. Collective."""
+        met = self._met("the first step of OkTopkState", _SAME_PASSES)
+        with met as transport, transport.together(ValueError) as alike:
+            # a rank without a state would reduce while the others load theirs
+            alike["whether a state was loaded"] = loading
+            buckets = layout()
+            every = [parameter for parameters in buckets for parameter in parameters]
+            refuse(type_problem(every))
+            if reducer_of(every, DistributedOptimizer) is not None:
+                raise ValueError(
+                    "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
+                    "DistributedOptimizer, and close() the other one"
+                )
+        if self._reducer is not None:
+            if _same(buckets, self._layout):
+                return
+            self._drop_reducer()
         types = {parameter.dtype for parameter in every}
-        problem = type_problem(every)
-        if reducer_of(every, DistributedOptimizer) is not None:
-            problem = (
-                "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
-                "DistributedOptimizer, and close() the other one"
-            )
         gradient_type = "float32"
         if len(types) == 1 and self._memory.device != "cpu":
-            gradient_type = next(
-                (name for name, dtype in GRADIENT_TYPES.items() if dtype in types), "float32"
-            )
+            gradient_type = TYPE_NAMES[types.pop()]
         arguments = {"gradient_type": gradient_type, **self._arguments}
-        self._reducer = BucketedAllreduce(
+        warmup = self._arguments.get("dense_warmup_steps", 0)
+        arguments["dense_warmup_steps"] = max(self._dense_steps, warmup)
+        self._reducer = reducer = BucketedAllreduce(
             arguments.pop("comm"),
-            [sum(parameter.numel() for parameter in parameters) for parameters in layout],
+            [sum(parameter.numel() for parameter in parameters) for parameters in buckets],
             device=self._memory.device,
             stream=self._memory.stream,
-            problem=problem,
             advice=_SAME_PASSES,
             **arguments,
         )
         register_reducer(self, every)
-        self._look_around(every, first)
-        # a rank without a state would reduce while the others load theirs
-        self._reducer.transport.agree({"whether a state was loaded": loading})
+        self._look_around(every, warn=reducer.transport.rank == 0 and not (self._settled or loading))
+        for bucket in reducer.buckets if self._settled else ():
+            bucket.renumber(self._dense_steps, 0)
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
-        self._updates = [self._memory.tensor(update) for update in self._reducer.updates]
-        self._layout, self._copies = layout, {}
-        self._filled = [0] * len(layout)
-        self._places = {}
-        for number, parameters in enumerate(layout):
-            start = 0
-            for parameter in parameters:
-                self._places[parameter] = number, start
-                start += parameter.numel()
+        self._layout = buckets
+        for number, (parameters, update) in enumerate(zip(buckets, reducer.updates, strict=True)):
+            self._numbers |= dict.fromkeys(parameters, number)
+            self._updates |= _pieces(parameters, self._memory.tensor(update))
 
-    def _move(self) -> None:
-        """Go on with the buckets that DDP has now. Collective."""
-        if self._moves_to is None:
-            return
-        assert self._reducer is not None
-        self._reducer.complete()  # where its last step was deferred, `report` has that one
-        layout, self._moves_to = self._moves_to, None
-        old, places = self._reducer, self._places
-        held = [bucket.whole_residual() for bucket in old.buckets]
-        counts = old.steps, old.buckets[0].sparse_steps
-        old.close()
-        self._set_up(layout)
-        for parameters, bucket in zip(layout, self._reducer.buckets, strict=True):
-            bucket.continue_from(_concatenated(parameters, places, held), *counts)
+    def _drop_reducer(self) -> None:
+        """Close the reducer, if there is one. Collective."""
+        if self._reducer is not None:
+            unregister_reducer(self)
+            self._reducer.close()
+        self._reducer, self._layout, self._numbers, self._updates, self._copies = None, [], {}, {}, {}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on, copied: tensors, numbers and parameters' names, under a key with this rank.
+
+        While the first steps are dense it is that of before them, and a training that continues begins with them once more.
 
         Every rank saves its own, or all together by `torch.distributed.checkpoint`, which takes this object; see
         `oktopk.elastic.redistribute` for another number of ranks, and `oktopk.elastic.of_rank` for what lies under the key.
@@ -528,15 +509,11 @@ class OkTopkState:
             return by_rank(self._loaded)
         tables = {name: as_tensors(table.state_dict()) for name, table in self._tables.items()}
         tables |= self._loaded_tables
-        if self._reducer is None:
-            return by_rank({"buckets": [], "moves_to": None, "reducer": None, "tables": tables})
-        state = {
-            "buckets": self._named(self._layout),
-            "moves_to": None if self._moves_to is None else self._named(self._moves_to),
-            "reducer": as_tensors(self._reducer.state_dict()),
-            "tables": tables,
-        }
-        return by_rank(state)
+        if self._reducer is None or not self._settled:
+            return by_rank({"buckets": [], "reducer": None, "tables": tables})
+        names = [[self._names[parameter] for parameter in parameters] for parameters in self._layout]
+        reducer = as_tensors(self._reducer.state_dict())
+        return by_rank({"buckets": names, "reducer": reducer, "tables": tables})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Collective.
@@ -554,24 +531,24 @@ class OkTopkState:
         self._loaded_tables = dict(state["tables"])
         for table in self._tables.values():
             table.reset()
-        self._steps_here, self._moves_to = 0, None
 
     @contextmanager
-    def _met(self, what: str) -> Iterator[Transport]:
+    def _met(self, what: str, advice: str = EVERY_RANK_CALLS) -> Iterator[Transport]:
         """A transport of all ranks, which begin this call: that of the reducer, where a step of the others waits. Collective."""
         if self._reducer is not None and not self._left_out:
             self._finish_step()
             self._reducer.meet(what)
             yield self._reducer.transport
             return
-        with closing(connect(self._arguments["comm"], Limit(what, self._of_tables["timeout"]))) as transport:
+        limit = Limit(what, self._of_tables["timeout"], advice)
+        with closing(connect(self._arguments["comm"], limit)) as transport:
             yield transport
 
     def _state_problem(self, state: Any) -> str:
         """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
         if problem := problem_of(state):
             return problem
-        if not isinstance(state, dict) or not {"buckets", "moves_to", "reducer", "tables"} <= state.keys():
+        if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
             return "the state is not one of OkTopkState.state_dict()"
         if state["reducer"] is None:
             return ""
@@ -597,21 +574,10 @@ class OkTopkState:
         if state["reducer"] is None:  # of before the first step
             self._free()
             return
-        try:
-            layout = self._found(state["buckets"])
-        except ValueError as error:
-            BucketedAllreduce(self._arguments["comm"], [1], problem=str(error))  # tells the other ranks
-            raise
-        if self._reducer is None or not _same(layout, self._layout):
-            if self._reducer is not None:
-                self._reducer.close()
-            self._set_up(layout, loading=True)
+        self._set_up(lambda: self._found(state["buckets"]), loading=True)
         assert self._reducer is not None
         self._reducer.load_state_dict(as_arrays(state["reducer"]))
-        self._moves_to = None if state["moves_to"] is None else self._found(state["moves_to"])
-
-    def _named(self, layout: _Layout) -> list[list[str]]:
-        return [[self._names[parameter] for parameter in parameters] for parameters in layout]
+        self._settled = True
 
     def _found(self, names: Sequence[Sequence[str]]) -> _Layout:
         """The parameters of these names."""
@@ -621,20 +587,15 @@ class OkTopkState:
             raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
         return [[known[name] for name in bucket] for bucket in names]
 
-    def _look_around(self, parameters: Sequence[Tensor], first: bool) -> None:
-        """Find the optimizers of these parameters; warn of what parts ranks or loses residuals.
-
-        Args:
-            first: the state is new, and was not loaded.
-        """
+    def _look_around(self, parameters: Sequence[Tensor], warn: bool) -> None:
+        """Find the optimizers of these parameters; warn of what parts ranks or loses residuals."""
         if self._watch is None:
             self._watch = _Watch([parameter for parameter in parameters if parameter.requires_grad])
         whole = list(self._names)  # with the tables
         self._optimizers = self._optimizers or FoundOptimizers(whole)
         found = self._optimizers.look()
         self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
-        assert self._reducer is not None
-        if not first or self._reducer.transport.rank:
+        if not warn:
             return
         if any(held.state for held in found) and self._arguments["method"] != "dense":
             warnings.warn(
@@ -649,6 +610,7 @@ class OkTopkState:
         ddp, module = self._found_ddp(), self._module
         if ddp is not None:
             module = module or ddp.module
+            self._dense_steps = 2 if ddp.static_graph else 1
             group = ddp.process_group
             if self._arguments["comm"] is None:
                 self._arguments["comm"] = group
@@ -706,7 +668,7 @@ class OkTopkState:
 
     def _free(self) -> None:
         self._finish_step()
-        self._given, self._moves_to, self._steps_here = [], None, 0
+        self._given, self._settled = [], False
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -715,13 +677,10 @@ class OkTopkState:
         for table in self._tables.values():
             table.close()
         self._tables, self._table_reports = {}, {}
-        if self._reducer is not None:
-            unregister_reducer(self)
-            self._reducer.close()
-            self._reducer, self._layout, self._places = None, [], {}
-            if self._watch is not None:
-                self._watch.remove()
-                self._watch = None
+        self._drop_reducer()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
 
 
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
@@ -806,32 +765,16 @@ def group_problem(comm: Any, group: dist.ProcessGroup) -> str:
 
 def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:
     """The DDPs of this process that have a state."""
-    return [
-        held
-        for held in gc.get_objects()
-        if issubclass(type(held), DistributedDataParallel) and _has_state(held, state)
-    ]
+    ddps = [held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel)]
+    return [ddp for ddp in ddps if any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))]
 
 
-def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:
-    return any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))
+def _pieces(parameters: Sequence[Tensor], vector: Tensor) -> dict[Tensor, Tensor]:
+    """Of each parameter its part of a vector that has them one after the other."""
+    sizes = [parameter.numel() for parameter in parameters]
+    return dict(zip(parameters, vector.split(sizes), strict=True))
 
 
 def _same(one: Iterable[Sequence[Tensor]], other: Iterable[Sequence[Tensor]]) -> bool:
     """Whether two layouts are of the same parameters in the same order."""
     return [list(map(id, parameters)) for parameters in one] == [list(map(id, p)) for p in other]
-
-
-def _concatenated(
-    parameters: Sequence[Tensor], places: dict[Tensor, tuple[int, int]], held: Sequence[Any]
-) -> Any:
-    """The residual of a new bucket, put together of those of the old ones; None where none of them has any."""
-    if all(vector is None for vector in held):
-        return None
-    pieces = []
-    for parameter in parameters:
-        number, start = places[parameter]
-        vector = held[number]
-        length = parameter.numel()
-        pieces.append(np.zeros(length, np.float32) if vector is None else vector[start : start + length])
-    return np.concatenate(pieces)

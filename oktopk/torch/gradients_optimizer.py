@@ -44,8 +44,8 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
         step uses the buffer); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three of each where kernels read
-        gradients in place.
+    Traffic: that of the method, once a step; at construction two barriers and three allgathers, one of each more where kernels
+        read gradients in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
     """
 
@@ -125,14 +125,10 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     ) -> list[GradientTensors]:
         """For each reducer a list of its parameters' gradients. Collective."""
         kind = TYPE_NAMES[self._parameters[0].dtype]
-        try:
-            return [
-                reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
-                for reducer, each in zip(reducers, ranges, strict=True)
-            ]
-        except ValueError:
-            self.reducer.close()  # on every rank alike, as the error is
-            raise
+        return [
+            reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
+            for reducer, each in zip(reducers, ranges, strict=True)
+        ]
 
     @property
     def gradient(self) -> NDArray[np.float32]:

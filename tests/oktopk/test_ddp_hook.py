@@ -70,8 +70,8 @@ def train(ddp: DistributedDataParallel, rank: int, steps: range) -> None:
 def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
     """The sum of every parameter's residual over the ranks."""
     saved = of_rank(state.state_dict())
-    found: dict[str, np.ndarray] = {}
     parameters = dict(Branches().named_parameters())
+    found = {name: np.zeros(parameter.numel()) for name, parameter in parameters.items()}
     for number, names in enumerate(saved["buckets"]):
         held = saved["reducer"]["buckets"][str(number)]["residual"]
         pieces = held.split([parameters[name].numel() for name in names])
@@ -102,7 +102,7 @@ def test_what_is_applied_and_what_remains_add_up_to_the_gradients(
     ddp, state = hooked(options, place, **settings)
     own = Branches().to(place)
     carried = {name: np.zeros(p.numel()) for name, p in own.named_parameters()}
-    for step in range(5):  # DDP lays its buckets out anew after the first
+    for step in range(5):
         through = "find_unused_parameters" not in options or step % 2 == 0
         own.load_state_dict(ddp.module.state_dict())
         for module in (ddp, own):
@@ -142,11 +142,37 @@ def test_gradients_of_several_batches_are_reduced_together(comm: MPI.Intracomm) 
 
 def test_k_and_its_caps_are_those_of_the_whole_model(comm: MPI.Intracomm) -> None:
     ddp, state = hooked()
-    for step in range(5):
+    train(ddp, comm.rank, range(1))  # dense
+    for step in range(1, 5):
         train(ddp, comm.rank, range(step, step + 1))
         assert state.report.k == -(-len(flat(ddp)) // 20)
-        assert len(state.report.buckets) > 1 or step < 2  # DDP begins with one
+        assert len(state.report.buckets) > 1
         assert state.report.global_nnz <= 1.25 * state.report.k
+
+
+@pytest.mark.parametrize(
+    ("warmup", "options", "dense"), [(0, {}, 1), (3, {}, 3), (0, {"static_graph": True}, 2)]
+)
+def test_the_first_step_is_dense_and_then_buckets_stay(
+    comm: MPI.Intracomm, warmup: int, options: dict[str, object], dense: int
+) -> None:
+    """DDP lays its buckets out anew after its first step, with a static graph after its second one."""
+    ddp, state = hooked(options, dense_warmup_steps=warmup)
+    saved = of_rank(state.state_dict())
+    loss(ddp, comm.rank, 0).backward()
+    own = Branches()
+    for rank in range(comm.size):
+        (loss(own, rank, 0) / comm.size).backward()
+    for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
+        assert torch.allclose(reduced.grad, mine.grad, rtol=1e-5, atol=1e-6), name
+    assert of_rank(state.state_dict()) == saved, "a dense step leaves something behind"
+    reducers = [state.reducer]
+    for step in range(1, 6):
+        train(ddp, comm.rank, range(step, step + 1))
+        assert (state.report.step, state.report.method) == (step, "dense" if step < dense else "oktopk")
+        reducers.append(state.reducer)
+        assert reducers[-1] is reducers[-2] or step == 1 + len(options)
+    assert len(state.report.buckets) == 2
 
 
 @pytest.mark.parametrize("saved_at", [3, 5])
