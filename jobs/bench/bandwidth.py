@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         documents = [read(path) for path in options.documents]
-        draw([chart(documents, options.methods, options.length, options.bytes)], options.output)
+        draw(chart(documents, options.methods, options.length, options.bytes), options.output)
     except BenchError as error:
         show(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
         return 2

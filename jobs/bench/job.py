@@ -79,14 +79,6 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
     """The kind of the document, and its runs."""
     if options.table == "gpu":
         return "gpu table", [partial(measure_cell, cell, own, comm) for cell, own in chosen(options)]
-    if options.table == "hook":
-        from jobs.bench.hook import measure_hooks  # torch
-
-        return "hook table", [partial(measure_hooks, options, comm)]
-    if options.table == "dense":
-        from jobs.bench.dense import measure_dense  # torch and CuPy
-
-        return "dense table", [partial(measure_dense, options, comm)]
     each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
     return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
 

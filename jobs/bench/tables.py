@@ -15,7 +15,6 @@ from pathlib import Path
 
 from data.command import command_parser, show
 from data.durable import replaced
-from jobs.bench.dense_table import dense_table
 from jobs.bench.document import BenchError, Run, not_held, ordered, read
 from jobs.bench.gpu.tables import gpu_tables
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
@@ -94,7 +93,7 @@ def links_table(run: Run) -> list[Block]:
         Column("step, ms", NAME),
         Column("mean", figure("seconds.all.mean", ms, 1e3)),
         Column("median", figure("seconds.all.median", ms, 1e3)),
-        Column("bytes a host sends to others", counted("link.host_bytes")),
+        Column("bytes a host sends to others", _host_bytes),
         Column("floor", figure("link.floor", ms, 1e3)),
         Column("mean − floor", figure("link.above", ms, 1e3)),
         Column("transfer / rate", figure("link.transfer.share", "{:.2f}")),
@@ -115,6 +114,11 @@ def links_table(run: Run) -> list[Block]:
     fast = [method for method in methods if not method["link"]["transfer"]["holds"]]
     notes = [f"{method['name']}: {not_held(method['link']['transfer'], link['told'])}" for method in fast]
     return [heading, table(columns, methods), *notes]
+
+
+def _host_bytes(method: Run) -> str:
+    """Counted, or else by formula, which it then says."""
+    return figure("link.host_bytes")(method) + ("" if method["counted"] else " by formula")
 
 
 _BETWEEN_HOSTS = {"nccl": "NCCL fp32", "nccl-bf16": "NCCL bf16", "mpi-ring": "MPI's ring"}
@@ -207,51 +211,43 @@ def sweep_table(runs: Sequence[Run]) -> list[Block]:
     return [heading, table(columns, runs, align=("right", "right"))]
 
 
-def hook_table(run: Run) -> list[Block]:
-    """Milliseconds of a training step with each communication hook, and what a rank sends."""
-    columns = [
-        Column("step, ms", NAME),
-        Column("mean", figure("seconds.mean", "{:.2f}", 1e3)),
-        Column("median", figure("seconds.median", "{:.2f}", 1e3)),
-        Column("exposed", figure("seconds.exposed", "{:.2f}", 1e3)),
-        Column("plain-topk's median / its", over("against.seconds.median", "seconds.median")),
-        Column("exposed / its", over("against.seconds.exposed", "seconds.exposed")),
-        Column("bytes a rank", counted("bytes")),
-        Column("by", lambda method: method.get("carrier", "")),
-    ]
-    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns, "plain-topk")
+_OF_SCRIPTS = {
+    "mean": ("seconds.mean", "{:.2f}", 1e3),
+    "median": ("seconds.median", "{:.2f}", 1e3),
+    "exposed": ("seconds.exposed", "{:.2f}", 1e3),
+    "bytes a rank": ("bytes", "{:,.0f}", 1.0),
+    "MB a rank": ("bytes.mean", "{:,.2f}", 1e-6),
+    "busiest": ("bytes.busiest", "{:,.2f}", 1e-6),
+    "memory, MB": ("peak", "{:,.0f}", 1e-6),
+}
+"""Head -> path, form and scale of a figure that documents of scripts may have."""
 
 
-def rows_table(run: Run) -> list[Block]:
-    """Milliseconds of a sum of rows by each contestant, by stage, and what a rank sends."""
-    columns = [
-        Column("step, ms", NAME),
-        Column("median", figure("seconds.median", "{:.1f}", 1e3)),
-        Column("mean", figure("seconds.mean", "{:.1f}", 1e3)),
-        Column("median / oktopk-rows'", over("seconds.median", "against.seconds.median")),
-        Column("MB a rank", counted("bytes.mean", "{:,.2f}", 1e-6)),
-        Column("busiest", figure("bytes.busiest", "{:,.2f}", 1e-6)),
-        Column("memory, MB", figure("peak", "{:,.0f}", 1e-6)),
-        Column(
-            "stages, ms",
-            lambda method: ", ".join(f"{stage} {1e3 * time:.1f}" for stage, time in method["stages"].items()),
-        ),
-    ]
-    whole, touched = run["table"], run["touched"]
-    what = (
-        f"table of {whole['rows']:,} x {whole['width']} float32, {run['skew']}: {touched['drawn']:,} rows drawn a rank, "
-        f"{touched['distinct']:,.0f} distinct, {touched['summed']:,.0f} in the sum"
-    )
-    return _headed(run, what, columns, "oktopk-rows")
+def script_table(run: Run) -> list[Block]:
+    """Milliseconds of a step and what a rank sends in it, by each contestant of a script beside results."""
 
+    def number(path: str, method: Run) -> float | None:
+        found = at(method, path)
+        return found if isinstance(found, int | float) else None
 
-def _headed(run: Run, what: str, columns: list[Column], against: str) -> list[Block]:
-    """A table of the methods below a heading; each has the one named `against` under that name."""
-    compared = next((method for method in run["methods"] if method["name"] == against), None)
-    methods = [method | {"against": compared} for method in run["methods"]]
-    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {what}, {_course(run)}"
+    def cell(path: str, form: str, scale: float, method: Run) -> str:
+        return shown(number(path, method), form, scale)
+
+    columns = [Column("step, ms", NAME)]
+    for head, (path, form, scale) in _OF_SCRIPTS.items():
+        if any(number(path, method) is not None for method in run["methods"]):
+            columns.append(Column(head, functools.partial(cell, path, form, scale)))
+    columns.append(Column("counted", lambda method: "yes" if method["counted"] else "by formula"))
+    columns.append(Column("by", _carrier))
+    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {_course(run)}"
     heading += f", {run['network']}" if run["network"] else ""
-    return [heading + _left_out(run), table(columns, methods)]
+    return [heading + _left_out(run), table(columns, run["methods"])]
+
+
+def _carrier(method: Run) -> str:
+    """The stages of a method, or what carries its messages."""
+    stages = (f"{stage} {1e3 * seconds:.1f}" for stage, seconds in method.get("stages", {}).items())
+    return ", ".join(stages) or str(method.get("carrier", ""))
 
 
 def _course(run: Run) -> str:
@@ -262,28 +258,16 @@ def _left_out(run: Run) -> str:
     return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
-def counted(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Callable[[Run], str]:
-    """Cells of a figure that is counted, or else by formula, which they then name."""
-    return lambda method: figure(path, form, scale)(method) + ("" if method["counted"] else " by formula")
-
-
-_RUN_TABLES: dict[str, Callable[[Run], list[Block]]] = {
-    "dense table": dense_table,
-    "hook table": hook_table,
-    "rows table": rows_table,
-}
-"""Kind of a document -> the tables of one of its runs."""
-
-
 def document_tables(content: Run, markdown: bool = False) -> str:
-    """All tables of a document, for a terminal or in Markdown."""
+    """All tables of a document, for a terminal or in Markdown. Raises BenchError: it is of a kind that has none."""
     if content["kind"] == "gpu table":
         return text(gpu_tables(content), markdown)
     if content["kind"] == "sweep":
         return text(sweep_table(content["runs"]), markdown)
-    tables = _RUN_TABLES.get(
-        content["kind"], functools.partial(run_tables, machine=content.get("machine", {}))
-    )
+    if content["kind"] not in ("bench", "ablation", "hook table", "rows table"):
+        raise BenchError(f"documents of the kind {content['kind']!r} have no tables here")
+    of_bench = content["kind"] in ("bench", "ablation")
+    tables = functools.partial(run_tables, machine=content["machine"]) if of_bench else script_table
     return text((block for run in content["runs"] for block in tables(run)), markdown)
 
 
