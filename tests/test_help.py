@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "jobs.bench",
     "jobs.bench.bandwidth",
-    "jobs.bench.tables",
     "jobs.demo",
     "jobs.experiment",
     "jobs.report",

@@ -226,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ablate", action="store_true", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
     add("--sweep-ranks", type=numbers, metavar="P,P,...", help=text)
-    text = "Table to measure in place of one run: gpu, cells with target times; default: none"
+    text = "Table to measure in place of one run: gpu, ten cells beside NCCL; default: none"
     add("--table", choices=("gpu",), help=text)
     text = "Numbers of the rows of --table gpu to measure, from 1; default: all"
     add("--rows", type=numbers, metavar="I,I", help=text)

@@ -20,7 +20,6 @@ TITLES = {
     "nccl": "NCCL fp32",
     "nccl-bf16": "NCCL bf16",
     "oktopk-mpi": "Ok-Topk, MPI alone",
-    "oktopk-into-g": "Ok-Topk into g",
 }
 """Of rows that are no method; those of methods are in jobs.render.style."""
 _WIRES = dict(

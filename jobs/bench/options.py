@@ -12,11 +12,10 @@ from jobs.bench.mpi import ALGORITHMS
 from oktopk import METHODS, Settings
 
 OVER_MPI = "oktopk-mpi"
-OWN_ROWS = (OVER_MPI, "oktopk-into-g")
-"""On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
+"""On a GPU: Ok-Topk kept to MPI where it could do without."""
 KNOWN = {
     "cpu": (*METHODS, *ALGORITHMS, *HOST_ROWS),
-    "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),
+    "cuda": (*METHODS, OVER_MPI, *NCCL_ROWS, *HOST_ROWS),
 }
 """device -> what `--methods` takes."""
 ABLATION_RANKS = (4, 8)
@@ -89,7 +88,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "device": "cuda",
         "lengths": (),
         "gradient_type": "",
-        "methods": ("oktopk", *OWN_ROWS, *NCCL_ROWS),
+        "methods": ("oktopk", OVER_MPI, *NCCL_ROWS),
         "budget": 300.0,
     },
 }

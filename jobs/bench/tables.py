@@ -1,22 +1,11 @@
-"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words.
-
-    python -m jobs.bench.tables FILE.json                   the tables of a document again
-    python -m jobs.bench.tables FILE.json --into README.md
-
-The second puts them, in Markdown, between the lines <!-- FILE.json --> and <!-- end of FILE.json -->.
-"""
+"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from data.command import command_parser, show
-from data.durable import replaced
-from jobs.bench.document import BenchError, Run, not_held, ordered, read
-from jobs.bench.gpu.tables import gpu_tables
+from jobs.bench.document import BenchError, Run, not_held, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
@@ -156,6 +145,14 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     """Milliseconds of each stage: mean over the ranks / the rank that took least (floor, mean / floor)."""
     form = f"{{:.{digits}f}}"
     blocks = []
+    if on_device := [method for method in methods if method.get("device_stages")]:
+        columns = [Column("regular steps on the device, ms (floor)", str)]
+        columns += [
+            Column(method["name"], functools.partial(_on_device, form=form, method=method))
+            for method in on_device
+        ]
+        stages = dict.fromkeys(stage for method in on_device for stage in method["device_stages"])
+        blocks.append(table(columns, stages))
     for kind in ("regular", "exact"):
         stages = dict.fromkeys(stage for method in methods for stage in method["stages"][kind] or {})
         if not stages:
@@ -177,6 +174,12 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     return blocks
 
 
+def _on_device(stage: str, form: str, method: Run) -> str:
+    found = at(method, f"device_stages.{stage}") or {}
+    floor = found.get("floor")
+    return shown(found.get("seconds"), form, 1e3) + ("" if floor is None else f" ({shown(floor, form, 1e3)})")
+
+
 def memory_table(methods: list[Run]) -> Table:
     """Megabytes that a step takes and gives back."""
 
@@ -188,6 +191,8 @@ def memory_table(methods: list[Run]) -> Table:
     for kind in ("regular", "exact"):
         columns.append(Column(f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
         columns.append(Column("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))
+    if any(at(method, "memory.regular.synchronizations") is not None for method in methods):
+        columns.append(Column("waits, regular", figure("memory.regular.synchronizations")))
     return table([*columns, Column("n-sized", n_sized)], methods)
 
 
@@ -258,54 +263,53 @@ def _left_out(run: Run) -> str:
     return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
-def document_tables(content: Run, markdown: bool = False) -> str:
-    """All tables of a document, for a terminal or in Markdown. Raises BenchError: it is of a kind that has none."""
-    if content["kind"] == "gpu table":
-        return text(gpu_tables(content), markdown)
-    if content["kind"] == "sweep":
-        return text(sweep_table(content["runs"]), markdown)
-    if content["kind"] not in ("bench", "ablation", "hook table", "rows table"):
-        raise BenchError(f"documents of the kind {content['kind']!r} have no tables here")
-    of_bench = content["kind"] in ("bench", "ablation")
-    tables = functools.partial(run_tables, machine=content["machine"]) if of_bench else script_table
-    return text((block for run in content["runs"] for block in tables(run)), markdown)
+def cells_table(content: Run) -> Table:
+    """Microseconds of a step by cell of the GPU table, beside NCCL's."""
+    times = {"NCCL fp32": "nccl", "NCCL bf16": "nccl-bf16", "Ok-Topk": "oktopk"}
+    columns = [Column("step, us", cell_title)]
+    for head, name in times.items():
+        columns.append(Column(f"{head}: mean", figure(f"of.{name}.seconds.all.mean", *US)))
+    for kind in ("regular", "exact"):
+        columns.append(Column(f"{kind}: median", figure(f"of.oktopk.seconds.{kind}.median", *US)))
+    columns.append(Column("times NCCL's", _times_of_nccl))
+    return table(columns, map(_by_name, content["runs"]))
 
 
-def insert(text: str, name: str, tables: str) -> str:
-    """A text with the tables of the file `name` between its marks.
-
-    Raises:
-        BenchError: the marks are not there, once each and in order.
-    """
-    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    if text.count(first) != 1 or text.count(last) != 1 or text.index(first) > text.index(last):
-        raise BenchError(f"the text does not hold the lines {first} and {last}, once each and in this order")
-    before, after = text[: text.index(first) + len(first)], text[text.index(last) :]
-    return f"{before}\n\n{tables}\n\n{after}"
+US = ("{:,.1f}", 1e6)
+"""Form and scale of microseconds."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a document's tables, or put them into a text. Returns the exit status: 0, or 2 with one message."""
-    title = "Print the tables of a document of jobs.bench, or put them into a text."
-    parser = command_parser("jobs.bench.tables", title, "bench.json", "bench.json --into README.md")
-    what = "JSON file that jobs.bench wrote with --json"
-    parser.add_argument("document", type=Path, metavar="FILE.json", help=what)
-    what = "Markdown text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->"
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help=what)
-    given = parser.parse_args(argv)
-    try:
-        tables = document_tables(read(given.document), markdown=given.into is not None)
-        if given.into is None:
-            show(tables)
-        else:
-            page = insert(given.into.read_text(encoding="utf-8"), given.document.name, tables)
-            with replaced(given.into) as draft:
-                draft.write_text(page, encoding="utf-8")
-    except (BenchError, OSError) as error:
-        show(f"jobs.bench.tables: {error}", file=sys.stderr)
-        return 2
-    return 0
+def _by_name(run: Run) -> Run:
+    """The run with its methods by name, for paths such as "of.nccl.seconds.all.mean"."""
+    return run | {"of": {method["name"]: method for method in run["methods"]}}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _times_of_nccl(run: Run) -> str:
+    """The mean step of NCCL's dense allreduce of the gradients' type over Ok-Topk's."""
+    return over(f"of.{run['baseline']}.seconds.all.mean", "of.oktopk.seconds.all.mean")(run)
+
+
+def cell_title(run: Run) -> str:
+    """Length, density and gradient type of a run, in a few words."""
+    length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
+    return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
+
+
+def cell_line(run: Run) -> str:
+    """One cell in a line, for whoever waits."""
+    mean = figure("of.oktopk.seconds.all.mean", *US)(_by_name(run))
+    times = f"{_times_of_nccl(_by_name(run))} times faster than {run['baseline']}"
+    return f"{cell_title(run)}: {mean} us, {times}; took {run['seconds_taken']:.0f} s"
+
+
+def document_tables(content: Run) -> str:
+    """All tables of a document. Raises BenchError: it is of a kind that has none."""
+    kind, runs = content["kind"], content["runs"]
+    if kind == "sweep":
+        return text(sweep_table(runs))
+    if kind in ("hook table", "rows table"):
+        return text(block for run in runs for block in script_table(run))
+    if kind not in ("bench", "ablation", "gpu table"):
+        raise BenchError(f"documents of the kind {kind!r} have no tables here")
+    above = [cells_table(content)] if kind == "gpu table" else []
+    return text([*above, *(block for run in runs for block in run_tables(run, content["machine"]))])
