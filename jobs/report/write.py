@@ -8,7 +8,6 @@ from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
-from jobs.render.chart import Chart
 from jobs.render.table import Table, write_columns, write_rows
 from jobs.report import pictures
 from jobs.report.groups import Group, group_runs, reads_text
@@ -36,7 +35,6 @@ def report(
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
     links: SlowLinks | None = None,
-    between_hosts: Sequence[Chart] = (),
 ) -> str:
     """Write the page and the CSV files into folder, which is made if need be.
 
@@ -48,7 +46,6 @@ def report(
         title: the page's heading.
         claims: what the runs were to show; notes_besides: what the files do not say. For the page.
         links: adds a headline that compares Ok-Topk with Dense, also over these links.
-        between_hosts: pictures of what links between hosts carry, for a section of their own.
 
     Returns:
         The headline if there is one, and the tables, with a note below it on every run that is not what it seems.
@@ -69,7 +66,6 @@ def report(
     shown = groups["train"] or groups["speed"] or groups["regions"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
-    sections.append(Section("Between hosts", between_hosts))
     if links and (bars := pictures.step_bars(groups["train"], groups["slow"], links.rate)):
         sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
