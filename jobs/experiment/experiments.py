@@ -79,8 +79,6 @@ class Experiment(Model):
             compared by speed. Those by another method than the library's need GPUs.
         buckets: "reduction.bucket_mb" that the speeds of rivals are compared at; empty: the configuration's.
         accuracy: held out, to which times are taken; None where a loss is compared.
-        epoch_seconds, step_seconds: how long an epoch, or a step, is expected to take where nothing was measured yet: by
-            what the configuration counts in.
         seeds: of the repeated methods, unless another number is asked for.
         speed_steps: of a run that is compared by its speed, likewise.
         speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
@@ -98,8 +96,6 @@ class Experiment(Model):
     fast: tuple[str, ...]
     targets: tuple[Target, ...]
     accuracy: float | None = None
-    epoch_seconds: float = 0.0
-    step_seconds: float = 0.0
     seeds: int = 3
     speed_steps: int = 200
     speed_batches: tuple[int, ...] = ()

@@ -27,7 +27,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Folder of the runs and of their report"
     add("-o", "--output", type=Path, required=True, metavar="DIR", help=text)
     add("--ranks", type=int, default=4, help="Number of ranks to train on, at least 1; default: %(default)s")
-    text = "Start no run that would end later than so many seconds from now; default: no limit"
+    text = "Stop the run at work with a checkpoint after so many seconds; default: no limit"
     add("--budget", type=float, metavar="SECONDS", help=text)
     length = parser.add_mutually_exclusive_group()
     for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert, gpt, vit")):

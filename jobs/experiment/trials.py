@@ -1,10 +1,10 @@
-"""The runs of an experiment, and their expected durations."""
+"""The runs of an experiment."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jobs.config.modes import DENSE_OVLP
@@ -15,13 +15,6 @@ SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
 REGIONS_EVERY = 10  # of the short runs that compare regions
 SHORT = ("regions", "speed")
 KINDS = ("train", "sweep", *SHORT)
-
-
-START_SECONDS = 20.0
-"""A launch: imports, MPI, the first touch of a GPU."""
-
-RUN_SECONDS = 3.0
-"""What a run takes beside its steps: its network, its kernels, its file."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +34,6 @@ class Trial:
     ranks: int
     seed: int
     settings: Mapping[str, Any]
-
-    @property
-    def work(self) -> str:
-        """Key that runs of similar duration on as many ranks share."""
-        batch = self.settings.get("training.batch_size")
-        kind = "train" if self.kind == "sweep" else self.kind
-        return kind if batch is None else f"{kind}, batches of {batch}"
 
 
 def trials(
@@ -155,37 +141,6 @@ def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: M
     if method not in METHODS:
         every["run.measure_every"] = 0  # a way of summing all gradients has nothing of the kind
     return Trial(name, kind, method, ranks, seed, every)
-
-
-@dataclass
-class Pace:
-    """Seconds that runs took.
-
-    Attributes:
-        guesses: Trial.work -> seconds of a run where none was measured.
-        measured: (work, method, ranks, seconds) of each run that is done.
-    """
-
-    guesses: Mapping[str, float]
-    measured: list[tuple[str, str, int, float]] = field(default_factory=list)
-
-    def add(self, trial: Trial, seconds: float) -> None:
-        self.measured.append((trial.work, trial.method, trial.ranks, seconds))
-
-    def seconds(self, trial: Trial) -> float:
-        """Expected seconds of a run: the mean of its method and ranks, else the slowest of its ranks, else of its work."""
-        alike = [seconds for *key, seconds in self.measured if key == [trial.work, trial.method, trial.ranks]]
-        if alike:
-            return sum(alike) / len(alike)
-        for same in ((trial.work, trial.ranks), (trial.work,)):
-            near = [s for work, _, ranks, s in self.measured if (work, ranks)[: len(same)] == same]
-            if near:
-                return max(near)
-        return self.guesses[trial.work]
-
-    def known(self, trial: Trial) -> bool:
-        """Whether a run of such work was measured."""
-        return any(work == trial.work for work, *_ in self.measured)
 
 
 def launches(trials: Sequence[Trial]) -> list[list[Trial]]:
