@@ -36,8 +36,7 @@ class Target(Value):
 
     Attributes:
         text: the claim; {where} names the batches where speeds are compared at several, {of_type} NCCL's type of gradients.
-        of: runs that are trained to the end, those that are compared by speed, on the most ranks and for each size of batches, or
-            those that compare regions.
+        of: runs that are trained to the end, or those that are compared by speed, on the most ranks and for each size of batches.
         each: once for every way to reduce but dense, which value and texts call "each".
         in_equal_time: two methods whose held-out losses are those when the faster of the two has ended.
     """
@@ -46,7 +45,7 @@ class Target(Value):
     below: float | None = None
     at_most: float | None = None
     at_least: float | None = None
-    of: Literal["train", "speed", "regions"] = "train"
+    of: Literal["train", "speed"] = "train"
     each: bool = False
     in_equal_time: tuple[str, str] | None = None
     also: Value | None = None
@@ -85,7 +84,6 @@ class Experiment(Model):
         scaling: whether speeds are compared on fewer ranks too, likewise.
         staged: whether Ok-Topk runs once more with its stages timed one by one.
         swept: "section.key" -> values that Ok-Topk is trained with besides, one away from the configuration at a time.
-        compares_regions: whether Ok-Topk also runs with regions of equal length.
     """
 
     title: str
@@ -104,7 +102,6 @@ class Experiment(Model):
     rivals: Mapping[str, Mapping[str, Any]] = {}
     buckets: tuple[float, ...] = ()
     swept: Mapping[str, tuple[Any, ...]] = {}
-    compares_regions: bool = False
 
 
 def _experiments() -> dict[str, Experiment]:

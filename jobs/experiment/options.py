@@ -44,8 +44,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
     text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert, gpt and vit 148"
     add("--speed-steps", type=int, metavar="STEPS", help=text)
-    text = "Steps of the runs that compare balanced with equal regions, for lstm; 0: no such runs; default: %(default)s"
-    add("--region-steps", type=int, default=500, metavar="STEPS", help=text)
     text = "Samples per rank and step to compare speeds at, at least 1; default: as in training, for bert 8 and 256"
     add("--speed-batches", type=int, nargs="+", metavar="SAMPLES", help=text)
     text = "Kinds of runs to do, in this order; default: all kinds, the most informative runs first"

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.experiments import CONFIGS, Experiment
-from jobs.experiment.trials import KINDS, SHORT, Trial, launches, trials
+from jobs.experiment.trials import KINDS, Trial, launches, trials
 from jobs.restart.resume import differences
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
@@ -120,7 +120,7 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 def _of_no_consequence(trial: Trial) -> set[str]:
     """The "section.key" of what may be another one, and the run still be this trial's."""
     free = {"data.path"}
-    if trial.kind not in SHORT:
+    if trial.kind != "speed":
         return free | {"reduction.deferred"}
     # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits
     return free | {"training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
@@ -144,7 +144,7 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     except (RunFileError, *DAMAGE):
         return False
     ended = len(steps) and len(evaluated) and steps[-1] == config.training.steps
-    if trial.kind in SHORT and not ended:
+    if trial.kind == "speed" and not ended:
         return False
     differing = differences(
         found, wanted_config, frozenset({"run", "checkpoint", *_of_no_consequence(trial)})

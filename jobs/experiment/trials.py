@@ -12,9 +12,7 @@ from jobs.experiment.experiments import Experiment
 from oktopk import METHODS
 
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
-REGIONS_EVERY = 10  # of the short runs that compare regions
-SHORT = ("regions", "speed")
-KINDS = ("train", "sweep", *SHORT)
+KINDS = ("train", "sweep", "speed")
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class Trial:
 
     Attributes:
         name: of its run file.
-        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; "regions", some hundred steps; or
-            "speed", a few.
+        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; or "speed", some steps.
         settings: "section.key" -> value, on top of everything else.
     """
 
@@ -68,17 +65,6 @@ def trials(
         for seed in range(options.seeds if name in experiment.repeated else 1):
             method = settings["reduction.method"]
             planned.append(_trial(f"{name}-{seed}", "train", method, ranks, seed, settings))
-    if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in asked:
-        for balanced in (True, False):
-            # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
-            settings = {
-                **_short(options.region_steps),
-                "reduction.density_warmup_steps": 0,
-                "run.measure_every": REGIONS_EVERY,
-                "reduction.balanced_regions": balanced,
-            }
-            name = f"regions-{'balanced' if balanced else 'equal'}"
-            planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
     fast = [
         name
         for name in experiment.fast
