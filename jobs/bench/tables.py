@@ -16,8 +16,9 @@ BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
 
-def run_tables(run: Run, machine: Run) -> list[Block]:
-    """All tables of one run of a document, with a heading that names the processor of the machine."""
+def run_tables(run: Run, content: Run) -> list[Block]:
+    """All tables of one run of a document, with a heading that names the machine and its GPUs."""
+    machine, gpu = content["machine"], content.get("gpu")
     gradients = run["gradients"]["name"]
     heading = (
         f"{run['ranks']} rank{'s' * (run['ranks'] > 1)}, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
@@ -28,6 +29,8 @@ def run_tables(run: Run, machine: Run) -> list[Block]:
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
     heading += f"\n{machine['cpu']}"
     heading += f", vectors of {machine['vector_bits']} bits" if machine.get("vector_bits") else ""
+    if gpu:
+        heading += f"\n{gpu['count']} x {gpu['name']}, driver {gpu['driver']}, CuPy {gpu['cupy']}, NCCL {gpu['nccl']}"
     heading += _left_out(run)
     digits = 4 if on_gpu else 2
     tables: list[Block]
@@ -312,4 +315,4 @@ def document_tables(content: Run) -> str:
     if kind not in ("bench", "ablation", "gpu table"):
         raise BenchError(f"documents of the kind {kind!r} have no tables here")
     above = [cells_table(content)] if kind == "gpu table" else []
-    return text([*above, *(block for run in runs for block in run_tables(run, content["machine"]))])
+    return text([*above, *(block for run in runs for block in run_tables(run, content))])
