@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from data.command import show
 from jobs.bench.document import BenchError, Output, command_line, document, read
-from jobs.bench.gpu.table import chosen, measure_cell
+from jobs.bench.gpu.table import chosen
 from jobs.bench.nccl import leave
 from jobs.bench.options import JOB, Options
 from jobs.bench.run import FAULTS, measure_run, written
@@ -77,7 +77,7 @@ def run_all(todo: Callable[[], tuple[str, list[Measure]]], options: Options, com
 def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
     """The kind of the document, and its runs."""
     if options.table == "gpu":
-        return "gpu table", [partial(measure_cell, own, comm) for own in chosen(options)]
+        return "gpu table", [partial(measure_run, own, comm) for own in chosen(options)]
     each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
     return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
 

@@ -152,16 +152,10 @@ def gpu_facts() -> dict[str, Any]:
     current = cupy.cuda.Device()
     properties = runtime.getDeviceProperties(current.id)
     count = runtime.getDeviceCount()
-    peers = [number for number in range(count) if number != current.id]
     return {
         "name": properties["name"].decode(),
         "count": count,
-        "memory_bytes": int(properties["totalGlobalMem"]),
-        "multiprocessors": int(properties["multiProcessorCount"]),
-        "compute_capability": current.compute_capability,
-        "peers": sum(bool(runtime.deviceCanAccessPeer(current.id, peer)) for peer in peers),
         "driver": _driver(),
-        "driver_cuda": runtime.driverGetVersion(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "ucx": next((version for name, version in versions(UCX).items() if name in UCX), None),

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
-from mpi4py import MPI
 
 from jobs.bench.document import BenchError
 from jobs.bench.options import Options
-from jobs.bench.run import measure_run
 
 
 @dataclass(frozen=True)
@@ -65,15 +61,3 @@ def _options(options: Options, cell: Cell, gradient_type: str) -> Options:
         settings={"threshold_interval": cell.threshold_interval, "boundary_interval": 64},
         gradient_type=gradient_type,
     )
-
-
-def measure_cell(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """A run of the table. Collective. Raises BenchError: it cannot be done; on every rank alike."""
-    result = measure_run(options, comm)
-    return {**result, "methods": [_shortened(method) for method in result["methods"]]}
-
-
-def _shortened(method: dict[str, Any]) -> dict[str, Any]:
-    """Without the series that nobody draws: ten cells of them are megabytes."""
-    kept = ("seconds", "exact", "words", "global_nnz") if method["name"] == "oktopk" else ("seconds", "exact")
-    return {**method, "series": {name: method["series"][name] for name in kept}}

@@ -13,11 +13,11 @@ from mpi4py import MPI
 
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
-from jobs.bench.gpu.table import Cell, chosen, measure_cell
+from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import measure_all, run
 from jobs.bench.nccl import require_nccl, torch_problem
-from jobs.bench.run import open_device
+from jobs.bench.run import measure_run, open_device
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
 
@@ -52,7 +52,7 @@ def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intra
 def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
     options = parse(["--table", "gpu", "--quiet"], launched=True)
-    todo = [partial(measure_cell, own, comm) for own in chosen(options, TINY)]
+    todo = [partial(measure_run, own, comm) for own in chosen(options, TINY)]
     measure_all("gpu table", todo, options, comm, Output(path) if comm.rank == 0 else None)
     if comm.rank:
         return

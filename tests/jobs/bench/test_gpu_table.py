@@ -16,10 +16,11 @@ from mpi4py import MPI
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.gpu.table import Cell, chosen, measure_cell
+from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options
+from jobs.bench.run import measure_run
 from jobs.bench.summary import device_stages
 from jobs.bench.tables import document_tables
 from oktopk import METHODS
@@ -40,7 +41,7 @@ def on_the_host(*words: str) -> Options:
 
 
 def run_table(options: Options, output: Output) -> dict[str, Any]:
-    todo = [partial(measure_cell, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
+    todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
     return measure_all("gpu table", todo, options, MPI.COMM_SELF, output)
 
 
