@@ -14,20 +14,23 @@ from pathlib import Path
 from oktopk.launch import main, mpiexec_command
 
 
-def run_job(ranks: int, module_args: Sequence[str], *, patience: float = 0.0) -> int:
+def run_job(
+    ranks: int, module_args: Sequence[str], *, patience: float = 0.0, seconds: float | None = None
+) -> int:
     """Run one job to its end and return its exit status. An interrupt ends the job first.
 
     Args:
         ranks, module_args: as mpiexec_command.
         patience: seconds that an interrupted job is given, by SIGUSR1, to stop with a checkpoint; 0: none.
+        seconds: after which it is interrupted; None: never.
     """
     argv, environment = mpiexec_command(ranks, module_args)
     process = subprocess.Popen(
         argv, env=environment, cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL
     )
     try:
-        return process.wait()
-    except BaseException:
+        return process.wait(timeout=seconds)
+    except BaseException as error:
         if patience:
             # launchers pass this one on; SIGTERM they take as meant for themselves, and kill the ranks
             process.send_signal(signal.SIGUSR1)
@@ -38,6 +41,8 @@ def run_job(ranks: int, module_args: Sequence[str], *, patience: float = 0.0) ->
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             process.kill()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return process.wait()
         raise
 
 

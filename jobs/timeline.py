@@ -5,9 +5,9 @@
 
 writes vgg.json.gz, Chrome's trace events, to be opened at ui.perfetto.dev or in chrome://tracing: a process for each rank, with
 threads for its steps, for the work between them, for stages, and for each bucket. A stretch that is selected there has the sums
-of its spans. The command prints which rank the others wait for, what of a reduction in buckets (reduction.overlap) is hidden
-behind the backward pass and what is exposed, and the share of time that the recorded spans explain. The steps are 10 after the
-first 10, or what run.timeline_after and run.timeline_steps say.
+of its spans. The command prints which rank the others wait for, and what of a reduction in buckets (reduction.overlap) is hidden
+behind the backward pass and what is exposed. The steps are 10 after the first 10, or what run.timeline_after and
+run.timeline_steps say.
 
 Phases are measured by device events on a GPU; stages and buckets by the host's clock, where it begins them and waits for them.
 With run.time_stages stages of a GPU have the lengths that its events give. Clocks of ranks are compared once, when training
@@ -33,7 +33,7 @@ from jobs.run.columns import BETWEEN, BUCKET, Columns
 from jobs.run.file import RunFileError
 from jobs.run.probe import check_readable
 from jobs.run.reader import DAMAGE, RunReader
-from jobs.run.spans import explained, exposed_seconds, overlap_seconds, phase_seconds, rows_of, slow_rank
+from jobs.run.spans import exposed_seconds, overlap_seconds, phase_seconds, rows_of, slow_rank
 
 
 def read_timeline(path: Path) -> tuple[Columns, str]:
@@ -74,7 +74,7 @@ def trace(spans: Columns, title: str) -> dict[str, Any]:
 
 
 def summary(spans: Columns) -> list[str]:
-    """The slow rank, what is hidden and exposed of buckets, and the share that is explained, in sentences."""
+    """The slow rank, and what is hidden and exposed of buckets, in sentences."""
     late = slow_rank(spans)
     said = "No rank is late: none works 10 % longer than the others before its reduction."
     if late is not None:
@@ -92,11 +92,7 @@ def summary(spans: Columns) -> list[str]:
             f"Buckets are reduced for {1e3 * (hidden + exposed):.2f} ms in a step: {1e3 * hidden:.2f} ms hidden behind the "
             f"backward pass, {1e3 * exposed:.2f} ms exposed."
         )
-    return [
-        said,
-        hides,
-        f"Recorded spans explain {explained(spans):.1%} of the time, on the rank where they explain least.",
-    ]
+    return [said, hides]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "jobs.bench",
     "jobs.bench.bandwidth",
-    "jobs.bench.hook_figure",
-    "jobs.bench.tables",
     "jobs.demo",
     "jobs.experiment",
     "jobs.report",

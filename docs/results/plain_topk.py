@@ -2,25 +2,18 @@
 
     python -m jobs.launch -n 4 -m docs.results.plain_topk --steps 16 --warmup 4 --set threshold_interval=16 --json FILE
 
-It takes the options of `jobs.bench --table hook`, and measures and writes the same.
+It takes the options of `docs.results.hook`, and measures and writes the same.
 """
 
 # No `from __future__ import annotations`: torch compares a hook's annotations with its classes.
 
 import sys
-from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch import Tensor
 
-from jobs.bench.arguments import parse
-from jobs.bench.document import BenchError
-from jobs.bench.hook import measure_hooks
-from jobs.bench.job import run_all
-from jobs.cluster.agreement import say
+from docs.results.hook import main
 from jobs.restart.signals import leave
 
 
@@ -77,19 +70,11 @@ def plain_topk_hook(state: PlainTopK, bucket: dist.GradBucket) -> torch.futures.
     return reduced
 
 
-def main(comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
-    """Measure as the command line says; returns the exit status."""
-    try:
-        options = replace(
-            parse(["--table", "hook", *sys.argv[1:]], launched=True), module="docs.results.plain_topk"
-        )
-    except BenchError as error:
-        say(comm, f"plain_topk: {error}")
-        return 2
-    state = PlainTopK(options.density)
-    measure = partial(measure_hooks, options, comm, {"plain-topk": (plain_topk_hook, state, state.taken)})
-    return run_all(lambda: ("hook table", [measure]), options, comm)
+def rivals(density):
+    """Plain top-k, as docs.results.hook takes further contestants."""
+    state = PlainTopK(density)
+    return {"plain-topk": (plain_topk_hook, state, state.taken)}
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(sys.argv[1:], "docs.results.plain_topk", rivals))

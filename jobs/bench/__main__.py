@@ -4,9 +4,8 @@
     python -m jobs.bench --ablate --json FILE                   starts mpiexec itself, on 4 and on 8 ranks
     python -m jobs.bench --sweep-ranks 2,4,8,16,32,64 --json FILE
     mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json FILE    against NCCL, on 4 GPUs
-    mpiexec -n 4 python -m mpi4py -m jobs.bench --table hook --json FILE   training steps with communication hooks of DDP
 
-Rank 0 prints the tables and writes the JSON. jobs.report draws that of a sweep and of dense allreduces.
+Rank 0 prints the tables and writes the JSON. jobs.report draws that of a sweep.
 
 Exit status: 0; 2 when what was asked for cannot be done, with one message and before anything is measured.
 """

@@ -17,7 +17,7 @@ from collectives.sparse import check_length
 from jobs.bench.device import DEVICES
 from jobs.bench.document import NCCL_ROWS, BenchError, bits_per_second
 from jobs.bench.gradients import PROFILES
-from jobs.bench.options import ABLATION_RANKS, DEFAULTS, JOB, KNOWN, OF_EVERY_BENCH, TABLES, Options
+from jobs.bench.options import ABLATION_RANKS, DEFAULTS, JOB, KNOWN, OF_EVERY_BENCH, OF_THE_GPU_TABLE, Options
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
@@ -36,8 +36,8 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     told = vars(parser().parse_args(words))
     table, sweep, ablate = told.get("table", ""), "sweep_ranks" in told, "ablate" in told
     for name in told:
-        if name not in (*TABLES[table], *OF_EVERY_BENCH):
-            why = f"not for --table {table}: it says how it is measured" if table else "for --table"
+        if name not in OF_EVERY_BENCH and (name in OF_THE_GPU_TABLE) != bool(table):
+            why = "not for --table gpu: it says how it is measured" if table else "for --table gpu"
             raise BenchError(f"{_option(name)} is {why}")
     if sweep and ablate:
         raise BenchError("--ablate and --sweep-ranks are two different benches: ask for one")
@@ -57,11 +57,10 @@ def _option(name: str) -> str:
 
 
 def _checked_table(options: Options) -> Options:
-    """The options of a table that has its own lengths."""
-    table = options.table
+    """The options of the GPU table, which has its own lengths."""
     if options.device != "cuda":
-        raise BenchError(f"--table {table} is measured on --device cuda, not {options.device}")
-    if table == "gpu" and options.gradient_type == "float16":
+        raise BenchError(f"--table gpu is measured on --device cuda, not {options.device}")
+    if options.gradient_type == "float16":
         raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
     return options
 
@@ -227,11 +226,8 @@ def parser() -> argparse.ArgumentParser:
     add("--ablate", action="store_true", help=text)
     text = "Numbers of ranks to count words on, each at least 1; starts an mpiexec for each of them"
     add("--sweep-ranks", type=numbers, metavar="P,P,...", help=text)
-    text = (
-        "Table to measure: gpu, cells with target times; hook, training steps with communication hooks of DDP; "
-        "dense, dense allreduces from 4 KB to 512 MB; default: none"
-    )
-    add("--table", choices=tuple(filter(None, TABLES)), help=text)
+    text = "Table to measure in place of one run: gpu, ten cells beside NCCL; default: none"
+    add("--table", choices=("gpu",), help=text)
     text = "Numbers of the rows of --table gpu to measure, from 1; default: all"
     add("--rows", type=numbers, metavar="I,I", help=text)
     text = f"Start no further cell of --table gpu after so many seconds, at least 0; default: {DEFAULTS['gpu']['budget']:g}"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -132,46 +129,6 @@ def chart(
     )
 
 
-def charts(documents: Sequence[Run]) -> list[Chart]:
-    """Charts for the report's page: of each length time over bandwidth, and bytes between hosts over ranks per host.
-
-    Left out are tables of hooks, rows and dense sums, runs that name no links or hosts, and charts with fewer than two places
-    on the axis.
-    """
-    # what the axis does not tell -> documents of one chart, with a run each
-    alike: dict[tuple[Any, ...], list[Run]] = {}
-    seen = Counter[tuple[Any, ...]]()
-    for document in (each for each in documents if each["kind"] in ("bench", "ablation")):
-        for run in document["runs"]:
-            network = run.get("network") or ""
-            hosts = _HOSTS.search(network)
-            if hosts is None or _RATE.search(network) is None:
-                continue
-            same = [document["kind"], document["commit"], _RATE.sub("", network), run["gradients"]["name"]]
-            same += [str(run.get(name)) for name in ("density", "device", "gradient_type", "settings")]
-            rate, ranks = bandwidth(run), ranks_per_host(run)
-            for bytes_sent, x, fixed in ((False, rate, run["ranks"]), (True, ranks, rate)):
-                key = (bytes_sent, run["length"], int(hosts[1]), fixed, *same)
-                # what was measured twice at one place is no line
-                alike.setdefault((*key, seen[*key, x]), []).append({**document, "runs": [run]})
-                seen[*key, x] += 1
-    drawn, count = [], Counter[str]()
-    for (bytes_sent, length, hosts_there, fixed, *_), found in sorted(
-        alike.items(), key=lambda item: item[0][:4]
-    ):
-        picture = chart(found, bytes_sent=bytes_sent)
-        if len({x for line in picture.lines for x in line.x}) < 2:
-            continue
-        kind, title = "time-over-bandwidth", f"Time of a step between {hosts_there} hosts"
-        if bytes_sent:
-            kind, title = "bytes-over-ranks", f"Bytes that one of {hosts_there} hosts sends in a step"
-        name = f"{kind}-{length}-{hosts_there}-{fixed:g}"
-        count[name] += 1
-        name += f"-{count[name]}" if count[name] > 1 else ""
-        drawn.append(replace(picture, name=name, title=title, note=f"jobs.bench, {picture.note}"))
-    return drawn
-
-
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}"
 
@@ -200,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         documents = [read(path) for path in options.documents]
-        draw([chart(documents, options.methods, options.length, options.bytes)], options.output)
+        draw(chart(documents, options.methods, options.length, options.bytes), options.output)
     except BenchError as error:
         show(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
 from jobs.bench.nccl import NcclAllreduce, require_nccl
-from jobs.bench.options import OVER_MPI, OWN_ROWS, Options
+from jobs.bench.options import OVER_MPI, Options
 from oktopk import METHODS, GradientAllreduce, StepReport
 
 
@@ -39,7 +39,7 @@ def variants(ranks: int) -> list[Contestant]:
 
 
 def _contestant(name: str) -> Contestant:
-    method = "oktopk" if name in OWN_ROWS or name in HOST_ROWS else name
+    method = "oktopk" if name == OVER_MPI or name in HOST_ROWS else name
     return Contestant(
         name=name,
         method=method,
@@ -47,7 +47,6 @@ def _contestant(name: str) -> Contestant:
         arguments={"peer_memory": False} if name == OVER_MPI else {},
         sparse=method in METHODS and METHODS[method].sparse,
         counted=name not in ALGORITHMS and name not in NCCL_ROWS,
-        into_gradient=name == "oktopk-into-g",
     )
 
 
@@ -130,9 +129,4 @@ def make_reducer(
     )
     if reducer.gradient_buffer is not None:
         return FromBuffer(reducer)
-    if not contestant.into_gradient:
-        return reducer
-    from jobs.bench.gpu.device import Cuda, IntoGradient
-
-    assert isinstance(device, Cuda)
-    return IntoGradient(reducer, device)
+    return reducer

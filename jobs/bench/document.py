@@ -1,7 +1,6 @@
 """Format of the bench's JSON: results, machine, command.
 
-    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table" | "hook table" | "rows table"
-     | "dense table",
+    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table", or that of a script beside results,
      "command": "...", "date": UTC, "commit": ..., "dirty": ...,
      "machine": {...}, "versions": {...}, "mpi": library, "environment": {...},
      "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},

@@ -1,14 +1,12 @@
-"""Titles and looks of the bench's rows in pictures; draws documents of sweeps over ranks and of dense allreduces."""
+"""Titles and looks of the bench's rows in pictures; draws documents of sweeps over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jobs.bench.dense_table import dense_charts
 from jobs.bench.document import HOST_ROWS, BenchError, Run, read
 from jobs.bench.tables import BUSIER, document_tables
 from jobs.render.chart import Axis, Chart, Line, Picture
@@ -22,7 +20,6 @@ TITLES = {
     "nccl": "NCCL fp32",
     "nccl-bf16": "NCCL bf16",
     "oktopk-mpi": "Ok-Topk, MPI alone",
-    "oktopk-into-g": "Ok-Topk into g",
 }
 """Of rows that are no method; those of methods are in jobs.render.style."""
 _WIRES = dict(
@@ -42,35 +39,30 @@ def look(name: str) -> dict[str, Any]:
     return {"label": label, "colour": colour, "dashes": DASHES[name == "nccl-bf16"], "ours": name == OURS}
 
 
-def draw(pictures: Sequence[Picture], output: Path, heading: str = "") -> None:
+def draw(picture: Picture, output: Path) -> None:
     """As `jobs.render.draw.save`. Raises BenchError: the file cannot be written."""
     try:
-        save(pictures, output, heading)
+        save(picture, output)
     except (OSError, ValueError) as error:
         raise BenchError(f"{output} cannot be written: {error}") from error
 
 
 def report_bench(path: str | Path, folder: str | Path) -> str:
-    """The tables of a document; a sweep and dense allreduces are also drawn, into STEM.png in a folder, made if need be.
+    """The tables of a document; a sweep is also drawn, into STEM.png in a folder, made if need be.
 
     Raises:
         BenchError: the JSON cannot be read or is none of the bench's, or the folder cannot be written.
     """
     content = read(path)
-    tables, run = document_tables(content), content["runs"][0]
-    if content["kind"] == "sweep":
-        pictures = [sweep_chart(content)]
-    elif content["kind"] == "dense table":
-        pictures = dense_charts(run)
-    else:
+    tables = document_tables(content)
+    if content["kind"] != "sweep":
         return tables
     picture = Path(folder) / f"{Path(path).stem}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError(f"{folder} cannot be written: {error.strerror or error}") from error
-    heading = f"Dense allreduce, {run['ranks']} GPUs ({run['device']})"
-    draw(pictures, picture, heading if content["kind"] == "dense table" else "")
+    draw(sweep_chart(content), picture)
     return f"{tables}\n\npicture: {picture}"
 
 

@@ -17,12 +17,11 @@ from mpi4py import MPI
 
 from data.command import show
 from jobs.bench.document import BenchError, Output, command_line, document, read
-from jobs.bench.gpu.table import chosen, measure_cell
-from jobs.bench.gpu.tables import cell_line
+from jobs.bench.gpu.table import chosen
 from jobs.bench.nccl import leave
 from jobs.bench.options import JOB, Options
 from jobs.bench.run import FAULTS, measure_run, written
-from jobs.bench.tables import document_tables
+from jobs.bench.tables import cell_line, document_tables
 from jobs.cluster.agreement import check_launch, decide_on_root, say
 from jobs.launch import run_job
 from oktopk import NonFiniteGradientError
@@ -78,15 +77,7 @@ def run_all(todo: Callable[[], tuple[str, list[Measure]]], options: Options, com
 def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
     """The kind of the document, and its runs."""
     if options.table == "gpu":
-        return "gpu table", [partial(measure_cell, cell, own, comm) for cell, own in chosen(options)]
-    if options.table == "hook":
-        from jobs.bench.hook import measure_hooks  # torch
-
-        return "hook table", [partial(measure_hooks, options, comm)]
-    if options.table == "dense":
-        from jobs.bench.dense import measure_dense  # torch and CuPy
-
-        return "dense table", [partial(measure_dense, options, comm)]
+        return "gpu table", [partial(measure_run, own, comm) for own in chosen(options)]
     each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
     return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
 

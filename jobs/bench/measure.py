@@ -83,7 +83,6 @@ class Contestant:
         arguments: keywords of oktopk.GradientAllreduce itself, likewise.
         sparse: leaves entries behind, so that it must settle before it is measured.
         counted: its words are counted; else they are a formula's.
-        into_gradient: the update is written into the gradient as well.
     """
 
     name: str
@@ -92,7 +91,6 @@ class Contestant:
     arguments: dict[str, Any] = field(default_factory=dict)
     sparse: bool = True
     counted: bool = True
-    into_gradient: bool = False
 
 
 @dataclass(frozen=True)

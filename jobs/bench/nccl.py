@@ -6,7 +6,6 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -39,23 +38,6 @@ def torch_problem() -> str:
 def require_nccl(comm: MPI.Intracomm) -> None:
     """Raises BenchError on every rank alike where NCCL cannot be used on some rank. Collective."""
     require(comm, torch_problem, BenchError)
-
-
-def on_all(
-    comm: MPI.Intracomm, name: str, attempt: Callable[[], dict[str, Any]], left_out: dict[str, str]
-) -> dict[str, Any]:
-    """What an attempt gives; nothing where one rank's fails, and `left_out` then says why on every rank alike. Collective."""
-    made: dict[str, Any] = {}
-    problem = ""
-    try:
-        made = attempt()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        problem = (str(error) or type(error).__name__).splitlines()[0]
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(problem)) if text]
-    if problems:
-        left_out[name] = "; ".join(problems)
-        return {}
-    return made
 
 
 def join(comm: MPI.Intracomm) -> None:

@@ -1,4 +1,4 @@
-"""The bench's options with their defaults, and which of them each table takes."""
+"""The bench's options with their defaults, and which of them the GPU table takes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from jobs.bench.mpi import ALGORITHMS
 from oktopk import METHODS, Settings
 
 OVER_MPI = "oktopk-mpi"
-OWN_ROWS = (OVER_MPI, "oktopk-into-g")
-"""On a GPU: Ok-Topk kept to MPI where it could do without, and Ok-Topk whose update is written into the gradient."""
+"""On a GPU: Ok-Topk kept to MPI where it could do without."""
 KNOWN = {
     "cpu": (*METHODS, *ALGORITHMS, *HOST_ROWS),
-    "cuda": (*METHODS, *OWN_ROWS, *NCCL_ROWS, *HOST_ROWS),
+    "cuda": (*METHODS, OVER_MPI, *NCCL_ROWS, *HOST_ROWS),
 }
 """device -> what `--methods` takes."""
 ABLATION_RANKS = (4, 8)
@@ -30,14 +29,14 @@ class Options:
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        lengths: n, of each run; empty for a table that has its own.
+        lengths: n, of each run; empty for the GPU table, which has its own.
         warmup, dense_steps: -1 until they are known, by the density and the steps.
-        gradient_type: a name in GRADIENT_TYPES[device]; "" for all types of a table.
+        gradient_type: a name in GRADIENT_TYPES[device]; "" for both types of the GPU table.
         settings: keywords of oktopk.Settings besides density, for all methods.
         ranks: numbers of ranks to start an ablation on; empty: none are started.
         memory: watch allocations in the last steps of the warm-up.
         link: rate of each host's link, as `jobs.bench.document.bits_per_second` takes it; "" where it is not given.
-        table: a name in TABLES; "" for none.
+        table: "gpu", or "" for none.
         rows: numbers of the GPU table's rows from 1, empty for all.
         module: that the command of the document names.
     """
@@ -78,24 +77,19 @@ class Options:
         return int(self.settings.get("threshold_interval", Settings.threshold_interval))
 
 
-_COURSE = ("lengths", "density", "steps", "warmup", "settings")
-TABLES: dict[str, tuple[str, ...]] = {
-    "": (
-        *("methods", *_COURSE, "dense_steps", "gradients", "gradient_type"),
-        *("ablate", "sweep_ranks", "memory", "link"),
-    ),
-    "dense": ("gradient_type",),
-    "gpu": ("rows", "budget", "gradient_type"),
-    "hook": _COURSE,
-}
-"""Table, "" for none -> the fields of Options that it takes besides those of every bench."""
-OF_EVERY_BENCH = ("table", "device", "seed", "json", "network", "quiet", "commit")
-_GPUS: dict[str, Any] = {"device": "cuda", "lengths": (), "gradient_type": ""}
+OF_THE_GPU_TABLE = ("rows", "budget")
+"""Fields of Options that the GPU table alone takes."""
+OF_EVERY_BENCH = ("table", "device", "gradient_type", "seed", "json", "network", "quiet", "commit")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ablate": {"methods": ("oktopk",), "gradients": "clustered"},
     # an allgather of every selection crosses dense at 1/density ranks: within a sweep to 64
     "sweep": {"methods": tuple(METHODS), "lengths": (100_000,), "density": 0.02, "memory": False},
-    "dense": _GPUS,
-    "gpu": _GPUS | {"methods": ("oktopk", *OWN_ROWS, *NCCL_ROWS), "budget": 300.0},
+    "gpu": {
+        "device": "cuda",
+        "lengths": (),
+        "gradient_type": "",
+        "methods": ("oktopk", OVER_MPI, *NCCL_ROWS),
+        "budget": 300.0,
+    },
 }
-"""Table, "ablate" or "sweep" -> defaults that are not those of Options."""
+""""gpu", "ablate" or "sweep" -> defaults that are not those of Options."""

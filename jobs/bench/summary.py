@@ -70,10 +70,7 @@ def summarize(
             "seconds": slowest.tolist(),
             "exact": exact.tolist(),
             "words": fields["words"].mean(axis=0).tolist(),
-            "words_busiest": fields["words"].max(axis=0).tolist(),
-            "local_nnz": fields["local_nnz"].mean(axis=0).tolist(),
             "global_nnz": fields["global_nnz"][0].tolist(),
-            "stages": {name: values.mean(axis=0).tolist() for name, values in samples.stages.items()},
         },
     }
 

@@ -1,23 +1,11 @@
-"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words.
-
-    python -m jobs.bench.tables FILE.json                   the tables of a document again
-    python -m jobs.bench.tables FILE.json --into README.md
-
-The second puts them, in Markdown, between the lines <!-- FILE.json --> and <!-- end of FILE.json -->.
-"""
+"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from data.command import command_parser, show
-from data.durable import replaced
-from jobs.bench.dense_table import dense_table
-from jobs.bench.document import BenchError, Run, not_held, ordered, read
-from jobs.bench.gpu.tables import gpu_tables
+from jobs.bench.document import BenchError, Run, not_held, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
@@ -28,8 +16,9 @@ BUSIER = 1.1
 """The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
 
-def run_tables(run: Run, machine: Run) -> list[Block]:
-    """All tables of one run of a document, with a heading that names the processor of the machine."""
+def run_tables(run: Run, content: Run) -> list[Block]:
+    """All tables of one run of a document, with a heading that names the machine and its GPUs."""
+    machine, gpu = content["machine"], content.get("gpu")
     gradients = run["gradients"]["name"]
     heading = (
         f"{run['ranks']} rank{'s' * (run['ranks'] > 1)}, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
@@ -40,6 +29,8 @@ def run_tables(run: Run, machine: Run) -> list[Block]:
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
     heading += f"\n{machine['cpu']}"
     heading += f", vectors of {machine['vector_bits']} bits" if machine.get("vector_bits") else ""
+    if gpu:
+        heading += f"\n{gpu['count']} x {gpu['name']}, driver {gpu['driver']}, CuPy {gpu['cupy']}, NCCL {gpu['nccl']}"
     heading += _left_out(run)
     digits = 4 if on_gpu else 2
     tables: list[Block]
@@ -94,7 +85,7 @@ def links_table(run: Run) -> list[Block]:
         Column("step, ms", NAME),
         Column("mean", figure("seconds.all.mean", ms, 1e3)),
         Column("median", figure("seconds.all.median", ms, 1e3)),
-        Column("bytes a host sends to others", counted("link.host_bytes")),
+        Column("bytes a host sends to others", _host_bytes),
         Column("floor", figure("link.floor", ms, 1e3)),
         Column("mean − floor", figure("link.above", ms, 1e3)),
         Column("transfer / rate", figure("link.transfer.share", "{:.2f}")),
@@ -115,6 +106,11 @@ def links_table(run: Run) -> list[Block]:
     fast = [method for method in methods if not method["link"]["transfer"]["holds"]]
     notes = [f"{method['name']}: {not_held(method['link']['transfer'], link['told'])}" for method in fast]
     return [heading, table(columns, methods), *notes]
+
+
+def _host_bytes(method: Run) -> str:
+    """Counted, or else by formula, which it then says."""
+    return figure("link.host_bytes")(method) + ("" if method["counted"] else " by formula")
 
 
 _BETWEEN_HOSTS = {"nccl": "NCCL fp32", "nccl-bf16": "NCCL bf16", "mpi-ring": "MPI's ring"}
@@ -152,6 +148,14 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     """Milliseconds of each stage: mean over the ranks / the rank that took least (floor, mean / floor)."""
     form = f"{{:.{digits}f}}"
     blocks = []
+    if on_device := [method for method in methods if method.get("device_stages")]:
+        columns = [Column("regular steps on the device, ms (floor)", str)]
+        columns += [
+            Column(method["name"], functools.partial(_on_device, form=form, method=method))
+            for method in on_device
+        ]
+        stages = dict.fromkeys(stage for method in on_device for stage in method["device_stages"])
+        blocks.append(table(columns, stages))
     for kind in ("regular", "exact"):
         stages = dict.fromkeys(stage for method in methods for stage in method["stages"][kind] or {})
         if not stages:
@@ -173,6 +177,12 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     return blocks
 
 
+def _on_device(stage: str, form: str, method: Run) -> str:
+    found = at(method, f"device_stages.{stage}") or {}
+    floor = found.get("floor")
+    return shown(found.get("seconds"), form, 1e3) + ("" if floor is None else f" ({shown(floor, form, 1e3)})")
+
+
 def memory_table(methods: list[Run]) -> Table:
     """Megabytes that a step takes and gives back."""
 
@@ -184,6 +194,8 @@ def memory_table(methods: list[Run]) -> Table:
     for kind in ("regular", "exact"):
         columns.append(Column(f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
         columns.append(Column("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))
+    if any(at(method, "memory.regular.synchronizations") is not None for method in methods):
+        columns.append(Column("waits, regular", figure("memory.regular.synchronizations")))
     return table([*columns, Column("n-sized", n_sized)], methods)
 
 
@@ -207,51 +219,43 @@ def sweep_table(runs: Sequence[Run]) -> list[Block]:
     return [heading, table(columns, runs, align=("right", "right"))]
 
 
-def hook_table(run: Run) -> list[Block]:
-    """Milliseconds of a training step with each communication hook, and what a rank sends."""
-    columns = [
-        Column("step, ms", NAME),
-        Column("mean", figure("seconds.mean", "{:.2f}", 1e3)),
-        Column("median", figure("seconds.median", "{:.2f}", 1e3)),
-        Column("exposed", figure("seconds.exposed", "{:.2f}", 1e3)),
-        Column("plain-topk's median / its", over("against.seconds.median", "seconds.median")),
-        Column("exposed / its", over("against.seconds.exposed", "seconds.exposed")),
-        Column("bytes a rank", counted("bytes")),
-        Column("by", lambda method: method.get("carrier", "")),
-    ]
-    return _headed(run, f"n = {run['length']:,}, density {run['density']:g}", columns, "plain-topk")
+_OF_SCRIPTS = {
+    "mean": ("seconds.mean", "{:.2f}", 1e3),
+    "median": ("seconds.median", "{:.2f}", 1e3),
+    "exposed": ("seconds.exposed", "{:.2f}", 1e3),
+    "bytes a rank": ("bytes", "{:,.0f}", 1.0),
+    "MB a rank": ("bytes.mean", "{:,.2f}", 1e-6),
+    "busiest": ("bytes.busiest", "{:,.2f}", 1e-6),
+    "memory, MB": ("peak", "{:,.0f}", 1e-6),
+}
+"""Head -> path, form and scale of a figure that documents of scripts may have."""
 
 
-def rows_table(run: Run) -> list[Block]:
-    """Milliseconds of a sum of rows by each contestant, by stage, and what a rank sends."""
-    columns = [
-        Column("step, ms", NAME),
-        Column("median", figure("seconds.median", "{:.1f}", 1e3)),
-        Column("mean", figure("seconds.mean", "{:.1f}", 1e3)),
-        Column("median / oktopk-rows'", over("seconds.median", "against.seconds.median")),
-        Column("MB a rank", counted("bytes.mean", "{:,.2f}", 1e-6)),
-        Column("busiest", figure("bytes.busiest", "{:,.2f}", 1e-6)),
-        Column("memory, MB", figure("peak", "{:,.0f}", 1e-6)),
-        Column(
-            "stages, ms",
-            lambda method: ", ".join(f"{stage} {1e3 * time:.1f}" for stage, time in method["stages"].items()),
-        ),
-    ]
-    whole, touched = run["table"], run["touched"]
-    what = (
-        f"table of {whole['rows']:,} x {whole['width']} float32, {run['skew']}: {touched['drawn']:,} rows drawn a rank, "
-        f"{touched['distinct']:,.0f} distinct, {touched['summed']:,.0f} in the sum"
-    )
-    return _headed(run, what, columns, "oktopk-rows")
+def script_table(run: Run) -> list[Block]:
+    """Milliseconds of a step and what a rank sends in it, by each contestant of a script beside results."""
 
+    def number(path: str, method: Run) -> float | None:
+        found = at(method, path)
+        return found if isinstance(found, int | float) else None
 
-def _headed(run: Run, what: str, columns: list[Column], against: str) -> list[Block]:
-    """A table of the methods below a heading; each has the one named `against` under that name."""
-    compared = next((method for method in run["methods"] if method["name"] == against), None)
-    methods = [method | {"against": compared} for method in run["methods"]]
-    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {what}, {_course(run)}"
+    def cell(path: str, form: str, scale: float, method: Run) -> str:
+        return shown(number(path, method), form, scale)
+
+    columns = [Column("step, ms", NAME)]
+    for head, (path, form, scale) in _OF_SCRIPTS.items():
+        if any(number(path, method) is not None for method in run["methods"]):
+            columns.append(Column(head, functools.partial(cell, path, form, scale)))
+    columns.append(Column("counted", lambda method: "yes" if method["counted"] else "by formula"))
+    columns.append(Column("by", _carrier))
+    heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {_course(run)}"
     heading += f", {run['network']}" if run["network"] else ""
-    return [heading + _left_out(run), table(columns, methods)]
+    return [heading + _left_out(run), table(columns, run["methods"])]
+
+
+def _carrier(method: Run) -> str:
+    """The stages of a method, or what carries its messages."""
+    stages = (f"{stage} {1e3 * seconds:.1f}" for stage, seconds in method.get("stages", {}).items())
+    return ", ".join(stages) or str(method.get("carrier", ""))
 
 
 def _course(run: Run) -> str:
@@ -262,66 +266,53 @@ def _left_out(run: Run) -> str:
     return "".join(f"\nwithout {name}: {reason}" for name, reason in run.get("left_out", {}).items())
 
 
-def counted(path: str, form: str = "{:,.0f}", scale: float = 1.0) -> Callable[[Run], str]:
-    """Cells of a figure that is counted, or else by formula, which they then name."""
-    return lambda method: figure(path, form, scale)(method) + ("" if method["counted"] else " by formula")
+def cells_table(content: Run) -> Table:
+    """Microseconds of a step by cell of the GPU table, beside NCCL's."""
+    times = {"NCCL fp32": "nccl", "NCCL bf16": "nccl-bf16", "Ok-Topk": "oktopk"}
+    columns = [Column("step, us", cell_title)]
+    for head, name in times.items():
+        columns.append(Column(f"{head}: mean", figure(f"of.{name}.seconds.all.mean", *US)))
+    for kind in ("regular", "exact"):
+        columns.append(Column(f"{kind}: median", figure(f"of.oktopk.seconds.{kind}.median", *US)))
+    columns.append(Column("times NCCL's", _times_of_nccl))
+    return table(columns, map(_by_name, content["runs"]))
 
 
-_RUN_TABLES: dict[str, Callable[[Run], list[Block]]] = {
-    "dense table": dense_table,
-    "hook table": hook_table,
-    "rows table": rows_table,
-}
-"""Kind of a document -> the tables of one of its runs."""
+US = ("{:,.1f}", 1e6)
+"""Form and scale of microseconds."""
 
 
-def document_tables(content: Run, markdown: bool = False) -> str:
-    """All tables of a document, for a terminal or in Markdown."""
-    if content["kind"] == "gpu table":
-        return text(gpu_tables(content), markdown)
-    if content["kind"] == "sweep":
-        return text(sweep_table(content["runs"]), markdown)
-    tables = _RUN_TABLES.get(
-        content["kind"], functools.partial(run_tables, machine=content.get("machine", {}))
-    )
-    return text((block for run in content["runs"] for block in tables(run)), markdown)
+def _by_name(run: Run) -> Run:
+    """The run with its methods by name, for paths such as "of.nccl.seconds.all.mean"."""
+    return run | {"of": {method["name"]: method for method in run["methods"]}}
 
 
-def insert(text: str, name: str, tables: str) -> str:
-    """A text with the tables of the file `name` between its marks.
-
-    Raises:
-        BenchError: the marks are not there, once each and in order.
-    """
-    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    if text.count(first) != 1 or text.count(last) != 1 or text.index(first) > text.index(last):
-        raise BenchError(f"the text does not hold the lines {first} and {last}, once each and in this order")
-    before, after = text[: text.index(first) + len(first)], text[text.index(last) :]
-    return f"{before}\n\n{tables}\n\n{after}"
+def _times_of_nccl(run: Run) -> str:
+    """The mean step of NCCL's dense allreduce of the gradients' type over Ok-Topk's."""
+    return over(f"of.{run['baseline']}.seconds.all.mean", "of.oktopk.seconds.all.mean")(run)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a document's tables, or put them into a text. Returns the exit status: 0, or 2 with one message."""
-    title = "Print the tables of a document of jobs.bench, or put them into a text."
-    parser = command_parser("jobs.bench.tables", title, "bench.json", "bench.json --into README.md")
-    what = "JSON file that jobs.bench wrote with --json"
-    parser.add_argument("document", type=Path, metavar="FILE.json", help=what)
-    what = "Markdown text that gets the tables, between its lines <!-- FILE.json --> and <!-- end of FILE.json -->"
-    parser.add_argument("--into", type=Path, metavar="FILE.md", help=what)
-    given = parser.parse_args(argv)
-    try:
-        tables = document_tables(read(given.document), markdown=given.into is not None)
-        if given.into is None:
-            show(tables)
-        else:
-            page = insert(given.into.read_text(encoding="utf-8"), given.document.name, tables)
-            with replaced(given.into) as draft:
-                draft.write_text(page, encoding="utf-8")
-    except (BenchError, OSError) as error:
-        show(f"jobs.bench.tables: {error}", file=sys.stderr)
-        return 2
-    return 0
+def cell_title(run: Run) -> str:
+    """Length, density and gradient type of a run, in a few words."""
+    length = f"{run['length'] / 1e6:.1f} M" if run["length"] >= 1e6 else f"{run['length']:,}"
+    return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def cell_line(run: Run) -> str:
+    """One cell in a line, for whoever waits."""
+    mean = figure("of.oktopk.seconds.all.mean", *US)(_by_name(run))
+    times = f"{_times_of_nccl(_by_name(run))} times faster than {run['baseline']}"
+    return f"{cell_title(run)}: {mean} us, {times}; took {run['seconds_taken']:.0f} s"
+
+
+def document_tables(content: Run) -> str:
+    """All tables of a document. Raises BenchError: it is of a kind that has none."""
+    kind, runs = content["kind"], content["runs"]
+    if kind == "sweep":
+        return text(sweep_table(runs))
+    if kind in ("hook table", "rows table"):
+        return text(block for run in runs for block in script_table(run))
+    if kind not in ("bench", "ablation", "gpu table"):
+        raise BenchError(f"documents of the kind {kind!r} have no tables here")
+    above = [cells_table(content)] if kind == "gpu table" else []
+    return text([*above, *(block for run in runs for block in run_tables(run, content))])

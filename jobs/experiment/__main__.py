@@ -7,9 +7,8 @@
 
 Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
 batches; bert also trains Ok-Topk with other intervals and densities, vit also PowerSGD and DDP with its bfloat16 hook; gpt trains
-dense, Ok-Topk, PowerSGD and SparseLoCo. It prints what it is about to do and how long that takes, skips the runs whose files are
-complete, stops before a run that would not end within --budget, and writes the report, its figures as CSV and the tables as
-Markdown into DIR/report.
+dense, Ok-Topk, PowerSGD and SparseLoCo. It prints what it is about to do, skips the runs whose files are complete, stops the run
+at work with a checkpoint after --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
 
 Several jobs may fill one table at the same time, each with --methods, --kinds or --runs of its own; the command for all of it,
 given last, writes the report of all.
@@ -35,9 +34,9 @@ from data.command import show
 from jobs.config.file import ConfigError
 from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.options import parse
-from jobs.experiment.plan import RUNS, Planned, describe, measured_pace, plan, planned_files
+from jobs.experiment.plan import RUNS, Planned, describe, plan, planned_files
 from jobs.experiment.report import write_report
-from jobs.experiment.trials import START_SECONDS, Pace, launches
+from jobs.experiment.trials import launches
 from jobs.launch import run_job
 from jobs.run.file import RunFileError
 from oktopk.launch import LaunchError, end_on_sigterm
@@ -56,11 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed: dict[str, str] = {}
     try:
         planned = plan(experiment, options)
-        pace = measured_pace(experiment, planned)
-        show(describe(planned, pace, options.budget), flush=True)
+        show(describe(planned), flush=True)
         if options.plan:
             return 0
-        failed = run_trials(planned, pace, deadline, options.output)
+        failed = run_trials(planned, deadline, options.output)
         planned = plan(experiment, options)
         command = shlex.join(["python", "-m", "jobs.experiment", *words])
         left = [each.trial.name for each in planned if not each.done]
@@ -82,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else LEFT if left else 0
 
 
-def run_trials(
-    planned: Sequence[Planned], pace: Pace, deadline: float | None, folder: Path
-) -> dict[str, str]:
+def run_trials(planned: Sequence[Planned], deadline: float | None, folder: Path) -> dict[str, str]:
     """Launch what is not done until all is or the time is spent.
 
     Returns:
@@ -97,10 +93,10 @@ def run_trials(
     for launch in launches([each.trial for each in planned if not each.done]):
         waiting = [trial.name for trial in launch]
         while waiting:
-            first = by_name[waiting[0]].trial
-            if deadline is not None and time.time() + START_SECONDS + pace.seconds(first) > deadline:
+            left = None if deadline is None else deadline - time.time()
+            if left is not None and left <= 0:
                 return failed
-            outcome = _launch([by_name[name] for name in waiting], pace, deadline, runs)
+            outcome = _launch([by_name[name] for name in waiting], left, runs)
             failed.update(outcome["failed"])
             if outcome["stopped"]:
                 return failed
@@ -112,8 +108,8 @@ def run_trials(
     return failed
 
 
-def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs: Path) -> dict[str, Any]:
-    """One mpiexec that trains these runs; what its outcome file says."""
+def _launch(planned: Sequence[Planned], seconds: float | None, runs: Path) -> dict[str, Any]:
+    """One mpiexec that trains these runs, for so long at most; what its outcome file says."""
     entries = [
         {"trial": dataclasses.asdict(each.trial), "document": each.document, "name": each.trial.name}
         for each in planned
@@ -123,21 +119,26 @@ def _launch(planned: Sequence[Planned], pace: Pace, deadline: float | None, runs
     # a folder of its own: another job may be at other runs of this table
     folder = Path(tempfile.mkdtemp(prefix="launch-", dir=runs))
     plan_file, outcome_file = folder / "plan.json", folder / "outcome.json"
-    facts = {"deadline": deadline, "guesses": pace.guesses, "measured": pace.measured, "trials": entries}
-    plan_file.write_text(json.dumps(facts))
+    plan_file.write_text(json.dumps({"trials": entries}))
     words = ["-m", "jobs.experiment.worker", str(plan_file), str(outcome_file)]
+    outcome: dict[str, Any] = {"failed": {}, "current": "", "stopped": ""}
+    late = False
     try:
-        status = run_job(ranks, words, patience=PATIENCE)
-        if not outcome_file.exists():
+        status = run_job(ranks, words, patience=PATIENCE, seconds=seconds)
+        spent = time.time() - began
+        late = seconds is not None and spent >= seconds
+        if outcome_file.exists():
+            outcome = json.loads(outcome_file.read_text())
+        elif not late:
             raise LaunchError(
                 f"the job of {ranks} ranks ended with status {status} before its first run of {plan_file}"
             )
-        outcome: dict[str, Any] = json.loads(outcome_file.read_text())
     finally:
-        if outcome_file.exists():  # else the plan is kept, to be tried by hand
+        if late or outcome_file.exists():  # else the plan is kept, to be tried by hand
             shutil.rmtree(folder, ignore_errors=True)
-    outcome["error"] = f"the job ended with status {status} after {time.time() - began:.0f} s"
-    return outcome
+    if late:
+        outcome["stopped"] = outcome["stopped"] or outcome["current"] or "before a run"
+    return outcome | {"error": f"the job ended with status {status} after {spent:.0f} s"}
 
 
 if __name__ == "__main__":

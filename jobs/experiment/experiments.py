@@ -36,8 +36,7 @@ class Target(Value):
 
     Attributes:
         text: the claim; {where} names the batches where speeds are compared at several, {of_type} NCCL's type of gradients.
-        of: runs that are trained to the end, those that are compared by speed, on the most ranks and for each size of batches, or
-            those that compare regions.
+        of: runs that are trained to the end, or those that are compared by speed, on the most ranks and for each size of batches.
         each: once for every way to reduce but dense, which value and texts call "each".
         in_equal_time: two methods whose held-out losses are those when the faster of the two has ended.
     """
@@ -46,7 +45,7 @@ class Target(Value):
     below: float | None = None
     at_most: float | None = None
     at_least: float | None = None
-    of: Literal["train", "speed", "regions"] = "train"
+    of: Literal["train", "speed"] = "train"
     each: bool = False
     in_equal_time: tuple[str, str] | None = None
     also: Value | None = None
@@ -79,15 +78,12 @@ class Experiment(Model):
             compared by speed. Those by another method than the library's need GPUs.
         buckets: "reduction.bucket_mb" that the speeds of rivals are compared at; empty: the configuration's.
         accuracy: held out, to which times are taken; None where a loss is compared.
-        epoch_seconds, step_seconds: how long an epoch, or a step, is expected to take where nothing was measured yet: by
-            what the configuration counts in.
         seeds: of the repeated methods, unless another number is asked for.
         speed_steps: of a run that is compared by its speed, likewise.
         speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
         scaling: whether speeds are compared on fewer ranks too, likewise.
         staged: whether Ok-Topk runs once more with its stages timed one by one.
         swept: "section.key" -> values that Ok-Topk is trained with besides, one away from the configuration at a time.
-        compares_regions: whether Ok-Topk also runs with regions of equal length.
     """
 
     title: str
@@ -98,8 +94,6 @@ class Experiment(Model):
     fast: tuple[str, ...]
     targets: tuple[Target, ...]
     accuracy: float | None = None
-    epoch_seconds: float = 0.0
-    step_seconds: float = 0.0
     seeds: int = 3
     speed_steps: int = 200
     speed_batches: tuple[int, ...] = ()
@@ -108,7 +102,6 @@ class Experiment(Model):
     rivals: Mapping[str, Mapping[str, Any]] = {}
     buckets: tuple[float, ...] = ()
     swept: Mapping[str, tuple[Any, ...]] = {}
-    compares_regions: bool = False
 
 
 def _experiments() -> dict[str, Experiment]:

@@ -27,7 +27,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     text = "Folder of the runs and of their report"
     add("-o", "--output", type=Path, required=True, metavar="DIR", help=text)
     add("--ranks", type=int, default=4, help="Number of ranks to train on, at least 1; default: %(default)s")
-    text = "Start no run that would end later than so many seconds from now; default: no limit"
+    text = "Stop the run at work with a checkpoint after so many seconds; default: no limit"
     add("--budget", type=float, metavar="SECONDS", help=text)
     length = parser.add_mutually_exclusive_group()
     for unit, experiments in (("epochs", "vgg, lstm"), ("steps", "bert, gpt, vit")):
@@ -44,8 +44,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--speed-ranks", type=int, nargs="*", metavar="RANKS", help=text)
     text = "Steps of each run that compares speeds; 0: no such runs; default: 200, for bert, gpt and vit 148"
     add("--speed-steps", type=int, metavar="STEPS", help=text)
-    text = "Steps of the runs that compare balanced with equal regions, for lstm; 0: no such runs; default: %(default)s"
-    add("--region-steps", type=int, default=500, metavar="STEPS", help=text)
     text = "Samples per rank and step to compare speeds at, at least 1; default: as in training, for bert 8 and 256"
     add("--speed-batches", type=int, nargs="+", metavar="SAMPLES", help=text)
     text = "Kinds of runs to do, in this order; default: all kinds, the most informative runs first"

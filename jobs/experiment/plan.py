@@ -1,4 +1,4 @@
-"""Plans an experiment: each run with its configuration, whether it is done, and how long it takes."""
+"""Plans an experiment: each run with its configuration, and whether it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.experiments import CONFIGS, Experiment
-from jobs.experiment.trials import KINDS, RUN_SECONDS, SHORT, START_SECONDS, Pace, Trial, launches, trials
+from jobs.experiment.trials import KINDS, Trial, launches, trials
 from jobs.restart.resume import differences
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
@@ -120,7 +120,7 @@ def _merged(document: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 def _of_no_consequence(trial: Trial) -> set[str]:
     """The "section.key" of what may be another one, and the run still be this trial's."""
     free = {"data.path"}
-    if trial.kind not in SHORT:
+    if trial.kind != "speed":
         return free | {"reduction.deferred"}
     # a short run ends by its steps; and only with Ok-Topk does it matter whether the host waits
     return free | {"training.epochs"} | ({"reduction.deferred"} if trial.method != "oktopk" else set())
@@ -144,7 +144,7 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     except (RunFileError, *DAMAGE):
         return False
     ended = len(steps) and len(evaluated) and steps[-1] == config.training.steps
-    if trial.kind in SHORT and not ended:
+    if trial.kind == "speed" and not ended:
         return False
     differing = differences(
         found, wanted_config, frozenset({"run", "checkpoint", *_of_no_consequence(trial)})
@@ -164,46 +164,17 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
     return True
 
 
-def measured_pace(experiment: Experiment, planned: Sequence[Planned]) -> Pace:
-    """Durations of runs, from those that are done."""
-    epoch, step = experiment.epoch_seconds, experiment.step_seconds
-    guesses: dict[str, float] = {}
-    for each in planned:
-        training = each.document.get("training", {})
-        epochs = 2 if each.trial.kind in SHORT else max(1, training.get("epochs", 0))
-        guesses[each.trial.work] = RUN_SECONDS + epochs * epoch + training.get("steps", 0) * step
-    pace = Pace(guesses)
-    for each in planned:
-        if each.done:
-            with RunReader(each.file) as reader:
-                elapsed, evaluating = reader.steps()["elapsed"], reader.evaluations()["seconds"]
-            pace.add(each.trial, RUN_SECONDS + float(elapsed[-1]) + float(evaluating[-1]))
-    return pace
-
-
-def describe(planned: Sequence[Planned], pace: Pace, budget: float | None) -> str:
-    """The plan as a table, and what of it fits into the budget."""
-    rows, total, spent, fitting = [], 0.0, 0.0, 0
-    todo = [each for each in planned if not each.done]
-    order = [trial.name for launch in launches([each.trial for each in todo]) for trial in launch]
-    launched: set[int] = set()
+def describe(planned: Sequence[Planned]) -> str:
+    """The plan as a table: what is complete, then what is to do, in its order."""
+    names = [trial.name for launch in launches([e.trial for e in planned if not e.done]) for trial in launch]
     by_name = {each.trial.name: each for each in planned}
-    for each in [each for each in planned if each.done] + [by_name[name] for name in order]:
-        trial = each.trial
-        seconds = pace.seconds(trial)
-        expected = "complete"
-        if not each.done:
-            total += seconds + (0.0 if trial.ranks in launched else START_SECONDS)
-            launched.add(trial.ranks)
-            expected = f"{seconds:.0f} s" + ("" if pace.known(trial) else ", a guess")
-            if budget is None or total <= budget:
-                spent, fitting = total, fitting + 1
-        rows.append([trial.name, trial.method, trial.ranks, trial.seed, trial.kind, expected])
-    table = tabulate(rows, ["run", "method", "ranks", "seed", "kind", "expected"])
-    closing = f"{len(todo)} of {len(planned)} runs to do, about {total:.0f} s"
-    if budget is not None and todo:
-        closing += f"; the budget of {budget:.0f} s is for {fitting} of them, about {spent:.0f} s"
-    return f"{table}\n\n{closing}"
+    ordered = [*(each for each in planned if each.done), *(by_name[name] for name in names)]
+    rows = [
+        [trial.name, trial.method, trial.ranks, trial.seed, trial.kind, "complete" if done else ""]
+        for trial, done in ((each.trial, each.done) for each in ordered)
+    ]
+    table = tabulate(rows, ["run", "method", "ranks", "seed", "kind", "state"])
+    return f"{table}\n\n{len(names)} of {len(planned)} runs to do"
 
 
 def planned_files(planned: Sequence[Planned]) -> dict[str, list[Path]]:

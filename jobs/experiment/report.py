@@ -45,12 +45,11 @@ def write_report(
         return "no run has begun: there is nothing to report yet"
     # what cannot be read, the report names
     runs = {kind: read_readable(files[kind])[0] for kind in KINDS}
-    claims = verdicts(experiment, *(group_runs(runs[kind]) for kind in ("train", "speed", "regions")))
+    claims = verdicts(experiment, *(group_runs(runs[kind]) for kind in ("train", "speed")))
     report(
         files["train"],
         folder,
         sweep=files["sweep"],
-        regions=files["regions"],
         throughput=files["speed"],
         target=experiment.accuracy,
         title=experiment.title,

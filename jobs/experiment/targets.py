@@ -46,14 +46,12 @@ class Figures:
         return "" if self._group is None else self._group.label
 
 
-def verdicts(
-    experiment: Experiment, trained: Sequence[Group], fast: Sequence[Group], regions: Sequence[Group] = ()
-) -> list[Claim]:
+def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
     """Each target with its verdict and what was measured, in the experiment's order, those of speed by size of batches.
 
     Args:
         experiment: whose targets.
-        trained: groups that were trained to the end; fast: those that are compared by speed; regions: by the kind of regions.
+        trained: groups that were trained to the end; fast: those that are compared by speed.
     """
     found: list[Claim] = []
     by_speed = [target for target in experiment.targets if target.of == "speed"]
@@ -75,9 +73,7 @@ def verdicts(
             "of_type": _type_of(_only(widest, "nccl")),
         }
         found += [_verdict(target, methods, words) for target in by_speed]
-    by_kind = {_balanced(group): group for group in regions if group.counted[0].complete}
-    kinds = {name: Figures(by_kind.get(kind)) for name, kind in (("balanced", True), ("equal", False))}
-    return found + [_verdict(target, kinds) for target in experiment.targets if target.of == "regions"]
+    return found
 
 
 def _methods(experiment: Experiment) -> list[str]:
@@ -184,10 +180,6 @@ def _after_selection_ms(group: Group) -> float:
             on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
             seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
     return 1e3 * float(np.mean(seconds)) if seconds else math.nan
-
-
-def _balanced(group: Group) -> bool:
-    return bool(group.runs[0].config.get("reduction", {}).get("balanced_regions", True))
 
 
 def _type_of(group: Group | None) -> str:

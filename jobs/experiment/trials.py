@@ -1,10 +1,10 @@
-"""The runs of an experiment, and their expected durations."""
+"""The runs of an experiment."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jobs.config.modes import DENSE_OVLP
@@ -12,16 +12,7 @@ from jobs.experiment.experiments import Experiment
 from oktopk import METHODS
 
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
-REGIONS_EVERY = 10  # of the short runs that compare regions
-SHORT = ("regions", "speed")
-KINDS = ("train", "sweep", *SHORT)
-
-
-START_SECONDS = 20.0
-"""A launch: imports, MPI, the first touch of a GPU."""
-
-RUN_SECONDS = 3.0
-"""What a run takes beside its steps: its network, its kernels, its file."""
+KINDS = ("train", "sweep", "speed")
 
 
 @dataclass(frozen=True)
@@ -30,8 +21,7 @@ class Trial:
 
     Attributes:
         name: of its run file.
-        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; "regions", some hundred steps; or
-            "speed", a few.
+        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; or "speed", some steps.
         settings: "section.key" -> value, on top of everything else.
     """
 
@@ -41,13 +31,6 @@ class Trial:
     ranks: int
     seed: int
     settings: Mapping[str, Any]
-
-    @property
-    def work(self) -> str:
-        """Key that runs of similar duration on as many ranks share."""
-        batch = self.settings.get("training.batch_size")
-        kind = "train" if self.kind == "sweep" else self.kind
-        return kind if batch is None else f"{kind}, batches of {batch}"
 
 
 def trials(
@@ -82,17 +65,6 @@ def trials(
         for seed in range(options.seeds if name in experiment.repeated else 1):
             method = settings["reduction.method"]
             planned.append(_trial(f"{name}-{seed}", "train", method, ranks, seed, settings))
-    if experiment.compares_regions and options.region_steps and ranks > 1 and "oktopk" in asked:
-        for balanced in (True, False):
-            # with the dense warm-up: regions that are cut by the very first gradients say little of later ones
-            settings = {
-                **_short(options.region_steps),
-                "reduction.density_warmup_steps": 0,
-                "run.measure_every": REGIONS_EVERY,
-                "reduction.balanced_regions": balanced,
-            }
-            name = f"regions-{'balanced' if balanced else 'equal'}"
-            planned.append(_trial(name, "regions", "oktopk", ranks, 0, settings))
     fast = [
         name
         for name in experiment.fast
@@ -155,37 +127,6 @@ def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: M
     if method not in METHODS:
         every["run.measure_every"] = 0  # a way of summing all gradients has nothing of the kind
     return Trial(name, kind, method, ranks, seed, every)
-
-
-@dataclass
-class Pace:
-    """Seconds that runs took.
-
-    Attributes:
-        guesses: Trial.work -> seconds of a run where none was measured.
-        measured: (work, method, ranks, seconds) of each run that is done.
-    """
-
-    guesses: Mapping[str, float]
-    measured: list[tuple[str, str, int, float]] = field(default_factory=list)
-
-    def add(self, trial: Trial, seconds: float) -> None:
-        self.measured.append((trial.work, trial.method, trial.ranks, seconds))
-
-    def seconds(self, trial: Trial) -> float:
-        """Expected seconds of a run: the mean of its method and ranks, else the slowest of its ranks, else of its work."""
-        alike = [seconds for *key, seconds in self.measured if key == [trial.work, trial.method, trial.ranks]]
-        if alike:
-            return sum(alike) / len(alike)
-        for same in ((trial.work, trial.ranks), (trial.work,)):
-            near = [s for work, _, ranks, s in self.measured if (work, ranks)[: len(same)] == same]
-            if near:
-                return max(near)
-        return self.guesses[trial.work]
-
-    def known(self, trial: Trial) -> bool:
-        """Whether a run of such work was measured."""
-        return any(work == trial.work for work, *_ in self.measured)
 
 
 def launches(trials: Sequence[Trial]) -> list[list[Trial]]:

@@ -3,7 +3,7 @@
     mpiexec -n 4 python -m mpi4py -m jobs.experiment.worker PLAN.json OUTCOME.json
 
 Starting Python, torch, MPI and a GPU on every rank takes longer than some of the runs, and the data set need be read
-once. Rank 0 stops before a run that would not end in time, and notes in OUTCOME.json what became of each.
+once. Rank 0 notes in OUTCOME.json what became of each.
 
 Exit status: 0; 1 when a run failed that the others outlived; 75 after a signal, see jobs.train.
 """
@@ -15,7 +15,6 @@ import gc
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from data.command import show
 from data.durable import replaced
 from jobs.cluster.agreement import decide_on_root, decide_together
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.trials import Pace, Trial
+from jobs.experiment.trials import Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again, leave
 from jobs.restart.start import checkpoint_folder
 from jobs.train.job import FAULTS, train
@@ -44,7 +43,7 @@ class Outcome:
     Attributes:
         current: name of the run at work, "" between runs.
         failed: name -> why, of runs that ended before their end.
-        stopped: name of the run that no longer fitted or that a signal stopped, "" if all were done.
+        stopped: name of the run that a signal stopped, "" if all were done.
     """
 
     current: str = ""
@@ -62,22 +61,16 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
     plan_path, outcome_path = (Path(word) for word in words)
     plan: dict[str, Any] = decide_on_root(comm, lambda: json.loads(plan_path.read_text()), (OSError,))
     outcome = Outcome()
-    pace = Pace(plan["guesses"], [tuple(each) for each in plan["measured"]])
     build = functools.partial(build_workload, load=functools.cache(load_images))
     status = 0
     for number, entry in enumerate(plan["trials"], start=1):
         trial = Trial(**entry["trial"])
-        if not _fits(comm, plan["deadline"], pace.seconds(trial)):
-            outcome.stopped = trial.name
-            break
         outcome.current = trial.name
         if comm.rank == 0:
             outcome.write(outcome_path)
             show(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
-        began = time.perf_counter()
         try:
             _train(entry["document"], comm, build)
-            pace.add(trial, time.perf_counter() - began)
         except FAULTS as error:
             # of this run alone: the next one can be tried
             outcome.failed[trial.name] = str(error)
@@ -100,11 +93,6 @@ def _train(document: dict[str, Any], comm: MPI.Intracomm, build: Build) -> None:
     train(config, comm, build)
     if comm.rank == 0:
         shutil.rmtree(checkpoint_folder(config), ignore_errors=True)
-
-
-def _fits(comm: MPI.Intracomm, deadline: float | None, seconds: float) -> bool:
-    """Whether a run would end in time, by the clock of rank 0."""
-    return bool(comm.bcast(deadline is None or time.time() + seconds <= deadline))
 
 
 def _forget(comm: MPI.Intracomm) -> None:

@@ -47,17 +47,13 @@ def svg(picture: Picture) -> str:
     """One picture with its legend, as an SVG document without a title: the page has that."""
     text = io.StringIO()
     with mpl.rc_context(PAGE):
-        figure, _ = _figure([picture], WIDTH)
+        figure, _ = _figure(picture, WIDTH)
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
-def save(pictures: Sequence[Picture], output: Path, heading: str = "") -> None:
-    """Draw pictures side by side, with their titles, into a file; its suffix is the format.
-
-    Args:
-        pictures: one or more.
-        heading: stands above all of them; of one picture, its note.
+def save(picture: Picture, output: Path) -> None:
+    """Draw one picture below its title and its note into a file; its suffix is the format.
 
     Raises:
         OSError: the file cannot be written.
@@ -65,28 +61,24 @@ def save(pictures: Sequence[Picture], output: Path, heading: str = "") -> None:
     """
     form = output.suffix.removeprefix(".")
     with mpl.rc_context(PAGE), replaced(output) as draft:
-        width = FILE_WIDTH if len(pictures) == 1 else WIDTH * len(pictures)
-        figure, panels = _figure(pictures, width)
-        for axes, picture in zip(panels, pictures, strict=True):
-            axes.set_title(picture.title)
-        lines = textwrap.wrap(heading or pictures[0].note, int(NOTE_CHARACTERS * width))
+        figure, axes = _figure(picture, FILE_WIDTH)
+        axes.set_title(picture.title)
+        lines = textwrap.wrap(picture.note, int(NOTE_CHARACTERS * FILE_WIDTH))
         figure.suptitle("\n".join(lines), fontsize=10, color=GREY)
         figure.savefig(draft, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
 
 
-def _figure(pictures: Sequence[Picture], width: float) -> tuple[Figure, Sequence[Axes]]:
-    """The pictures side by side, without titles, above one legend."""
-    bars = max(len(picture.bars) if isinstance(picture, Bars) else 0 for picture in pictures)
-    height = 0.9 + BAR_HEIGHT * bars if bars else HEIGHT
+def _figure(picture: Picture, width: float) -> tuple[Figure, Axes]:
+    """A picture without its title, above its legend."""
+    height = 0.9 + BAR_HEIGHT * len(picture.bars) if isinstance(picture, Bars) else HEIGHT
     figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(1, len(pictures), squeeze=False)[0]
-    for axes, picture in zip(panels, pictures, strict=True):
-        if isinstance(picture, Bars):
-            _draw_bars(axes, picture)
-        else:
-            draw(axes, picture)
-    _legend(figure, panels)
-    return figure, panels
+    axes = figure.subplots()
+    if isinstance(picture, Bars):
+        _draw_bars(axes, picture)
+    else:
+        draw(axes, picture)
+    _legend(figure, axes)
+    return figure, axes
 
 
 def draw(axes: Axes, chart: Chart) -> None:
@@ -198,17 +190,14 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
     axes.set_xlabel("step, ms")
 
 
-def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One legend below all panels; a picture with a long one is higher."""
-    named: dict[str, Any] = {}
-    for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    if not named:
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The legend below the axes; a picture with a long one is higher."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
         return
     width, height = figure.get_size_inches()
-    columns = max(1, min(len(named), int(CHARACTERS * width) // (max(map(len, named)) + 4)))
-    further = max(0, math.ceil(len(named) / columns) - LEGEND_LINES)
+    columns = max(1, min(len(labels), int(CHARACTERS * width) // (max(map(len, labels)) + 4)))
+    further = max(0, math.ceil(len(labels) / columns) - LEGEND_LINES)
     figure.set_size_inches(width, height + LEGEND_HEIGHT * further)
     look: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "columnspacing": 1.4}
-    figure.legend(named.values(), named.keys(), ncols=columns, handlelength=3.0, **look)
+    figure.legend(handles, labels, ncols=columns, handlelength=3.0, **look)

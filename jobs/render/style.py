@@ -45,7 +45,6 @@ STAGES: dict[str, str] = {
     "gather and apply": "#DDCC77",
     "allreduce": "#D55E00",
     "apply": "#CC79A7",
-    "into g": "#882255",
     "finish": "#666633",
     "between": "#999999",
 }

@@ -109,11 +109,9 @@ Block = str | Table
 """A part of a text: a paragraph, or a table."""
 
 
-def text(blocks: Iterable[Block], markdown: bool = False) -> str:
-    """The blocks that are not empty, an empty line between them; tables for a terminal, or in Markdown."""
-    each = (
-        block if isinstance(block, str) else (block.terminal, block.markdown)[markdown]() for block in blocks
-    )
+def text(blocks: Iterable[Block]) -> str:
+    """The blocks that are not empty, for a terminal, an empty line between them."""
+    each = (block if isinstance(block, str) else block.terminal() for block in blocks)
     return "\n\n".join(filter(None, each))
 
 

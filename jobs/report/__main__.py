@@ -4,8 +4,7 @@
 
 Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
 their seed alone are one line of a picture and one row of a table. Documents of jobs.bench (JSON) may stand among
-the runs: each is printed, sweeps and dense sums are drawn, and those over several bandwidths, or with several
-numbers of ranks a host, make a section of the page, if there is one: documents alone make none. Writes into DIR:
+the runs: each is printed, and sweeps are drawn. Writes into DIR:
 
     index.html                          the page: nothing beside it is needed to read it
     summary.csv methods.csv             a row for each run; a row for each method, means over its seeds
@@ -20,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.command import command_parser, show
-from jobs.bench.bandwidth import charts
-from jobs.bench.document import BenchError, read
+from jobs.bench.document import BenchError
 from jobs.bench.figures import report_bench
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
@@ -63,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     target=options.target,
                     title=options.title,
                     notes_besides=options.note,
-                    between_hosts=charts([read(document) for document in documents]),
                 )
             )
             show(f"\npage: {Path(options.output) / PAGE}")

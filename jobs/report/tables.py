@@ -1,4 +1,4 @@
-"""Tables of the report: methods, regions, sweep."""
+"""Tables of the report: methods and sweep."""
 
 from __future__ import annotations
 
@@ -145,26 +145,6 @@ def _exchange(group: Group) -> Cell:
 def _data(group: Group) -> str:
     step = group.mean("step_seconds")
     return f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING
-
-
-def regions_table(groups: Sequence[Group]) -> Table:
-    """Busiest region and rank over the mean, of Ok-Topk with balanced regions and with equal ones."""
-
-    def kind(group: Group) -> Cell:
-        balanced = group.runs[0].config.get("reduction", {}).get("balanced_regions", True)
-        return Cell("balanced by nnz" if balanced else "of equal length", colour=group.colour)
-
-    busiest = pair("region_balance", "{:.2f}", "region_balance_largest", "at most {:.2f}")
-    columns = [
-        Column("Regions", kind),
-        Column("Busiest region", busiest, "entries / mean"),
-        Column("Busiest rank", figure("words_balance", "{:.2f}"), "words sent / mean"),
-        WORDS,
-        STEP,
-    ]
-    note = "Entries: what all ranks selected in a region, which its rank receives and sums; in measured steps. Equal "
-    note += "regions always go through MPI, balanced ones through peer memory where there is any."
-    return groups_table(columns, groups, "Regions", note)
 
 
 def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from data.command import escaped
 from data.durable import own_folder, replaced
-from jobs.render.chart import Chart
 from jobs.render.table import Table, write_columns, write_rows
 from jobs.report import pictures
 from jobs.report.groups import Group, group_runs, reads_text
@@ -17,7 +16,7 @@ from jobs.report.headline import notes as headline_notes
 from jobs.report.page import Claim, Section, render
 from jobs.report.speed_tables import speed_tables
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import method_figures, methods_table, regions_table, sweep_table, swept
+from jobs.report.tables import method_figures, methods_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
 PAGE = "index.html"
@@ -28,7 +27,6 @@ def report(
     paths: Sequence[str | Path],
     folder: str | Path,
     *,
-    regions: Sequence[str | Path] = (),
     throughput: Sequence[str | Path] = (),
     sweep: Sequence[str | Path] = (),
     target: float | None = None,
@@ -36,19 +34,17 @@ def report(
     claims: Sequence[Claim] = (),
     notes_besides: Sequence[str] = (),
     links: SlowLinks | None = None,
-    between_hosts: Sequence[Chart] = (),
 ) -> str:
     """Write the page and the CSV files into folder, which is made if need be.
 
     Args:
-        paths: run files; sweep: of Ok-Topk with other settings than in paths; regions: of runs that are compared by the
-            balance of their regions alone; throughput: by their speed alone.
+        paths: run files; sweep: of Ok-Topk with other settings than in paths; throughput: of runs that are compared by their
+            speed alone.
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
         claims: what the runs were to show; notes_besides: what the files do not say. For the page.
         links: adds a headline that compares Ok-Topk with Dense, also over these links.
-        between_hosts: pictures of what links between hosts carry, for a section of their own.
 
     Returns:
         The headline if there is one, and the tables, with a note below it on every run that is not what it seems.
@@ -56,26 +52,25 @@ def report(
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
     """
-    given = {"train": paths, "sweep": sweep, "regions": regions, "speed": throughput}
+    given = {"train": paths, "sweep": sweep, "speed": throughput}
     given["slow"] = links.paths if links else ()
     runs: dict[str, list[Run]] = {}
     problems: list[str] = []
     for kind, files in given.items():
         runs[kind], unread = read_readable(files)
         problems += unread
-    if not (runs["train"] or runs["regions"] or runs["speed"]):
+    if not (runs["train"] or runs["speed"]):
         raise RunFileError("; ".join(problems) or "no run file was named")
     groups = {kind: group_runs(found) for kind, found in runs.items()}
-    shown = groups["train"] or groups["speed"] or groups["regions"]
+    shown = groups["train"] or groups["speed"]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
     sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
-    sections.append(Section("Between hosts", between_hosts))
     if links and (bars := pictures.step_bars(groups["train"], groups["slow"], links.rate)):
         sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
     figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
     if links:
         remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])
-    compared = [group for kind in ("train", "regions", "speed") for group in groups[kind]]
+    compared = [group for kind in ("train", "speed") for group in groups[kind]]
     folder, every = Path(folder), [run for found in runs.values() for run in found]
     shown_tables = tables(runs, target, xi=links is None)
     try:
@@ -112,7 +107,7 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = T
     """The tables of a report, those with nothing to show left out.
 
     Args:
-        runs: "train", "sweep", "regions" and "speed" -> runs of that kind, see report(); others are not looked at.
+        runs: "train", "sweep" and "speed" -> runs of that kind, see report(); others are not looked at.
         target: an accuracy to which times are taken.
         xi: in the table of methods.
     """
@@ -122,8 +117,6 @@ def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = T
     if rows := swept(runs["train"], runs["sweep"]):
         dense = next((group for group in groups if group.method == "dense"), None)
         found.append(sweep_table(rows, dense))
-    if runs["regions"]:
-        found.append(regions_table(group_runs(runs["regions"])))
     # where the time goes: of runs for that alone, else of those that were trained
     return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
 

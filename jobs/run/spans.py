@@ -1,4 +1,4 @@
-"""What the spans of a timeline tell: a rank that is late, what is hidden and exposed, and how much of the time they explain.
+"""What the spans of a timeline tell: a rank that is late, and what is hidden and exposed.
 
 Spans are the columns of TIMELINE_COLUMNS, of all ranks, with `name` as text.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.run.columns import BETWEEN, BUCKET, PHASES, TIMELINE_COLUMNS, Columns
+from jobs.run.columns import BUCKET, PHASES, TIMELINE_COLUMNS, Columns
 
 OWN_WORK = ("data", "forward", "backward")
 """Phases in which a rank waits for no other, but where gradients are reduced behind the backward pass."""
@@ -46,27 +46,6 @@ def covered(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> float:
     starts, ends = starts[order], ends[order]
     reached = np.maximum.accumulate(np.concatenate([starts[:1], ends[:-1]]))
     return float(np.maximum(0.0, ends - np.maximum(starts, reached)).sum())
-
-
-def explained(spans: Columns) -> float:
-    """The share of the time from the first phase to the end of the last that spans explain; the least of all ranks.
-
-    A phase explains its time. A reduction with stages on record does not: they do, as far as they lie in it.
-    """
-    return min(_explained(_chosen(spans, spans["rank"] == rank)) for rank in np.unique(spans["rank"]))
-
-
-def _explained(spans: Columns) -> float:
-    starts, ends, step = spans["start"], spans["start"] + spans["seconds"], spans["step"]
-    outer = spans["depth"] == 0
-    stages = (spans["depth"] == 1) & (spans["bucket"] < 0) & ~np.isin(spans["name"], BETWEEN)
-    leaves, seconds = outer.copy(), 0.0
-    for place in np.flatnonzero(outer & (spans["name"] == "reduction") & np.isin(step, step[stages])):
-        inner = stages & (step == step[place])
-        leaves[place] = False
-        seconds += covered(np.maximum(starts[inner], starts[place]), np.minimum(ends[inner], ends[place]))
-    seconds += covered(starts[leaves], ends[leaves])
-    return float(seconds / max(ends[outer].max() - starts[outer].min(), 1e-12))
 
 
 def _chosen(spans: Columns, which: NDArray[np.bool_]) -> Columns:

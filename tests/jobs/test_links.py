@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from data.durable import create, exclusive, replaced, take_lock
 from data.images.file import LAYOUT
-from jobs.bench import tables
 from jobs.bench.bandwidth import chart
 from jobs.bench.document import BenchError, Output
 from jobs.bench.figures import draw, report_bench
@@ -55,9 +53,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     ".bench.json.part": lambda folder: Output(folder / "bench.json"),
     "bench.json": lambda folder: Output(folder / "bench.json"),
     "sweep.png": lambda folder: report_bench(SWEEP, folder),
-    "line.png": lambda folder: draw([chart([at_rate("1gbit", 1.0)])], folder / "line.png"),
+    "line.png": lambda folder: draw(chart([at_rate("1gbit", 1.0)]), folder / "line.png"),
     "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
-    "text.md": lambda folder: sys.exit(tables.main([str(SWEEP), "--into", str(folder / "text.md")])),
 }
 
 

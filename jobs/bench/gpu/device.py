@@ -7,11 +7,9 @@ import os
 import re
 import socket
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +26,6 @@ from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
 from jobs.bench.gpu.speeds import measure_device_speeds
 from jobs.bench.gradients import GradientSource
 from jobs.run.provenance import versions
-from oktopk import GradientAllreduce, StepReport
 
 _DIGEST_BLOCK = 4096
 
@@ -145,35 +142,6 @@ class _PoolWatch(cupy.cuda.MemoryHook):
         self._growth.allocated += int(kwargs["size"])
 
 
-class IntoGradient:
-    """A reducer for an optimizer that reads the gradient: the update is rounded into it as a whole.
-
-    Args:
-        reducer: the one that reduces; closed with this one.
-        device: whose gradient type the gradient has.
-    """
-
-    def __init__(self, reducer: GradientAllreduce, device: Cuda) -> None:
-        self._reducer = reducer
-        self.update: Any = cupy.zeros(reducer.length, STORED[device.gradient_type])
-
-    def load(self, gradient: Any) -> Any:
-        """Fill the gradient that is overwritten; outside the timed region."""
-        cupy.copyto(self.update, gradient)
-        return self.update
-
-    def step(self, gradient: Any) -> StepReport:
-        """Reduce the gradient and overwrite it. Collective. The stage "into g" is the time to ask for the copy."""
-        report = self._reducer.step(gradient)
-        began = time.perf_counter()
-        convert(self._reducer.update, gradient)
-        seconds = time.perf_counter() - began
-        return replace(report, seconds={**report.seconds, "into g": seconds})
-
-    def close(self) -> None:
-        self._reducer.close()
-
-
 UCX = ("libucx-cu13", "libucx-cu12")
 _TUNING = ("CUDA_", "OKTOPK_", "CUPY_", "TORCH_NCCL_")
 
@@ -184,16 +152,10 @@ def gpu_facts() -> dict[str, Any]:
     current = cupy.cuda.Device()
     properties = runtime.getDeviceProperties(current.id)
     count = runtime.getDeviceCount()
-    peers = [number for number in range(count) if number != current.id]
     return {
         "name": properties["name"].decode(),
         "count": count,
-        "memory_bytes": int(properties["totalGlobalMem"]),
-        "multiprocessors": int(properties["multiProcessorCount"]),
-        "compute_capability": current.compute_capability,
-        "peers": sum(bool(runtime.deviceCanAccessPeer(current.id, peer)) for peer in peers),
         "driver": _driver(),
-        "driver_cuda": runtime.driverGetVersion(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "ucx": next((version for name, version in versions(UCX).items() if name in UCX), None),

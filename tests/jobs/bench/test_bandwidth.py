@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from jobs.bench import hook_figure
 from jobs.bench.bandwidth import bandwidth, main, points
 from jobs.bench.document import BenchError, read
 from jobs.bench.figures import look
@@ -119,19 +118,3 @@ def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
     assert pictures[1].read_bytes() != first
     assert main([*words, "--length", "7"]) == 2
     assert "length 7 is in none of the documents" in capsys.readouterr().err
-
-
-@pytest.mark.pictures
-def test_steps_with_hooks_are_drawn_from_the_documents_that_readme_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
-    assert hook_figure.main([*files, "--output", str(tmp_path / "hook.svg")]) == 0
-    assert (tmp_path / "hook.svg").read_bytes() == (RESULTS / "hook.svg").read_bytes()
-    bars = hook_figure.bars([read(files[0])]).bars
-    assert [bar.label.removesuffix(", 1 Gb/s") for bar in bars] == ["DDP", "PowerSGD, rank 1", "Ok-Topk"]
-    assert [round(1e3 * (bar.compute + bar.reduction)) for bar in bars] == [952, 510, 390]
-    assert {round(1e3 * bar.compute) for bar in bars} == {137}
-    assert all(bar.least < bar.compute + bar.reduction < bar.most for bar in bars if bar.least and bar.most)
-    assert hook_figure.main([str(RESULTS / "sweep.json"), "--output", str(tmp_path / "other.svg")]) == 2
-    assert "it is not one of jobs.bench --table hook" in capsys.readouterr().err

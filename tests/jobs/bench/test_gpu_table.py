@@ -1,4 +1,4 @@
-"""The table of GPUs: its cells and targets, the launch that measures them, and what is written of it; without a GPU."""
+"""The table of GPUs: its cells, the launch that measures them, and what is written of it; without a GPU."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from mpi4py import MPI
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.gpu.table import CELLS, Cell, chosen, measure_cell, target
-from jobs.bench.gpu.tables import verdict
+from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options
+from jobs.bench.run import measure_run
 from jobs.bench.summary import device_stages
-from jobs.bench.tables import document_tables, insert, main
+from jobs.bench.tables import document_tables
 from oktopk import METHODS
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "docs" / "results"
-PUBLISHED = RESULTS / "gpu-4xh200.json"
-TINY = (Cell(3000, 0.05, 4, 8, {"float32": 2.0}), Cell(2000, 0.05, 8, 8, {"float32": 3.0}))
+TINY = (Cell(3000, 0.05, 4, 8), Cell(2000, 0.05, 8, 8))
 
 
 def gpu_options(*words: str) -> Options:
@@ -43,28 +41,24 @@ def on_the_host(*words: str) -> Options:
 
 
 def run_table(options: Options, output: Output) -> dict[str, Any]:
-    todo = [partial(measure_cell, cell, own, MPI.COMM_SELF) for cell, own in chosen(options, TINY)]
+    todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
     return measure_all("gpu table", todo, options, MPI.COMM_SELF, output)
 
 
-def test_cells_are_measured_in_the_steady_state_by_the_targets_of_their_type_and_ranks() -> None:
+def test_cells_are_measured_in_the_steady_state() -> None:
     todo = chosen(gpu_options())
     assert len(todo) == 10
-    for cell, options in todo:
-        assert (options.length, options.density, options.device) == (cell.length, cell.density, "cuda")
-        assert options.settings["threshold_interval"] == (128 if cell.length > 10**8 else 32)
+    for options in todo:
+        assert options.device == "cuda"
+        assert options.threshold_interval == (128 if options.length > 10**8 else 32)
         # exact steps have their share in the mean, and error feedback has settled
-        assert options.steps % cell.threshold_interval == 0
+        assert options.steps % options.threshold_interval == 0
         assert options.warmup >= 2 / options.density
-    assert target(CELLS[0], "float32", 4) == {"against": "nccl", "at_least": 1.8}
-    assert target(CELLS[4], "bfloat16", 4) == {"against": "nccl-bf16", "at_least": 2.5}
-    assert target(CELLS[0], "float32", 8) is None
-    assert target(CELLS[0], "float16", 4) is None
 
 
 def test_rows_and_types_of_the_table_can_be_chosen() -> None:
     todo = chosen(gpu_options("--rows", "5,1", "--gradient-type", "bfloat16"))
-    assert [(cell.density, options.gradient_type) for cell, options in todo] == [
+    assert [(options.density, options.gradient_type) for options in todo] == [
         (0.001, "bfloat16"),
         (0.02, "bfloat16"),
     ]
@@ -153,12 +147,9 @@ def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
         assert [method["name"] for method in run["methods"]] == ["oktopk", "mpi"]
         assert set(run["methods"][0]["series"]) == {"seconds", "exact", "words", "global_nnz"}
         assert sum(run["methods"][0]["series"]["exact"]) >= 8 / run["settings"]["threshold_interval"]
-        assert run["target"] is None  # one rank
         assert run["seconds_taken"] > 0
     assert content["runs"][0]["length"] == 3000
-    tables = document_tables(found, markdown=True)
-    assert "| 3,000, 5 %, float32 |" in tables
-    assert "\n\n" in tables
+    assert "\n3,000, 5 %, float32 " in document_tables(found)
 
 
 def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
@@ -176,53 +167,3 @@ def test_a_table_over_its_budget_keeps_what_is_done(
     found = read(path)
     assert (len(found["runs"]), found["cells"]) == (1, 2)
     assert "1 of 2 cells were not begun" in capsys.readouterr().err
-    assert "1 of 2 cells, " in document_tables(found)
-
-
-def test_a_target_is_met_by_the_ratio_of_means() -> None:
-    run = read(PUBLISHED)["runs"][0]
-    means = {method["name"]: method["seconds"]["all"]["mean"] for method in run["methods"]}
-    ratio = means["nccl"] / means["oktopk"]
-    for at_least, met in ((ratio - 1e-9, True), (ratio + 1e-9, False)):
-        assert verdict(run | {"target": {"against": "nccl", "at_least": at_least}}) == (ratio, met)
-    assert verdict(run | {"target": None}) == (ratio, None)
-    assert verdict(run | {"methods": run["methods"][:1]}) == (None, None)
-
-
-def test_tables_are_put_between_their_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme, begin, end = (
-        tmp_path / "README.md",
-        f"<!-- {PUBLISHED.name} -->",
-        f"<!-- end of {PUBLISHED.name} -->",
-    )
-    assert main([str(PUBLISHED)]) == 0
-    tables = capsys.readouterr().out.rstrip("\n")
-    assert tables == document_tables(read(PUBLISHED))
-    tables = document_tables(read(PUBLISHED), markdown=True)
-    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    for _ in range(2):
-        assert main([str(PUBLISHED), "--into", str(readme)]) == 0
-    assert readme.read_text() == f"before\n{begin}\n\n{tables}\n\n{end}\nafter\n"
-    readme.write_text("no marks")
-    assert main([str(PUBLISHED), "--into", str(readme)]) == 2
-    assert f"does not hold the lines {begin} and {end}" in capsys.readouterr().err
-    assert readme.read_text() == "no marks"
-    assert main([str(tmp_path / "none.json")]) == 2
-    with pytest.raises(BenchError):
-        insert("<!-- end of a --> <!-- a -->", "a", "x")
-
-
-def test_the_results_page_shows_what_the_bench_wrote() -> None:
-    page = (RESULTS / "gpu.md").read_text(encoding="utf-8")
-    tables = [path for path in RESULTS.glob("*.json") if read(path)["kind"] == "gpu table"]
-    for path in tables:
-        assert insert(page, path.name, document_tables(read(path), markdown=True)) == page, (
-            f"run jobs.bench.tables {path} --into docs/results/gpu.md"
-        )
-    shown = re.findall(r"<!-- end of (\S+\.json) -->", page)
-    assert shown
-    for name in shown:
-        if RESULTS / name not in tables:
-            assert insert(page, name, "Not measured yet.") == page, (
-                f"{name} is shown, and is no table in {RESULTS}"
-            )

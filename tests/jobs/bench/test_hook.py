@@ -1,4 +1,4 @@
-"""The table of communication hooks."""
+"""The script of communication hooks beside docs/results/hook.md."""
 
 from __future__ import annotations
 
@@ -7,34 +7,20 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from docs.results import hook
 from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, read
-from jobs.bench.hook import Contestant, measure_hooks
-from jobs.bench.job import run
 from jobs.bench.tables import document_tables
 
-SHORT = [
-    "--table",
-    "hook",
-    "--length",
-    "3000",
-    "--steps",
-    "9",
-    "--warmup",
-    "3",
-    "--set",
-    "threshold_interval=8",
-]
-
-pytestmark = pytest.mark.mpi
+SHORT = ["--length", "3000", "--steps", "9", "--warmup", "3", "--set", "threshold_interval=8", "--quiet"]
+RESULTS = Path(hook.__file__).parent
 
 
+@pytest.mark.mpi
 def test_a_step_with_each_hook_and_without_communication(comm: MPI.Intracomm, tmp_path: Path) -> None:
-    path = Path(comm.bcast(str(tmp_path / "hook.json")))
-    options = parse([*SHORT, "--json", str(path), "--quiet"], launched=True)
-    assert run(options, comm) == 0
+    path = comm.bcast(str(tmp_path / "hook.json"))
+    assert hook.main([*SHORT, "--json", path], comm=comm) == 0
     content = comm.bcast(read(path) if comm.rank == 0 else None)
-    assert content["kind"] == "hook table"
     assert "oktopk-mpi" in document_tables(content)
     (entry,) = content["runs"]
     assert list(entry["left_out"]) == ["bf16"]
@@ -53,6 +39,13 @@ def test_a_step_with_each_hook_and_without_communication(comm: MPI.Intracomm, tm
 def test_ranks_that_end_with_different_parameters_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Contestant, "digest", lambda one: f"{one.name} {one.name == 'ddp' and comm.rank}")
+    monkeypatch.setattr(hook.Contestant, "digest", lambda one: f"{one.name == 'ddp' and comm.rank}")
     with pytest.raises(BenchError, match="different parameters: ddp$"):
-        measure_hooks(parse([*SHORT, "--quiet"], launched=True), comm)
+        hook.measure_hooks(parse(SHORT, launched=True), comm)
+
+
+@pytest.mark.pictures
+def test_the_picture_of_the_page_is_drawn_from_its_documents(tmp_path: Path) -> None:
+    files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
+    assert hook.main(["--draw", str(tmp_path / "hook.svg"), *files]) == 0
+    assert (tmp_path / "hook.svg").read_bytes() == (RESULTS / "hook.svg").read_bytes()

@@ -107,23 +107,3 @@ def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list
 def test_a_rank_starts_no_ranks() -> None:
     with pytest.raises(BenchError, match="starts mpiexec itself: run it without one"):
         parse(["--sweep-ranks", "2"], launched=True)
-
-
-def test_the_table_of_hooks_takes_a_course_and_settings_but_no_methods() -> None:
-    words = ["--table", "hook", "--length", "3000", "--set", "threshold_interval=8", "--steps", "8"]
-    options = parse(words, launched=True)
-    assert (options.table, options.length, options.settings) == ("hook", 3000, {"threshold_interval": 8})
-    for refused in (["--methods", "oktopk"], ["--budget", "9"]):
-        with pytest.raises(BenchError, match=f"{refused[0]} is not for --table hook"):
-            parse([*words, *refused], launched=True)
-
-
-def test_the_table_of_dense_allreduces_takes_a_type_and_nothing_else() -> None:
-    for given, kind in (([], ""), (["--gradient-type", "float16"], "float16")):
-        options = parse(["--table", "dense", *given], launched=True)
-        assert (options.table, options.device, options.gradient_type) == ("dense", "cuda", kind)
-    for refused in (["--methods", "oktopk"], ["--budget", "9"], ["--length", "3000"], ["--rows", "2"]):
-        with pytest.raises(BenchError, match=f"{refused[0]} is not for --table dense"):
-            parse(["--table", "dense", *refused], launched=True)
-    with pytest.raises(BenchError, match="--table dense is measured on --device cuda, not cpu"):
-        parse(["--table", "dense", "--device", "cpu"], launched=True)

@@ -30,7 +30,6 @@ def test_an_experiment_grows_over_several_calls(tmp_path: Path, capfd: pytest.Ca
     assert main([*small(tmp_path), "--budget", "1"]) == LEFT
     said = capfd.readouterr().out
     assert "11 of 11 runs to do" in said
-    assert "the budget of 1 s is for 0 of them" in said
     assert "nothing to report yet" in said
     assert not list(out.rglob("*.h5"))
 
@@ -162,6 +161,18 @@ def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
         assert reader.status == "complete"
         assert reader.segments()["step"].tolist() == [0, done]
         assert reader.steps()["step"].tolist() == list(range(1, 161))
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_budget_stops_the_run_at_work_with_a_checkpoint(tmp_path: Path) -> None:
+    words = [*small(tmp_path), "--ranks", "1", "--speed-steps", "0", "--seeds", "1", "--methods", "dense"]
+    long = [*words, "--epochs", "100000", "--budget", "15", "--set", "run.flush_every=1"]
+    assert main([*long, "training.eval_every=1000000"]) == LEFT
+    path = tmp_path / "out" / "runs" / "dense-0.h5"
+    with RunReader(path) as reader:
+        assert reader.status == "interrupted"
+    assert list(path.parent.glob("dense-0.checkpoints/step-*"))
+    assert not list(path.parent.glob("launch-*"))
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

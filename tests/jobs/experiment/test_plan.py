@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
 from jobs.experiment.experiments import EXPERIMENTS
 from jobs.experiment.options import parse
-from jobs.experiment.plan import describe, measured_pace, plan, planned_files, shortened
-from jobs.experiment.report import write_report
-from jobs.experiment.targets import verdicts
-from jobs.experiment.trials import KINDS, RUN_SECONDS, START_SECONDS, Pace, Trial, trials
-from jobs.report.groups import group_runs
-from jobs.report.summary import read_runs
+from jobs.experiment.plan import describe, plan, planned_files, shortened
+from jobs.experiment.trials import KINDS, Trial, trials
 from jobs.run.file import RunFile, RunFileError, RunInfo
-from tests.jobs.report.test_report import rows, write_run
+from tests.jobs.report.test_report import write_run
 from tests.jobs.run.test_file import INFO
 from tests.small_experiment import VGG, small
 
@@ -32,7 +27,6 @@ def planned_trials(**replaced: object) -> list[Trial]:
         "methods": VGG.methods,
         "speed_ranks": (1, 2, 4),
         "speed_steps": 200,
-        "region_steps": 300,
         "speed_batches": (),
         "no_gpu_methods": False,
         **replaced,
@@ -83,36 +77,11 @@ def test_a_shortened_run_keeps_the_shape_of_its_schedule() -> None:
         shortened(document, "steps", 20)
 
 
-def trial(method: str, ranks: int = 4, kind: str = "train") -> Trial:
-    return Trial(f"{kind}-{method}-{ranks}", kind, method, ranks, 0, {})
-
-
-def test_expectations_come_from_the_nearest_run_that_is_done() -> None:
-    pace = Pace({"train": 100.0, "speed": 5.0})
-    assert pace.seconds(trial("dense")) == 100.0
-    assert not pace.known(trial("dense"))
-    pace.add(trial("dense"), 60.0)
-    pace.add(trial("dense"), 64.0)
-    pace.add(trial("topka", ranks=2), 90.0)
-    assert pace.known(trial("oktopk"))
-    assert pace.seconds(trial("dense")) == 62.0
-    assert pace.seconds(trial("oktopk")) == 64.0  # the slowest of its ranks
-    assert pace.seconds(trial("oktopk", ranks=1)) == 90.0
-    assert pace.seconds(trial("dense", kind="speed")) == 5.0
-
-
-def test_the_plan_says_what_fits(tmp_path: Path) -> None:
-    options = parse([*small(tmp_path), "--speed-ranks", "1"])
-    planned = plan(VGG, options)
-    pace = measured_pace(VGG, planned)
-    run = RUN_SECONDS + 2 * VGG.epoch_seconds
-    assert pace.guesses == dict.fromkeys(("train", "speed"), run)
-    table = describe(planned, pace, START_SECONDS + 2.5 * run)
-    assert table.endswith(
-        f"8 of 8 runs to do, about {2 * START_SECONDS + 8 * run:.0f} s; the budget of "
-        f"{START_SECONDS + 2.5 * run:.0f} s is for 2 of them, about {START_SECONDS + 2 * run:.0f} s"
-    )
-    assert "a guess" in table
+def test_the_plan_lists_what_is_to_do(tmp_path: Path) -> None:
+    planned = plan(VGG, parse([*small(tmp_path), "--speed-ranks", "1"]))
+    table = describe(planned)
+    assert table.endswith("8 of 8 runs to do")
+    assert all(each.trial.name in table for each in planned)
     assert planned_files(planned) == {kind: [] for kind in KINDS}
 
 
@@ -174,48 +143,6 @@ def test_vit_is_compared_with_ddps_hook_and_powersgd_in_buckets_of_two_sizes(tmp
     assert not {each.trial.method for each in without} & {"ddp", "powersgd", "nccl"}
     on_cifar = [*asked, "--data", "x.h5", "--set", "data.name=cifar10"]
     assert validate(plan(EXPERIMENTS["vit"], parse(on_cifar))[0].document).data.name == "cifar10"
-
-
-def test_regions_are_compared_by_two_short_runs_of_speech(tmp_path: Path) -> None:
-    asked = ["lstm", "--data", "x.h5", "-o", str(tmp_path), "--region-steps", "250"]
-    asked += ["--set", "reduction.density_warmup_steps=9"]
-    planned = [each for each in plan(EXPERIMENTS["lstm"], parse(asked)) if each.trial.kind == "regions"]
-    assert [each.trial.name for each in planned] == ["regions-balanced", "regions-equal"]
-    for each, balanced in zip(planned, (True, False), strict=True):
-        config = validate(each.document)
-        assert (config.reduction.balanced_regions, config.training.steps) == (balanced, 250)
-        assert (config.reduction.dense_warmup_steps, config.reduction.density_warmup_steps) == (128, 0)
-        assert 0 < config.run.measure_every < config.reduction.threshold_interval
-    for fewer in (["--region-steps", "0"], ["--ranks", "1"], ["--methods", "dense"]):
-        kinds = {each.trial.kind for each in plan(EXPERIMENTS["lstm"], parse([*asked, *fewer]))}
-        assert kinds == {"train", "speed"}
-    assert all(trial.kind != "regions" for trial in planned_trials())
-
-
-def test_the_balance_of_regions_stands_in_every_form_of_the_report(tmp_path: Path) -> None:
-    def regions(name: str, balanced: bool, balance: float, status: str = "complete") -> Path:
-        settings = {"balanced_regions": balanced}
-        path = tmp_path / f"{name}.h5"
-        return write_run(path, settings=settings, xi=(1.0, 2.0), balance=balance, status=status)
-
-    files = [regions("balanced", True, 1.08), regions("equal", False, 2.5)]
-    experiment = EXPERIMENTS["lstm"]
-    said = write_report(
-        experiment, {**{key: [] for key in KINDS}, "regions": files}, tmp_path / "out", "it", ["A note."]
-    )
-    text = (tmp_path / "out" / "results.md").read_text()
-    assert "of equal length" in text and "of equal length" in said
-    assert "\n\nA note.\n\n" in text
-    assert re.search(r"Balanced regions leave .*\| +held +\| +1\.08 of the mean, with equal ones 2\.50", text)
-    assert "of equal length" in (tmp_path / "out" / "index.html").read_text()
-    found = [float(row["region_balance"]) for row in rows(tmp_path / "out" / "methods.csv")]
-    assert found == [1.08, 2.5]
-
-    def verdict(*paths: Path) -> str:
-        return verdicts(experiment, [], [], group_runs(read_runs(paths)))[-1].verdict
-
-    assert verdict(files[0], regions("even", False, 1.05)) == "failed"
-    assert verdict(files[0]) == verdict(files[0], regions("cut", False, 2.5, "interrupted")) == "open"
 
 
 def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:

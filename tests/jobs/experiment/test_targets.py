@@ -26,7 +26,7 @@ def test_targets_of_speech_are_of_word_error_rates(tmp_path: Path) -> None:
             for method, accuracy in (("dense", dense), ("oktopk", oktopk))
         ]
         claims = verdicts(EXPERIMENTS["lstm"], group_runs(read_runs(files)), [])
-        assert len(claims) == 3 + 5 + 1
+        assert len(claims) == 3 + 5
         return [claim.verdict for claim in claims[:3]]
 
     assert word_verdicts(0.70, 0.695) == ["held", "held", "held"]
@@ -35,7 +35,7 @@ def test_targets_of_speech_are_of_word_error_rates(tmp_path: Path) -> None:
 
 
 def found(experiment: Experiment, *files: list[Path]) -> list[str]:
-    """The verdicts on runs that were trained, compared by speed, and compared by regions."""
+    """The verdicts on runs that were trained, and compared by speed."""
     return [claim.verdict for claim in verdicts(experiment, *(group_runs(read_runs(each)) for each in files))]
 
 
@@ -79,20 +79,12 @@ def test_every_target_has_a_verdict_where_all_was_measured(tmp_path: Path) -> No
     ]
     stages = {name: np.full(50, 0.001 * ms) for name, ms in STAGES_MS.items()}
     fast.append(write_run(tmp_path / "staged.h5", time_stages=True, stages=stages))
-    regions = [
-        write_run(
-            tmp_path / f"{balanced}.h5", settings={"balanced_regions": balanced}, xi=(1.0,), balance=1.0
-        )
-        for balanced in (True, False)
-    ]
     measured = write_run(tmp_path / "measured.h5", accuracy=0.9, xi=(1.0, 2.0), held_out_loss=0.5)
     trained[1] = measured
     for name, experiment in EXPERIMENTS.items():
         open_targets = [
             claim.text
-            for claim in verdicts(
-                experiment, *(group_runs(read_runs(each)) for each in (trained, fast, regions))
-            )
+            for claim in verdicts(experiment, *(group_runs(read_runs(each)) for each in (trained, fast)))
             if claim.verdict == "open"
         ]
         # the words are not there

@@ -44,9 +44,7 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("jobs.experiment.worker.build_workload", build)
     paths = [tmp_path / "plan.json", tmp_path / "outcome.json"]
-    paths[0].write_text(
-        json.dumps({"deadline": None, "guesses": {"train": 1.0}, "measured": [], "trials": entries})
-    )
+    paths[0].write_text(json.dumps({"trials": entries}))
     assert work(list(map(str, paths)), comm=MPI.COMM_SELF) == 1
     failed = json.loads(paths[1].read_text())["failed"]
     assert list(failed) == ["diverging"], failed

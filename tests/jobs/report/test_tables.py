@@ -17,7 +17,7 @@ from tests.golden import same_as
 from tests.jobs.report.test_report import DENSE_WORDS, LENGTH, SPARSE_WORDS, K, write_run
 
 STEPS = 50
-KINDS = ("train", "sweep", "regions", "speed")
+KINDS = ("train", "sweep", "speed")
 
 
 def pair(
@@ -101,17 +101,6 @@ def text(folder: Path) -> str:
     return rendered(train=runs, sweep=swept)
 
 
-def regions(folder: Path) -> str:
-    return rendered(
-        regions=[
-            write_run(
-                folder / "balanced.h5", settings={"balanced_regions": True}, xi=(1.0, 2.0), balance=1.08
-            ),
-            write_run(folder / "equal.h5", settings={"balanced_regions": False}, xi=(1.0, 2.0), balance=2.5),
-        ]
-    )
-
-
 def speed(folder: Path) -> str:
     """Rivals of one method on several ranks, replayed steps, a reduction behind backward, stages one by one."""
     stages = {
@@ -164,7 +153,7 @@ def headlines(folder: Path) -> str:
 
 def test_every_table_note_and_headline_is_that_of_the_golden_file(tmp_path: Path) -> None:
     found = []
-    for section in (methods, speech, text, regions, speed, headlines):
+    for section in (methods, speech, text, speed, headlines):
         (tmp_path / section.__name__).mkdir()
         found.append(f"## {section.__name__.capitalize()}\n\n{section(tmp_path / section.__name__)}\n")
     same_as(Path(__file__).with_name("tables.md"), "\n".join(found), tmp_path)

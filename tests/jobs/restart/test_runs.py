@@ -5,7 +5,6 @@ What needs processes that die, hang or are started anew is in test_faults.py.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,24 +83,6 @@ def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(
     assert "exists: choose another name" in said
     assert "it is of another run: optimizer.lr: 0.025 there, 0.07 here" in said
     assert undisturbed.read_bytes() == before
-
-
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
-    comm: MPI.Intracomm, path: Path, undisturbed: Path
-) -> None:
-    done = interrupted(comm, path)
-    newest, before = checkpoints(path)
-    earlier = int(before.name.removeprefix("step-"))
-    assert 0 < earlier < done
-    last = files.rank_file(comm.size - 1)
-    if comm.rank == 0:
-        os.truncate(newest / last, 1000)
-    comm.barrier()
-    status, said = train(comm, path)
-    assert status == 0, said
-    assert f"checkpoint {newest} refused: {last} is truncated: 1000 of" in said
-    assert f"resumed after step {earlier} from" in said
-    assert_same_outcome(undisturbed, path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(

@@ -1,0 +1,150 @@
+"""Dense allreduces of the GPUs of one host, 4 KB to 512 MB: Ok-Topk's over peer memory beside NCCL's and torch's.
+
+    python -m jobs.launch -n 2 -m docs.results.dense --type float32
+
+Prints a table: us of a call in a CUDA graph of several, the median of replays, on the slowest rank; and each one's error against
+float64. Ok-Topk's algorithms must give equal bits.
+"""
+
+import argparse
+import hashlib
+import statistics
+from functools import partial
+
+import cupy
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from collectives.connect import connect
+from collectives.cuda.dense_algorithms import ALGORITHMS
+from collectives.cuda.dense_p2p import DenseP2P
+from collectives.cuda.device import Device
+from collectives.limit import Limit
+from jobs.bench.nccl import join, leave
+from jobs.render.table import Column, shown, table
+from jobs.restart import signals
+
+LENGTHS = tuple(4096 << i for i in range(18))
+CHECKED = 1 << 20  # bytes
+CALLS = ((1 << 20, 100), (16 << 20, 40), (LENGTHS[-1], 16))  # of a graph, up to so many bytes
+
+
+def contestants(dense, kind, vector, stream):
+    """Name -> what makes a call that sums n elements of a vector, and where the sum is; None where it takes no such length."""
+    out = torch.empty_like(vector)
+
+    def ours(algorithm, target, n):
+        pointers = vector.data_ptr(), target.data_ptr(), 0
+        call = partial(dense.enqueue, *pointers, n, kind, stream=stream.cuda_stream, algorithm=algorithm)
+        fits = algorithm is None or dense.can_run(algorithm, n * vector.itemsize)
+        return (call, target[:n]) if fits else None
+
+    found = {"Ok-Topk in place": partial(ours, None, vector), "out of place": partial(ours, None, out)}
+    found |= {name: partial(ours, name, out) for name in ALGORITHMS}
+    found["NCCL in place"] = lambda n: (partial(dist.all_reduce, vector[:n]), vector[:n])
+    if kind != "float16":  # which torch's sums in symmetric memory do not take
+        shared, group = (
+            symmetric_memory.empty(len(vector), dtype=vector.dtype, device=vector.device),
+            dist.group.WORLD,
+        )
+        symmetric_memory.rendezvous(shared, group.group_name)
+        shared.copy_(vector)
+        sums = torch.ops.symm_mem
+        found["torch, one shot"] = lambda n: (
+            partial(sums.one_shot_all_reduce_out, shared[:n], "sum", group.group_name, out[:n]),
+            out[:n],
+        )
+        found["torch, two shots"] = lambda n: (
+            partial(sums.two_shot_all_reduce_, shared[:n], "sum", group.group_name),
+            shared[:n],
+        )
+    return found
+
+
+def error(make, kept, exact, vector, comm):
+    """‖sum − sum in float64‖ / ‖sum in float64‖ of a call, the largest of all ranks, and a digest of the sum, equal on all."""
+    call, target = make(len(kept))
+    for start in (vector, target):
+        start[: len(kept)].copy_(kept)
+    torch.cuda.synchronize()
+    comm.Barrier()
+    call()
+    torch.cuda.synchronize()
+    found = float((target.double() - exact).norm() / exact.norm())
+    digest = hashlib.sha256(target.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+    assert len(set(comm.allgather(digest))) == 1, "ranks have different sums"
+    vector[: len(kept)].copy_(kept)
+    return comm.allreduce(found, MPI.MAX), digest
+
+
+def seconds(call, calls, comm):
+    """Of a call in a graph of several; None where it cannot be captured."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    comm.Barrier()
+    graph, spent = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spent.append(begin.elapsed_time(end) / 1e3 / calls)
+    return comm.allreduce(statistics.median(spent[1:]), MPI.MAX)
+
+
+def main(comm=MPI.COMM_WORLD):
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.launch -n RANKS -m docs.results.dense")
+    parser.add_argument("--type", choices=("float32", "bfloat16", "float16"), default="float32")
+    kind = parser.parse_args().type
+    torch.cuda.set_device(comm.rank)
+    cupy.cuda.Device(comm.rank).use()
+    join(comm)
+    transport, stream = connect(comm, Limit("docs.results.dense", 60.0)), torch.cuda.Stream()
+    dense = DenseP2P(transport, Device(cupy.cuda.ExternalStream(stream.cuda_stream)), 60.0)
+    torch.manual_seed(comm.rank)
+    with torch.cuda.stream(stream):
+        width = getattr(torch, kind).itemsize
+        vector = torch.randn(LENGTHS[-1] // width, device="cuda").to(getattr(torch, kind))
+        found = contestants(dense, kind, vector, stream)
+        kept = vector[: CHECKED // width].clone()
+        parts = [torch.empty_like(kept) for _ in range(comm.size)]
+        dist.all_gather(parts, kept)
+        exact = torch.stack(parts).double().sum(dim=0)
+        checked = {name: error(make, kept, exact, vector, comm) for name, make in found.items()}
+        own = {
+            digest
+            for name, (_, digest) in checked.items()
+            if name.split(",")[0] not in ("NCCL in place", "torch")
+        }
+        assert len(own) == 1, "algorithms of Ok-Topk differ in their bits"
+        rows = []
+        for nbytes in LENGTHS:
+            calls = next(calls for most, calls in CALLS if nbytes <= most)
+            made = {name: make(nbytes // width) for name, make in found.items()}
+            times = {name: seconds(each[0], calls, comm) for name, each in made.items() if each}
+            rows.append(
+                times | {"bytes": f"{nbytes >> 10:,} KB", "takes": str(dense.algorithm_for(nbytes, kind))}
+            )
+    dense.check()
+    dense.close()
+    transport.close()
+    columns = [Column("bytes", lambda row: row["bytes"])]
+    columns += [Column(name, lambda row, name=name: shown(row.get(name), "{:.1f}", 1e6)) for name in found]
+    columns.append(Column("takes", lambda row: row["takes"]))
+    if comm.rank == 0:
+        print(table(columns, rows).markdown())
+        print("\n" + ", ".join(f"{name}: error {far:.2g}" for name, (far, _) in checked.items()))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
+    signals.leave(0)
