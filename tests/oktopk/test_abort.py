@@ -10,13 +10,10 @@ import pytest
 from mpi4py import MPI
 
 from oktopk import GradientAllreduce, MissingRanksError
-from tests.devices import get, gpus, put
+from tests.devices import get, on_gpus, put
 from tests.peers import among_peers
 
-pytestmark = [
-    pytest.mark.skipif(not gpus(), reason="no GPU"),
-    pytest.mark.mpi(min_size=2),
-]
+pytestmark = [pytest.mark.mpi(min_size=2), on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTH = 20_000
 TIMEOUT = 3.0
 """Seconds: longer than ranks that share two cores are apart."""

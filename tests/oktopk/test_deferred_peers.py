@@ -11,12 +11,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
-from tests.devices import asynchronous, get, gpus, narrowed, put
+from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, on_real_gpus, put
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.oracle import top_k
 from tests.peers import among_peers, may_defer, on_both, step_alike
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTH, DENSITY = 40_009, 0.05  # by few entries thresholds do not settle
 
 
@@ -50,6 +50,7 @@ def outcomes(cuda: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.mpi(min_size=4)  # on fewer no region can get more than three times its share
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.host_cuda(ranks=4)
 def test_regions_that_got_too_much_are_renewed_at_once(
     cuda: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool, resumed: bool
 ) -> None:
@@ -454,7 +455,7 @@ def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(cuda: str, comm
         assert np.array_equal(get(undisturbed.update), get(resumed.update))
 
 
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 def test_the_host_does_not_wait_for_a_deferred_step(cuda: str, comm: MPI.Intracomm) -> None:
     import torch
 
@@ -476,7 +477,7 @@ def test_the_host_does_not_wait_for_a_deferred_step(cuda: str, comm: MPI.Intraco
     assert report.complete
 
 
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
     cuda: str, comm: MPI.Intracomm, clip_norm: float

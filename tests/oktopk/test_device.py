@@ -12,12 +12,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
-from tests.devices import get, gpus, narrowed, put, use
+from tests.devices import get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.peers import on_both, step_alike
 from tests.rows import widened
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH = 20_011
 USUAL: dict[str, Any] = {
@@ -80,6 +80,7 @@ def test_a_staged_step_waits_for_the_gpu_once_for_each_thing_that_the_host_must_
 
 
 @pytest.mark.parametrize("density", [0.1, 0.004])
+@pytest.mark.host_cuda(ranks=1)
 def test_settled_steps_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, density: float) -> None:
     """Regular ones send a control message each of what was selected, counted and kept: the host need not help."""
     length = 30_011
@@ -102,6 +103,7 @@ LOCKSTEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "settings"), kinds_with(LOCKSTEPS))
+@pytest.mark.host_cuda(ranks=1)
 def test_ugly_gradients_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, kind: str, settings: str) -> None:
     """The CPU keeps the contract on these (test_contract): what equals it does.
 
@@ -220,6 +222,7 @@ def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
     assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
+@pytest.mark.host_cuda(ranks=1)
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
     length = 1_300_021

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
 from oktopk.results import StepReport
-from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put
+from tests.devices import asynchronous, get, hold_up, narrowed, on_gpus, put
 from tests.peers import among_peers
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 SIZES = [9, 20_001, 1, 1, 0, 9_522, 4096, 6_000, 3]
 BEGINS = [sum(SIZES[:number]) for number in range(len(SIZES))]
 LENGTH = sum(SIZES)
