@@ -44,10 +44,14 @@ def asynchronous() -> bool:
     return gpus() > 0 and not host_cuda.installed()
 
 
+on_gpus = pytest.mark.skipif(not gpus(), reason="no GPU")
+"""The mark of tests that need one, or what stands in for it on the host."""
+on_real_gpus = pytest.mark.skipif(not asynchronous(), reason="no GPU")
+
+
 def on_torchs_gpu(*values: Any, id: str) -> Any:
     """Parameters of a test with tensors on a GPU; skipped where torch has none."""
-    skipped = pytest.mark.skipif(not asynchronous(), reason="no GPU")
-    return pytest.param(*values, marks=skipped, id=id)
+    return pytest.param(*values, marks=on_real_gpus, id=id)
 
 
 def hold_up(cycles: int = 10_000_000) -> Callable[[], bool]:
@@ -66,7 +70,7 @@ def hold_up(cycles: int = 10_000_000) -> Callable[[], bool]:
     return lambda: not slept.query()
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not gpus(), reason="no GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpus)]
 
 
 def use(device: str, comm: MPI.Intracomm) -> None:

@@ -42,66 +42,16 @@ from tests.outcomes import WITHOUT_GPU, read_outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
-MANY_RANKS = 8
+MANY_RANKS = 8  # in every run: communication, and tests that need four ranks or more
 OTHER_RANKS = (2,)  # left to --long
-HOSTS_RANKS = 6  # left to --long: 3 hosts, or replicas, of 2 ranks and 2 of 3, for ON_HOSTS_RANKS
-ON_HOSTS_RANKS = (
-    "tests/oktopk/test_kinds_of_replicas.py",
-    "tests/oktopk/test_levels.py",
-    "tests/oktopk/test_replicas.py",
-    "tests/oktopk/test_shards.py",
-    "tests/oktopk/test_wires.py",
-)
+HOSTS_RANKS = 6  # left to --long: 3 hosts, or replicas, of 2 ranks and 2 of 3
 NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank
 ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
-# on MANY_RANKS in every run: communication, and tests that need four ranks or more
-ON_MANY_RANKS = (
-    "tests/collectives/test_allgatherv.py",
-    "tests/collectives/test_dense_allreduce.py",
-    "tests/collectives/test_rows.py",
-    "tests/oktopk/test_reference.py::test_references_are_equal_on_any_number_of_ranks",
-    "tests/oktopk/test_regions.py",
-    "tests/collectives/test_split_and_reduce.py",
-    "tests/collectives/test_staging_transport.py",
-    "tests/collectives/test_transport.py",
-    "tests/oktopk/test_levels.py",
-    "tests/oktopk/test_overflow.py::test_inf_of_both_signs_never_meets_unseen",
-)
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
-HOST_CUDA_SINGLE = (
-    "tests/collectives/test_codec_kernels.py",
-    "tests/collectives/test_row_kernels.py",
-    "tests/oktopk/test_device_kernels.py",
-    "tests/oktopk/test_one_rule.py",
-    "tests/oktopk/test_signs.py",
-)
-HOST_CUDA_RANKS_TESTS = (
-    "tests/collectives/test_cuda_dense_p2p.py",
-    "tests/oktopk/test_device.py",
-    "tests/oktopk/test_executors.py",
-    "tests/oktopk/test_dense_on_gpus.py",
-    "tests/oktopk/test_deferred_peers.py",
-    "tests/oktopk/test_buckets.py",
-    "tests/oktopk/test_gradient_tensors.py",
-    "tests/oktopk/test_gradients_in_place.py",
-    "tests/oktopk/test_overflow.py",
-    "tests/oktopk/test_abort.py",
-    "tests/oktopk/test_soak.py",
-    "tests/oktopk/test_wires.py",
-    "tests/oktopk/test_levels.py",
-    "tests/oktopk/test_process_group.py",
-    "tests/oktopk/test_rows.py",
-    "tests/oktopk/test_signs.py",
-    "tests/collectives/test_entry_windows.py",
-)
-# ranks -> which tests of which files: alone those that compare all bits, of files that do without torch; odd; and as many as a
-# region needs to get three times its share, or two hosts of two ranks
-HOST_CUDA_RANKS = {
-    1: ("bits or nothing", HOST_CUDA_RANKS_TESTS[:4]),
-    3: ("test", tuple(file for file in HOST_CUDA_RANKS_TESTS if "levels" not in file)),
-    4: ("too_much or test_levels", ("tests/oktopk/test_deferred_peers.py", "tests/oktopk/test_levels.py")),
-}
+# alone those that compare all bits, of files that do without torch; odd; and as many as a region needs to get three times its
+# share, or two hosts of two ranks
+HOST_CUDA_RANKS = (1, 3, 4)
 ALL_TESTS = ["tests"]
 CORES = os.cpu_count() or 1
 WORKERS = min(4, 1 + CORES)  # one more than cores: some tests wait
@@ -306,10 +256,8 @@ def run_slurm(tally: Tally, pytest: Sequence[str], folder: Path) -> None:
 
 def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: argparse.Namespace) -> None:
     """The tests of GPUs where there is none: kernels compiled for the host."""
-    alone, among = (
-        [file for file in files if options.paths == ALL_TESTS or file in options.paths]
-        for files in (HOST_CUDA_SINGLE, HOST_CUDA_RANKS_TESTS)
-    )
+    files = files_of_tests(options.paths)
+    alone, among = marked(files, "host_cuda(ranks=0"), marked(files, "host_cuda(ranks=", *HOST_CUDA_RANKS)
     if not alone and not among:
         return
     title = "kernels on the host"
@@ -327,7 +275,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         single = [
             *slow,
             "-m",
-            f"not mpi{length}",
+            f"host_cuda(ranks=0) and not mpi{length}",
             "--timeout-method=signal",
             f"--outcomes={outcomes}",
             *workers(options, "load"),
@@ -336,25 +284,23 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         chosen = ["-k", options.expression] if options.expression else []
         command = [sys.executable, *pytest, *chosen, *single]
         run_group(tally, title, command, SINGLE_SECONDS, os.environ | asked, outcomes, may_be_empty)
-    chosen_ranks = {*HOST_CUDA_RANKS} & {*(options.ranks or HOST_CUDA_RANKS)}
-    for ranks in sorted(chosen_ranks) if among else ():
+    for ranks in HOST_CUDA_RANKS if options.ranks is None else options.ranks:
         outcomes = folder / f"host-cuda-{ranks}"
         every = ranks == 1 and (options.all or options.long or options.ranks or options.expression)
-        chosen_tests, files = ("test", HOST_CUDA_RANKS_TESTS) if every else HOST_CUDA_RANKS[ranks]
-        files = tuple(file for file in files if file in among)
+        files = among if every else marked(among, "host_cuda(ranks=", ranks)
         if not files:
             continue
-        marked = [
+        which = "mpi and host_cuda" if every else f"mpi and host_cuda(ranks={ranks})"
+        chosen = [
             *slow,
             "--with-mpi",
             "-m",
-            "mpi" if ranks == 1 and options.long else f"mpi{length}",
-            "-k",
-            f"({options.expression or 'test'}) and ({chosen_tests})",
+            which if ranks == 1 and options.long else f"{which}{length}",
+            *(["-k", options.expression] if options.expression else []),
             f"--outcomes={outcomes}",
             *files,
         ]
-        command, environment = rank_command(ranks, [*pytest, *marked], options)
+        command, environment = rank_command(ranks, [*pytest, *chosen], options)
         where = f"{title}, {ranks} rank{'s' if ranks > 1 else ''}"
         run_group(tally, where, command, RANKS_SECONDS, environment | asked, outcomes, may_be_empty)
 
@@ -383,13 +329,22 @@ def rank_command(
     return [sys.executable, *module_args, *shared] if shared else command, environment
 
 
+def files_of_tests(paths: Sequence[str]) -> list[str]:
+    """The files of tests in these files and folders."""
+    both = ((path, sorted(path.rglob("test_*.py")) if path.is_dir() else [path]) for path in map(Path, paths))
+    return [str(file) for _, files in both for file in files]
+
+
+def marked(files: Sequence[str], mark: str, *numbers: int) -> list[str]:
+    """Those that mention a mark, with one of these numbers if there are any. The others need not be imported by every rank."""
+    wanted = re.compile(
+        rf"\bmark\.{re.escape(mark)}" + (rf"({'|'.join(map(str, numbers))})\b" if numbers else r"\b")
+    )
+    return [file for file in files if wanted.search(Path(file).read_text(encoding="utf-8"))]
+
+
 def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
-    """Test files that mention the mark. The others need not be imported by every rank."""
-    found: list[str] = []
-    for path in map(Path, paths):
-        candidates = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-        found += [str(file) for file in candidates if "mark.mpi" in file.read_text(encoding="utf-8")]
-    return found
+    return marked(files_of_tests(paths), "mpi")
 
 
 def files_of_ranks_alone() -> list[str]:
@@ -402,25 +357,25 @@ def files_of_ranks_alone() -> list[str]:
 def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple[int, list[str], str]]:
     """(ranks, files, expression of marks) of each job that runs the tests marked mpi."""
     everything = list(files)
-    many = [file for file in ON_MANY_RANKS if file.partition("::")[0] in files]
     if options.ranks:
         mark = "mpi" if options.all else "mpi and long" if options.long else "mpi and not long"
         return [(ranks, everything, mark) for ranks in options.ranks]
     library = [file for file in everything if file.startswith(FOR_ANY_RANKS)]
     of_jobs = [file for file in everything if file.startswith(NOT_ALONE)]
-    of_hosts = [(HOSTS_RANKS, [file for file in ON_HOSTS_RANKS if file in files], "mpi and not long")]
+    of_hosts, many = (
+        (ranks, marked(files, "also(ranks=", ranks), f"mpi and not long and also(ranks={ranks})")
+        for ranks in (HOSTS_RANKS, MANY_RANKS)
+    )
     if options.all:
         few = [(ranks, everything, "mpi") for ranks in RANKS]
-        return few + [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)] + of_hosts
+        return [*few, *((ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)), of_hosts]
     if options.long:
-        others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS] + of_hosts
-        others += [(1, of_jobs, "mpi and not long")]
+        others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
+        others += [of_hosts, (1, of_jobs, "mpi and not long")]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
-        return others + (
-            repeated if any("mark.long" in Path(file).read_text("utf-8") for file in files) else []
-        )
-    groups = (1, [file for file in everything if file not in of_jobs]), (3, everything), (MANY_RANKS, many)
-    return [(ranks, chosen, "mpi and not long") for ranks, chosen in groups]
+        return others + repeated * bool(marked(files, "long"))
+    not_of_jobs = [file for file in everything if file not in of_jobs]
+    return [(1, not_of_jobs, "mpi and not long"), (3, everything, "mpi and not long"), many]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,15 +17,15 @@ from tests.run import (
     ALL_TESTS,
     FOR_ANY_RANKS,
     HOST_CUDA_RANKS,
-    HOST_CUDA_RANKS_TESTS,
-    HOST_CUDA_SINGLE,
-    ON_HOSTS_RANKS,
-    ON_MANY_RANKS,
+    HOSTS_RANKS,
+    MANY_RANKS,
     ROOT,
     Tally,
     files_of_ranks_alone,
+    files_of_tests,
     files_with_rank_tests,
     host_cuda_beside,
+    marked,
     parse,
     rank_groups,
     run_group,
@@ -189,12 +189,18 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     everything = {(ranks, file) for ranks in (1, 3) for file in files}
     everything |= {(ranks, file) for ranks in (2,) for file in library}
     more = {(ranks, file) for ranks in (4, 5, 8) for file in library}
-    of_hosts = {(6, file, "mpi and not long") for file in ON_HOSTS_RANKS}
-    assert len(of_hosts) == len(ON_HOSTS_RANKS)
+    of_hosts, many = (
+        {
+            (ranks, file, f"mpi and not long and also(ranks={ranks})")
+            for file in marked(files, "also(ranks=", ranks)
+        }
+        for ranks in (HOSTS_RANKS, MANY_RANKS)
+    )
+    assert {"tests/oktopk/test_levels.py"} < {file for _, file, _ in of_hosts} & {*library}
     assert jobs("--all") == {(*job, "mpi") for job in everything | more} | of_hosts
     one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
-    assert {mark for _, _, mark in one} == {"mpi and not long"}
+    assert many and many < one and {mark for _, _, mark in one - many} == {"mpi and not long"}
     assert of_hosts < other
     alone = {(1, file, "mpi and not long") for file in files if file.startswith("tests/jobs")}
     assert alone and alone < other and not alone & one
@@ -211,27 +217,31 @@ def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None
     assert not {"tests/oktopk/test_levels.py", "tests/jobs/bench/test_bench.py"} & {*ignored}
 
 
-def test_every_test_of_communication_or_of_four_ranks_is_run_by_default() -> None:
-    for test in ON_MANY_RANKS:
-        file, _, name = test.partition("::")
-        assert f"\ndef {name}" in (ROOT / file).read_text("utf-8"), test
+def test_every_test_of_four_ranks_or_more_is_run_by_default() -> None:
     for file in files_with_rank_tests(ALL_TESTS):
-        for node in ast.parse((ROOT / file).read_text("utf-8")).body:
+        nodes = ast.parse((ROOT / file).read_text("utf-8")).body
+        of_all = " ".join(ast.unparse(node) for node in nodes if "pytestmark =" in ast.unparse(node))
+        for node in nodes:
             marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
             ranks = re.search(r"min_size=(\d+)", marks)
             if ranks and int(ranks[1]) > 3:
-                named = {file, f"{file}::{node.name}"}  # type: ignore[attr-defined]
-                assert named & {*ON_MANY_RANKS, *HOST_CUDA_RANKS[4][1]}, named
+                where = f"{file}::{node.name}"  # type: ignore[attr-defined]
+                assert re.search(r"also\(ranks=8\)|host_cuda\(ranks=4\)", of_all + marks), where
 
 
 def test_files_that_come_first_are_there() -> None:
     assert [file for file in (*STARTING_RANKS, *LONGEST) if not (ROOT / file).is_file()] == []
 
 
-@pytest.mark.parametrize("file", [*HOST_CUDA_SINGLE, *HOST_CUDA_RANKS_TESTS])
-def test_a_file_for_kernels_on_the_host_has_tests_that_are_marked_for_gpus(file: str) -> None:
+def test_marks_of_ranks_name_ranks_of_a_run_and_those_of_gpus_tests_on_gpus() -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
-    assert re.search(r"\bDEVICES\b|\bgpus\(\)|\b(cuda|device): str", (ROOT / file).read_text("utf-8"))
+    known = {"also": {HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
+    for mark, numbers in known.items():
+        for file in marked(files_of_tests(ALL_TESTS), mark):
+            text = (ROOT / file).read_text("utf-8")
+            assert {int(n) for n in re.findall(rf"mark\.{mark}\(ranks=(\d+)\)", text)} <= numbers, file
+            on_gpus = re.search(r"\bDEVICES\b|\bon_gpus\b|\b(cuda|device): str", text)
+            assert mark == "also" or on_gpus, file
 
 
 def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 
+pytestmark = pytest.mark.also(ranks=8)
+
 SKEWED: dict[str, Callable[[int], list[int]]] = {
     "equal": lambda size: [30] * size,
     "all on the first": lambda size: [240] + [0] * (size - 1),

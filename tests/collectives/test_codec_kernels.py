@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from collectives.codec import VALUE_BITS, wire_layout
 from collectives.sparse import ENTRY
 from tests.collectives.test_codec import BITS, DAMAGE, Wire, damaged, damages
-from tests.devices import gpus
+from tests.devices import on_gpus
 from tests.inputs import UGLY_LISTS, entries_with
 
-pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+pytestmark = [on_gpus, pytest.mark.host_cuda(ranks=0)]
 
 
 def check(name: str, sides: list[Wire], entries: NDArray[np.void], lower: int, upper: int) -> None:

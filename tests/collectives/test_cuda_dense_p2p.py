@@ -12,10 +12,10 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.transport import MissingRanksError
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put, use
 from tests.rows import narrowed, widened
 
-pytestmark = [pytest.mark.skipif(not gpus(), reason="no GPU"), pytest.mark.mpi(max_size=8)]
+pytestmark = [on_gpus, pytest.mark.mpi(max_size=8), pytest.mark.host_cuda(ranks=3)]
 TYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 LENGTHS = (1, 2, 7, 8, 9, 1000, 4097, 70_001)
 """The last one takes several tiles, a block each; blocks send several tiles in `short_rings`."""
@@ -118,6 +118,7 @@ def misaligned(array: NDArray[Any], elements: int) -> Any:
 
 
 @pytest.mark.parametrize("element_type", TYPES)
+@pytest.mark.host_cuda(ranks=1)
 def test_sums_are_those_of_the_tree_and_nothing_beside_them_is_written(
     comm: MPI.Intracomm, dense: Any, element_type: str
 ) -> None:

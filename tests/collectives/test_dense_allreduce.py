@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import DenseAllreduce, dense_words
 from collectives.mpi import MpiTransport
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=8)]
 
 
 def reduced(vector: NDArray[np.float32], transport: MpiTransport, scale: float = 1.0) -> NDArray[np.float32]:

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from collectives.sparse import ENTRY
 from collectives.transport import NoPeerMemoryError
-from tests.devices import gpus, hold_up, use
+from tests.devices import hold_up, on_gpus, use
 
-pytestmark = [pytest.mark.skipif(not gpus(), reason="no GPU"), pytest.mark.mpi(min_size=2)]
+pytestmark = [on_gpus, pytest.mark.mpi(min_size=2), pytest.mark.host_cuda(ranks=3)]
 
 
 def make(comm: MPI.Intracomm) -> tuple[Any, Any]:

@@ -10,10 +10,10 @@ import pytest
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
 from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
-from tests.devices import get, gpus, put
+from tests.devices import get, on_gpus, put
 from tests.rows import narrowed, touched
 
-pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+pytestmark = [on_gpus, pytest.mark.host_cuda(ranks=0)]
 
 HOST = HostRowKernels()
 TYPES = list(ELEMENT_TYPES)

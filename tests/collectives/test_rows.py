@@ -21,6 +21,8 @@ from collectives.rows import (
 from collectives.transport import FlaggedRanksError
 from tests.rows import narrowed, touched, widened
 
+pytestmark = pytest.mark.also(ranks=8)
+
 KERNELS = HostRowKernels()
 TYPES = list(ELEMENT_TYPES)
 

@@ -18,7 +18,7 @@ from collectives.split_and_reduce import split_and_reduce
 from collectives.traffic import Traffic
 from collectives.transport import FlaggedRanksError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=8)]
 
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 BUCKETS = [1, 2, 8]

@@ -22,6 +22,8 @@ from tests.collectives.test_transport import BUCKETS, exchange_in_buckets, ring
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, LateStream, StagedBackend
 
+pytestmark = pytest.mark.also(ranks=8)
+
 
 @pytest.fixture
 def transport(comm: MPI.Intracomm) -> Iterator[FakeDeviceTransport]:

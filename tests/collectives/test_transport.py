@@ -20,7 +20,7 @@ from collectives.traffic import Traffic
 from collectives.transport import Round
 from tests.fake_device import FakeDevice, FakeDeviceTransport
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=8)]
 
 
 def listened_on() -> set[str]:

@@ -10,23 +10,18 @@ import pytest
 from mpi4py import MPI
 
 from oktopk import GradientAllreduce, MissingRanksError
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put
+from tests.peers import among_peers
 
-pytestmark = [
-    pytest.mark.skipif(not gpus(), reason="no GPU"),
-    pytest.mark.mpi(min_size=2),
-]
+pytestmark = [pytest.mark.mpi(min_size=2), on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTH = 20_000
 TIMEOUT = 3.0
 """Seconds: longer than ranks that share two cores are apart."""
 
 
 def reducer_of(comm: MPI.Intracomm, **settings: Any) -> GradientAllreduce:
-    use("cuda", comm)
     chosen: dict[str, Any] = {"density": 0.02, "threshold_interval": 4, "timeout": 600.0} | settings
-    reducer = GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", peer_memory=True, **chosen)
-    assert reducer.p2p_unavailable_reason == ""
-    return reducer
+    return among_peers(comm, LENGTH, **chosen)
 
 
 def gradients(comm: MPI.Intracomm) -> Any:

@@ -18,7 +18,7 @@ from oktopk.step import StepHandle, StepResult
 from tests.devices import get, gpus, hold_up, put, use
 from tests.inputs import GRADIENTS, Vector
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
 
 LENGTHS = [700, 1, 3000, 64, 1235]
 DENSITY = 0.02

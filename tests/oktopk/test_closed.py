@@ -16,8 +16,7 @@ from collectives.connect import connect
 from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.torch import OkTopkState
 from oktopk.worker import CommunicationThread
-from tests.conftest import NO_GPU
-from tests.devices import gpus, put, use
+from tests.devices import on_gpus, put, use
 from tests.oktopk.test_users_mistakes import MADE
 from tests.training import network, squares
 
@@ -48,7 +47,7 @@ def wrapped(
     return optimizer
 
 
-def on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
+def levels_on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
     use("cuda", comm)
     reducer = GradientAllreduce(
         comm, LENGTH, density=0.1, device="cuda", levels="hosts", ranks_per_host=2, peer_memory=True
@@ -59,7 +58,7 @@ def on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
 
 MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
     **{name: partial(stepped, name) for name in ("reducer", "gtopk", "two levels", "buckets", "table")},
-    "two levels on GPUs": on_gpus,
+    "two levels on GPUs": levels_on_gpus,
     "optimizer": wrapped,
     "updates": lambda comm: wrapped(comm, torch.optim.AdamW),
     "updates in one pass": lambda comm: wrapped(comm, oktopk.torch.AdamW),
@@ -91,10 +90,9 @@ def every_call_refuses(closed: Any) -> None:
             getattr(closed, call)()
 
 
-ON_GPUS = pytest.param("two levels on GPUs", marks=pytest.mark.skipif(not gpus(), reason=NO_GPU))
-
-
-@pytest.mark.parametrize("name", [*(name for name in MAKERS if name != ON_GPUS.values[0]), ON_GPUS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[on_gpus] * ("on GPUs" in name)) for name in MAKERS]
+)
 def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name: str) -> None:
     made = MAKERS[name](comm)
     kind = type(made)

@@ -11,12 +11,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
-from tests.devices import asynchronous, get, gpus, narrowed, put
+from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, on_real_gpus, put
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.oracle import top_k
+from tests.peers import among_peers, may_defer, on_both, step_alike
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
-TRUSTED = 8
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTH, DENSITY = 40_009, 0.05  # by few entries thresholds do not settle
 
 
@@ -26,11 +26,9 @@ def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]
     return lambda: np.rint(1024 * rng.standard_normal(length) ** 3).astype(np.float32)
 
 
-def among_peers(cuda: str, comm: MPI.Intracomm, length: int, **settings: Any) -> GradientAllreduce:
-    chosen: dict[str, Any] = {"density": DENSITY, "deferred": True, "average": False} | settings
-    reducer = GradientAllreduce(comm, length, "oktopk", device=cuda, peer_memory=True, **chosen)
-    assert reducer.p2p_unavailable_reason == ""
-    return reducer
+def deferring(comm: MPI.Intracomm, length: int = LENGTH, **settings: Any) -> GradientAllreduce:
+    """Among peers, whose steps are deferred where they may be."""
+    return among_peers(comm, length, **{"density": DENSITY, "deferred": True, "average": False} | settings)
 
 
 @pytest.fixture
@@ -52,27 +50,27 @@ def outcomes(cuda: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.mpi(min_size=4)  # on fewer no region can get more than three times its share
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.host_cuda(ranks=4)
 def test_regions_that_got_too_much_are_renewed_at_once(
     cuda: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool, resumed: bool
 ) -> None:
     """Large entries move from one end to the other, where one region holds nearly everything."""
     settings = {"density": 0.05, "threshold_interval": 1000, "boundary_interval": 1000, "deferred": deferred}
     length = 40_000
-    reducer = among_peers(cuda, comm, length, **settings)
+    reducer = deferring(comm, length, **settings)
     rng = np.random.default_rng(comm.rank)
     for step in range(24):
         gradient = rng.integers(-99, 100, length).astype(np.float32)
         gradient[slice(-length // 8, None) if step >= 12 else slice(length // 8)] *= 100
         if step == 12:
-            reducer.complete()
+            may_defer(reducer)
             outcomes.clear()
-            reducer._trust = TRUSTED
         report = reducer.step(put(cuda, gradient))
         assert step != 12 or report.complete != deferred
         if resumed and step == 12:
             state = reducer.state_dict()
             reducer.close()
-            reducer = among_peers(cuda, comm, length, **settings)
+            reducer = deferring(comm, length, **settings)
             reducer.load_state_dict(state)
     reducer.complete()
     assert (outcomes[0].stopped_at, outcomes[0].overflowed) == ("selection", True)
@@ -101,7 +99,7 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
 ) -> None:
     """From one step that stopped to the next, if any does."""
     settings: dict[str, Any] = {"density": 0.1, "threshold_interval": 8, "gradient_type": gradient_type}
-    deferred, waited = (among_peers(cuda, comm, LENGTH, deferred=late, **settings) for late in (True, False))
+    deferred, waited = (deferring(comm, deferred=late, **settings) for late in (True, False))
     rng = np.random.default_rng(comm.rank)
     late, stopped = 0, 0
     for _ in range(36):
@@ -128,13 +126,12 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
 def test_deferred_steps_lose_nothing_and_agree(cuda: str, comm: MPI.Intracomm, kind: str, third: str) -> None:
     """Whether they stop or not; what stops applies nothing. All are deferred that may be. A third of the shapes at a time."""
     for length, density in shapes_of(kind, int(third), 3):
-        reducer = among_peers(cuda, comm, length, density=density, threshold_interval=6, boundary_interval=4)
+        reducer = deferring(comm, length, density=density, threshold_interval=6, boundary_interval=4)
         rng = np.random.default_rng((comm.rank, length))
         before = np.zeros(length, np.float64)
         reports, updates, late = [], [], 0
         for _ in range(14):
-            reducer.complete()
-            reducer._trust = TRUSTED
+            may_defer(reducer)
             gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
             reports.append(reducer.step(put(cuda, gradient)))
             late += not reports[-1].complete
@@ -160,14 +157,11 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
 ) -> None:
     """What a rank selects by an old threshold lies between 5k/4 and 2k; it sends its exact top k."""
     last = comm.rank == comm.size - 1
-    reducer = among_peers(
-        cuda, comm, LENGTH, deferred=deferred, threshold_interval=1000, boundary_interval=1000
-    )
+    reducer = deferring(comm, deferred=deferred, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     for _ in range(30):
         reducer.step(put(cuda, draw()))
-    reducer.complete()
-    reducer._trust = TRUSTED
+    may_defer(reducer)
     outcomes.clear()
     for _ in range(3):
         reducer.complete()
@@ -194,7 +188,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
 ) -> None:
     """After fewer than k/2 on one rank alone: there in the same launch, and nobody waits."""
     last = comm.rank == comm.size - 1
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     until_deferred(cuda, reducer, draw)
     reducer.complete()
@@ -206,7 +200,7 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
         if last:
             local.needs_exact = True
             local.lower_threshold = lambda lowest=lowest: lowest
-        reducer._trust = TRUSTED
+        may_defer(reducer)
         report = reducer.step(put(cuda, gradient))
         assert not report.complete
         reducer.complete()
@@ -223,13 +217,12 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
 
 def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, comm: MPI.Intracomm) -> None:
     every = 4
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=6, boundary_interval=every)
+    reducer = deferring(comm, threshold_interval=6, boundary_interval=every)
     draw = cubes(comm, LENGTH)
     weights = np.linspace(0.1, 3, LENGTH, dtype=np.float32)  # so that regions move
     renewed, proposed = 0, None
     for step in range(40):
-        reducer.complete()
-        reducer._trust = TRUSTED
+        may_defer(reducer)
         method: Any = reducer._methods.get("oktopk")
         before = None if method is None else method.boundaries
         accumulated = get(reducer.residual) + (
@@ -281,14 +274,14 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
     """What is kept is between k/2 and the cap, or nothing is."""
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = few_magnitudes(comm, LENGTH, reducer._method_at(0)[1])
     for _ in range(12):
         reducer.step(put(cuda, draw()))
     reducer.complete()
     select_from(reducer, 1000.0)
     expect_sums_of(reducer, 1030.0 * comm.size * factor)
-    reducer._trust = TRUSTED
+    may_defer(reducer)
     outcomes.clear()
     report = reducer.step(put(cuda, draw()))
     assert not report.complete
@@ -301,14 +294,12 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
 def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_waits(
     cuda: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
 ) -> None:
-    settings = {"threshold_interval": 1000, "boundary_interval": 1000, "deferred": False}
-    among = among_peers(cuda, comm, LENGTH, **settings)
+    on_cpu, among = on_both(
+        comm, LENGTH, density=DENSITY, average=False, threshold_interval=1000, boundary_interval=1000
+    )
     draw = few_magnitudes(comm, LENGTH, among._method_at(0)[1])
     for _ in range(12):
-        among.step(put(cuda, draw()))
-    on_cpu = GradientAllreduce(comm, LENGTH, "oktopk", density=DENSITY, average=False, **settings)
-    on_cpu.load_state_dict(among.state_dict())
-    among.load_state_dict(on_cpu.state_dict())
+        step_alike(comm, on_cpu, among, draw())
     peers = among._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
     named: list[str] = []
     go_exact = peers.go_exact
@@ -322,24 +313,17 @@ def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_w
     for reducer in (among, on_cpu):
         select_from(reducer, 1000.0)
         expect_sums_of(reducer, 1030.0 * comm.size * factor)
-    gradient = draw()
-    first, second = among.step(put(cuda, gradient)), on_cpu.step(gradient)
+    assert step_alike(comm, on_cpu, among, draw()).global_exact
     # where the ladder lies above all sums that there are, the kernels give up again
     assert named == ["threshold" if factor == 2.0 else ""]
-    for name in ("local_exact", "global_exact", "global_nnz", "local_nnz", "global_threshold"):
-        assert getattr(first, name) == getattr(second, name), name
-    assert first.global_exact
     # only where no rung would have served a deferred step
     assert (among._trust == 0) == (factor == 2.0)
-    assert comm.allreduce(first.words) == comm.allreduce(second.words)
-    assert np.array_equal(get(among.update), on_cpu.update)
-    assert np.array_equal(get(among.residual), on_cpu.residual)
 
 
 def test_steps_whose_ladder_misses_by_far_are_not_trusted(cuda: str, comm: MPI.Intracomm) -> None:
     if comm.size == 1:
         pytest.skip("one rank's sums are its selection: none is left to choose from")
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     for step in range(24):
         if step:
@@ -356,7 +340,7 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
     cuda: str, comm: MPI.Intracomm, factor: float
 ) -> None:
     last = comm.rank == comm.size - 1
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     until_deferred(cuda, reducer, draw)
     reports = []
@@ -380,7 +364,7 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
     comm: MPI.Intracomm,
 ) -> None:
     last = comm.rank == comm.size - 1
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=16)
+    reducer = deferring(comm, threshold_interval=16)
     draw = cubes(comm, LENGTH)
     until_deferred(cuda, reducer, draw)
     reports, left = [], []
@@ -395,7 +379,7 @@ def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_ap
 
 def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> None:
     """However far their hosts and GPUs are apart: nobody waits for the device in between."""
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=1000, boundary_interval=1000)
+    reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
     until_deferred(cuda, reducer, draw)
     gradients = [put(cuda, draw()) for _ in range(4)]
@@ -407,8 +391,7 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
             import torch
 
             torch.cuda._sleep(200_000)
-        reducer.complete()
-        reducer._trust = TRUSTED
+        may_defer(reducer)
         report = reducer.step(gradient)
         reducer.step(gradients[(number + 1) % 4])
         stopped += not report.global_nnz
@@ -431,9 +414,7 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
 def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     cuda: str, comm: MPI.Intracomm, gradient_type: str, nonfinite: str
 ) -> None:
-    reducer = among_peers(
-        cuda, comm, LENGTH, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite
-    )
+    reducer = deferring(comm, threshold_interval=32, gradient_type=gradient_type, nonfinite=nonfinite)
     draw = cubes(comm, LENGTH)
 
     def step(poison: bool = False) -> Any:
@@ -461,10 +442,7 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
 
 def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(cuda: str, comm: MPI.Intracomm) -> None:
     settings = {"threshold_interval": 8, "boundary_interval": 8}
-    undisturbed, resumed = (
-        among_peers(cuda, comm, LENGTH, **settings),
-        among_peers(cuda, comm, LENGTH, **settings),
-    )
+    undisturbed, resumed = (deferring(comm, **settings) for _ in range(2))
     draw = cubes(comm, LENGTH)
     for _ in range(30):
         undisturbed.step(put(cuda, draw()))
@@ -477,11 +455,11 @@ def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(cuda: str, comm
         assert np.array_equal(get(undisturbed.update), get(resumed.update))
 
 
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 def test_the_host_does_not_wait_for_a_deferred_step(cuda: str, comm: MPI.Intracomm) -> None:
     import torch
 
-    reducer = among_peers(cuda, comm, LENGTH, threshold_interval=32)
+    reducer = deferring(comm, threshold_interval=32)
     draw = cubes(comm, LENGTH)
     until_deferred(cuda, reducer, draw)
     gradient = put(cuda, draw())
@@ -499,7 +477,7 @@ def test_the_host_does_not_wait_for_a_deferred_step(cuda: str, comm: MPI.Intraco
     assert report.complete
 
 
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
 def test_a_network_trains_to_the_same_bits_whenever_the_host_looks(
     cuda: str, comm: MPI.Intracomm, clip_norm: float

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from oktopk import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put, use
 
-pytestmark = [pytest.mark.mpi(min_size=2, max_size=8), pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi(min_size=2, max_size=8), on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTHS = (4099, 1, 700)
 
 

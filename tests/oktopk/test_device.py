@@ -12,13 +12,20 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
-from tests.devices import get, gpus, narrowed, put, use
+from tests.devices import get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
+from tests.peers import on_both, step_alike
 from tests.rows import widened
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH = 20_011
+USUAL: dict[str, Any] = {
+    "density": 0.05,
+    "threshold_interval": 4,
+    "boundary_interval": 6,
+    "average": False,
+}
 
 
 def normal(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
@@ -27,8 +34,7 @@ def normal(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
 
 def reducer(comm: MPI.Intracomm, method: str, device: str = "cuda", **settings: Any) -> GradientAllreduce:
     use("cuda", comm)
-    settings = {"density": 0.05, "threshold_interval": 4, "boundary_interval": 6} | settings
-    return GradientAllreduce(comm, LENGTH, method, device=device, average=False, **settings)
+    return GradientAllreduce(comm, LENGTH, method, device=device, **USUAL | settings)
 
 
 @pytest.mark.parametrize("wire", ["plain", "float32"])
@@ -74,39 +80,18 @@ def test_a_staged_step_waits_for_the_gpu_once_for_each_thing_that_the_host_must_
 
 
 @pytest.mark.parametrize("density", [0.1, 0.004])
-def test_steps_through_peer_memory_give_the_cpus_bits(comm: MPI.Intracomm, density: float) -> None:
-    """Long enough for thresholds to settle, so that regular steps need no help from the host."""
-    use("cuda", comm)
+@pytest.mark.host_cuda(ranks=1)
+def test_settled_steps_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, density: float) -> None:
+    """Regular ones send a control message each of what was selected, counted and kept: the host need not help."""
     length = 30_011
-    settings: dict[str, Any] = {
-        "density": density,
-        "threshold_interval": 8,
-        "boundary_interval": 12,
-    }
-    on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
-    on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
-    assert on_gpu.p2p_unavailable_reason == ""
+    on_cpu, on_gpu = on_both(comm, length, density=density, threshold_interval=8, boundary_interval=12)
     rng = np.random.default_rng(comm.rank)
-    # control messages of regular steps: of what was selected, counted, kept; one more where regions are renewed
     notes = set()
     for _ in range(26):
-        gradient = (rng.standard_normal(length) ** 3).astype(np.float32)
-        first, second = on_gpu.step(put("cuda", gradient)), on_cpu.step(gradient)
-        assert (first.local_nnz, first.global_nnz, first.exact) == (
-            second.local_nnz,
-            second.global_nnz,
-            second.exact,
-        )
-        assert comm.allreduce(first.words) == comm.allreduce(second.words)
-        assert np.array_equal(get(on_gpu.update), on_cpu.update)
-        assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
-        if not (first.local_exact or first.global_exact):
-            notes.add(first.control_messages)
-    assert 3 in notes <= {3, 4}
-    assert (
-        on_cpu.state_dict()["methods"]["oktopk"]["threshold"]
-        == on_gpu.state_dict()["methods"]["oktopk"]["threshold"]
-    )
+        report = step_alike(comm, on_cpu, on_gpu, (rng.standard_normal(length) ** 3).astype(np.float32))
+        if not (report.local_exact or report.global_exact):
+            notes.add(report.control_messages)
+    assert 3 in notes <= {3, 4}  # one more where regions are renewed
 
 
 LOCKSTEPS: dict[str, dict[str, Any]] = {
@@ -118,27 +103,17 @@ LOCKSTEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "settings"), kinds_with(LOCKSTEPS))
-def test_ugly_gradients_through_peer_memory_give_the_cpus_bits(
-    comm: MPI.Intracomm, kind: str, settings: str
-) -> None:
+@pytest.mark.host_cuda(ranks=1)
+def test_ugly_gradients_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, kind: str, settings: str) -> None:
     """The CPU keeps the contract on these (test_contract): what equals it does.
 
     On every pair of a kind, a setting and a shape; their whole product took four times as long.
     """
-    use("cuda", comm)
     for length, density in shapes_of(kind, list(LOCKSTEPS).index(settings), len(LOCKSTEPS)):
-        chosen: dict[str, Any] = {"density": density, "average": False} | LOCKSTEPS[settings]
-        on_cpu = GradientAllreduce(comm, length, "oktopk", **chosen)
-        on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **chosen)
-        assert on_gpu.p2p_unavailable_reason == ""
+        on_cpu, on_gpu = on_both(comm, length, density=density, average=False, **LOCKSTEPS[settings])
         rng = np.random.default_rng((comm.rank, length))
-        for step in range(10):
-            gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
-            first, second = on_gpu.step(put("cuda", gradient)), on_cpu.step(gradient)
-            where = (length, density, step)
-            assert (first.local_nnz, first.global_nnz) == (second.local_nnz, second.global_nnz), where
-            assert np.array_equal(get(on_gpu.update), on_cpu.update), where
-            assert np.array_equal(get(on_gpu.residual), on_cpu.residual), where
+        for _ in range(10):
+            step_alike(comm, on_cpu, on_gpu, GRADIENTS[kind](rng, length, comm.rank, comm.size))
         on_cpu.close()
         on_gpu.close()
 
@@ -180,8 +155,7 @@ def in_lockstep(
         captured: steps are to become graphs.
     """
     noted = launches(monkeypatch)
-    on_cpu = reducer(comm, "oktopk", "cpu", **settings)
-    on_gpu = reducer(comm, "oktopk", peer_memory=True, **settings)
+    on_cpu, on_gpu = on_both(comm, LENGTH, **USUAL | settings)
     found = []
     held = put("cuda", np.zeros(LENGTH, np.float32))  # where captured steps find it
     for step in range(steps):
@@ -192,15 +166,8 @@ def in_lockstep(
             for each in (on_cpu, on_gpu):
                 each._methods["oktopk"].selection.bits += more  # type: ignore[attr-defined]
         noted.clear()
-        expected, report = on_cpu.step(gradient), on_gpu.step(held)
+        step_alike(comm, on_cpu, on_gpu, gradient, held)
         found.append(noted.copy())
-        assert (report.local_nnz, report.global_nnz) == (expected.local_nnz, expected.global_nnz), step
-        assert comm.allreduce(report.words) == comm.allreduce(expected.words), step
-        assert np.array_equal(get(on_gpu.update), on_cpu.update), step
-        assert np.array_equal(get(on_gpu.residual), on_cpu.residual), step
-        learned = [each.state_dict()["methods"]["oktopk"] for each in (on_cpu, on_gpu)]
-        assert learned[0]["selection"] == learned[1]["selection"], step
-        assert learned[0]["threshold"] == learned[1]["threshold"], step
         regions = on_gpu._methods["oktopk"].regions  # type: ignore[attr-defined]
         if regions.splits is not None:  # those of the selection that was sent
             assert on_cpu._vectors.selected is not None
@@ -255,22 +222,17 @@ def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
     assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
+@pytest.mark.host_cuda(ranks=1)
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
-    use("cuda", comm)
     length = 1_300_021
-    settings: dict[str, Any] = {"density": 0.01, "threshold_interval": 2, "boundary_interval": 4}
-    on_cpu = GradientAllreduce(comm, length, "oktopk", **settings)
-    on_gpu = GradientAllreduce(comm, length, "oktopk", device="cuda", peer_memory=True, **settings)
+    on_cpu, on_gpu = on_both(comm, length, density=0.01, threshold_interval=2, boundary_interval=4)
     rng = np.random.default_rng(comm.rank)
     for _ in range(3):  # exact, regular and exact again
         gradient = rng.standard_normal(length, np.float32)
         for hot in (length // 7, length - 50_000):
             gradient[hot : hot + 6_000] *= 100
-        on_gpu.step(put("cuda", gradient))
-        on_cpu.step(gradient)
-        assert np.array_equal(get(on_gpu.update), on_cpu.update)
-        assert np.array_equal(get(on_gpu.residual), on_cpu.residual)
+        step_alike(comm, on_cpu, on_gpu, gradient)
     launches = on_gpu._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
     # so wide that one of them holds more than half of what lies side by side
     assert comm.allreduce(1 << launches._step.shift > 2 * 6_000, MPI.LOR)

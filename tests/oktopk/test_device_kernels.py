@@ -20,10 +20,10 @@ from oktopk.cpu.kernels import undo_accumulate as undo_on_host
 from oktopk.displacement import adamw_terms
 from oktopk.levels import Layout
 from oktopk.thresholds import CANDIDATES
-from tests.devices import asynchronous, gpus
+from tests.devices import asynchronous, gpus, on_gpus
 from tests.inputs import entries_with
 
-pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+pytestmark = [on_gpus, pytest.mark.host_cuda(ranks=0)]
 
 CHUNK, TILE = 4096, 65_536  # the widest
 # several chunks a group: 2 on 132 multiprocessors, 8 on the 4 of the host that stands in for them

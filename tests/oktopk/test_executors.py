@@ -18,11 +18,11 @@ from oktopk.cpu.kernels import BLOCK
 from oktopk.cpu.kernels import accumulate_select as select
 from oktopk.displacement import adamw_terms
 from oktopk.thresholds import NOTHING
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put, use
 from tests.fake_device import StagedBackend
 from tests.inputs import GRADIENTS
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH, DENSITY = 5003, 0.02
 STEPS, MEASURED, SWAPPED = 10, 1, 5
@@ -132,7 +132,7 @@ SHARED = {"cuda": 0, "cuda, staged": 1}
 
 def marks(name: str, at: int) -> list[pytest.MarkDecorator]:
     """Of the case at this place of a way."""
-    found = [pytest.mark.skipif(not gpus(), reason="no GPU")] if "cuda" in name else []
+    found = [on_gpus] if "cuda" in name else []
     if SHARED.get(name, at % 2) != at % 2:
         found.append(pytest.mark.long("`make test` has each case of messages between GPUs staged or not"))
     return found
@@ -176,6 +176,7 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
         for at, case in enumerate(cases)
     ],
 )
+@pytest.mark.host_cuda(ranks=1)
 def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts(
     comm: MPI.Intracomm,
     request: pytest.FixtureRequest,
@@ -232,10 +233,11 @@ def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts
     [
         ("host", "oktopk"),
         ("host", "gaussiank"),
-        pytest.param("cuda", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
-        pytest.param("cuda, peers", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+        pytest.param("cuda", "oktopk", marks=on_gpus),
+        pytest.param("cuda, peers", "oktopk", marks=on_gpus),
     ],
 )
+@pytest.mark.host_cuda(ranks=1)
 def test_displacements_give_the_bits_of_their_vectors(
     comm: MPI.Intracomm,
     request: pytest.FixtureRequest,
@@ -297,10 +299,11 @@ def test_displacements_give_the_bits_of_their_vectors(
     [
         ("host", "oktopk"),
         ("host", "gtopk"),
-        pytest.param("cuda", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
-        pytest.param("cuda, peers", "oktopk", marks=pytest.mark.skipif(not gpus(), reason="no GPU")),
+        pytest.param("cuda", "oktopk", marks=on_gpus),
+        pytest.param("cuda, peers", "oktopk", marks=on_gpus),
     ],
 )
+@pytest.mark.host_cuda(ranks=1)
 def test_adamws_steps_give_the_bits_of_their_vectors(
     comm: MPI.Intracomm,
     request: pytest.FixtureRequest,

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
 from oktopk.results import StepReport
-from tests.devices import asynchronous, get, gpus, hold_up, narrowed, put
+from tests.devices import asynchronous, get, hold_up, narrowed, on_gpus, put
+from tests.peers import among_peers
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not gpus(), reason="no GPU")]
+pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 SIZES = [9, 20_001, 1, 1, 0, 9_522, 4096, 6_000, 3]
 BEGINS = [sum(SIZES[:number]) for number in range(len(SIZES))]
 LENGTH = sum(SIZES)
@@ -23,10 +24,7 @@ SAME = "exact skipped complete local_nnz global_nnz words messages control_words
 def pair(comm: MPI.Intracomm, **settings: Any) -> tuple[GradientAllreduce, GradientAllreduce, Any]:
     """Two reducers alike, and a gradient in pieces for the second one."""
     chosen: dict[str, Any] = {"density": 0.05, "threshold_interval": 8, "boundary_interval": 8} | settings
-    flat, scattered = (
-        GradientAllreduce(comm, LENGTH, "oktopk", device="cuda", peer_memory=True, **chosen) for _ in range(2)
-    )
-    assert scattered.p2p_unavailable_reason == ""
+    flat, scattered = (among_peers(comm, LENGTH, **chosen) for _ in range(2))
     return flat, scattered, scattered.gradient_tensors(SIZES, "float32")
 
 

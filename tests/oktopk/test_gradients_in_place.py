@@ -18,7 +18,9 @@ from oktopk.results import StepReport
 from oktopk.torch.gradients import GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout
-from tests.devices import asynchronous, gpus, hold_up, use
+from tests.devices import asynchronous, gpus, hold_up, on_gpus, on_real_gpus, use
+
+pytestmark = pytest.mark.host_cuda(ranks=3)
 
 # On the host
 
@@ -199,8 +201,6 @@ def test_the_vector_is_made_once_it_is_asked_for(dtype: torch.dtype) -> None:
 
 
 # On GPUs, and on the host that stands in for them
-
-on_gpus = pytest.mark.skipif(not gpus(), reason="no GPU")
 
 
 class SharedWithTheHost:
@@ -451,7 +451,7 @@ def test_a_deferred_step_on_cuda_takes_back_a_gradient_that_was_forgotten_at_onc
         assert torch.equal(loop.before[number], loop.after[number]) == (number in poisoned)
 
 
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 @pytest.mark.mpi
 @pytest.mark.parametrize("deferred", [False, True])
 def test_gradients_of_another_current_stream_are_waited_for(

@@ -35,7 +35,7 @@ from tests.replicas import (
 )
 from tests.training import flat, loss, network, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6)]
 
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 

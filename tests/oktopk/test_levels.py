@@ -24,9 +24,11 @@ from oktopk.levels import Layout
 from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
 from tests import oracle as reference
-from tests.devices import get, gpus, narrowed, put, use
+from tests.devices import get, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, Vector
 from tests.rows import widened
+
+pytestmark = [pytest.mark.also(ranks=8), pytest.mark.also(ranks=6), pytest.mark.host_cuda(ranks=4)]
 
 BLOCK = 64  # so that a short vector has many blocks
 LENGTH = 4011
@@ -233,10 +235,7 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
     ("device", "gradient_type"),
     [
         ("cpu", "float32"),
-        *(
-            pytest.param("cuda", kind, marks=pytest.mark.skipif(not gpus(), reason="no GPU"))
-            for kind in ("float32", "bfloat16", "float16")
-        ),
+        *(pytest.param("cuda", kind, marks=on_gpus) for kind in ("float32", "bfloat16", "float16")),
     ],
 )
 def test_narrow_gradients_are_summed_in_float32_and_what_a_wire_rounds_away_stays_in_the_shards(

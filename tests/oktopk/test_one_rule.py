@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from oktopk.settings import selection_cap
 from oktopk.thresholds import CANDIDATES, MISS, NOTHING, candidate_bits, choose_candidate
-from tests.devices import gpus
+from tests.devices import on_gpus
 
-pytestmark = pytest.mark.skipif(not gpus(), reason="no GPU")
+pytestmark = [on_gpus, pytest.mark.host_cuda(ranks=0)]
 
 TOLERANCE, TRIGGER = 0.01, 1e9
 MIDDLE = len(CANDIDATES) // 2

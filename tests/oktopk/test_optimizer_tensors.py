@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
-from tests.devices import get, gpus, torch_device
+from tests.devices import get, on_gpus, torch_device
 from tests.training import flat
 
 pytestmark = pytest.mark.mpi
@@ -189,7 +189,7 @@ def test_between_reduce_and_apply_the_gradients_are_the_update(comm: MPI.Intraco
     assert np.array_equal(flat(model), before - seen)
 
 
-@pytest.mark.skipif(not gpus(), reason="no GPU")
+@on_gpus
 def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm) -> None:
     place = torch_device("cuda", comm)
     parameter = nn.Parameter(torch.zeros(1 << 22, device=place))

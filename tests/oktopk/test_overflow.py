@@ -10,9 +10,11 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce, NonFiniteGradientError
-from oktopk.steps import _TRUSTED
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put, use
 from tests.oracle import ORACLES
+from tests.peers import may_defer
+
+pytestmark = pytest.mark.host_cuda(ranks=3)
 
 LENGTH, DENSITY = 1000, 0.02
 HUGE = np.float32(3e38)  # twice this is Inf in float32
@@ -46,7 +48,7 @@ ON = [("cpu", name) for name in BY_MESSAGES] + [("cuda", name) for name in WAYS]
 
 
 def marks(device: str) -> list[pytest.MarkDecorator]:
-    return [] if device == "cpu" else [pytest.mark.skipif(not gpus(), reason="no GPU")]
+    return [] if device == "cpu" else [on_gpus]
 
 
 def each_way(*without: str) -> pytest.MarkDecorator:
@@ -181,7 +183,7 @@ def test_a_sum_that_overflows_is_a_nonfinite_step_on_all_ranks(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.skipif(not gpus(), reason="no GPU")
+@on_gpus
 @pytest.mark.parametrize("interval", [4, 100])
 def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
     comm: MPI.Intracomm, interval: int
@@ -193,7 +195,7 @@ def test_a_deferred_step_whose_sum_overflows_is_taken_back_by_the_kernels(
         for _ in range(4):
             run.finite_step()
         before = run.state()
-        run.reducer._trust = _TRUSTED  # so few entries rarely fit eight times in a row
+        may_defer(run.reducer)  # so few entries rarely fit eight times in a row
         gradient = run.gradient()
         gradient[places] = HUGE
         report = run.reducer.step(put("cuda", gradient))
@@ -253,6 +255,7 @@ def test_a_huge_sum_that_is_finite_is_applied(comm: MPI.Intracomm, device: str, 
 
 @pytest.mark.mpi(min_size=4)
 @each_way()
+@pytest.mark.also(ranks=8)
 def test_inf_of_both_signs_never_meets_unseen(comm: MPI.Intracomm, device: str, way: str) -> None:
     run = Run(comm, device, way, nonfinite="skip")
     places = PLACES["first"]

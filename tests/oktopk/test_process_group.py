@@ -19,7 +19,7 @@ from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, put
 from tests.training import network, squares
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH = 5000
 

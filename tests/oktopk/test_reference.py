@@ -52,6 +52,7 @@ def test_nothing_that_optimizers_move_is_lost_and_references_are_equal(
         assert np.array_equal(comm.allreduce(moved), comm.allreduce(residual) + applied)
 
 
+@pytest.mark.also(ranks=8)
 def test_references_are_equal_on_any_number_of_ranks(
     comm: MPI.Intracomm,
 ) -> None:

@@ -16,6 +16,8 @@ from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
 from oktopk.regions import equal_boundaries, region_boundaries
 
+pytestmark = pytest.mark.also(ranks=8)
+
 HUGE = 2**31 - 1
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 INDICES = st.lists(st.integers(0, 299), unique=True, max_size=60).map(sorted)

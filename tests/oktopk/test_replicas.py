@@ -27,7 +27,7 @@ from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, loss, network, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6)]
 
 
 @pytest.fixture(autouse=True)

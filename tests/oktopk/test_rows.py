@@ -17,7 +17,7 @@ from oktopk.rows import RowSparseAllreduce
 from tests.devices import get, put
 from tests.rows import touched, widened
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH, WIDTH = 60, 7
 

@@ -21,7 +21,7 @@ from oktopk.torch.shards import is_sharded, local_tensor
 from tests.replicas import ADAMW, SHARDS, SIZE, Replicas, held, layers, mesh_of, sharded, whole
 from tests.training import flat, loss, train
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
 
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 

@@ -21,6 +21,8 @@ from tests.devices import DEVICES, get, put, use
 from tests.inputs import GRADIENTS
 from tests.training import flat, loss, network, train
 
+pytestmark = [pytest.mark.host_cuda(ranks=0), pytest.mark.host_cuda(ranks=3)]
+
 
 def coded(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """What a vector's code decodes to, by blocks from its beginning."""

@@ -16,7 +16,7 @@ from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, gpus, on_torchs_gpu, put, torch_device
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_cuda(ranks=3)]
 
 STEPS = 10_000
 LEAST = 2_000

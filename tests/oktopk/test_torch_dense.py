@@ -11,7 +11,7 @@ from mpi4py import MPI
 torch = pytest.importorskip("torch")
 
 import oktopk.torch  # noqa: E402
-from tests.devices import asynchronous, gpus, torch_device  # noqa: E402
+from tests.devices import gpus, on_real_gpus, torch_device  # noqa: E402
 
 
 class Enqueued:
@@ -117,7 +117,7 @@ def test_buffers_are_averaged_by_the_sums_that_are_given_and_written_after_a_che
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
-@pytest.mark.skipif(not asynchronous(), reason="no GPU")
+@on_real_gpus
 def test_tensors_are_summed_captured_or_not_and_statistics_averaged(comm: MPI.Intracomm) -> None:
     gpu = torch_device("cuda", comm)
     shared = torch.cuda.device_count() < comm.size

@@ -17,18 +17,17 @@ from collectives.traffic import step_limit
 from collectives.workspace import Workspace
 from oktopk import METHODS, GradientAllreduce
 from oktopk.settings import selection_cap
-from tests.devices import get, gpus, put, use
+from tests.devices import get, on_gpus, put, use
 from tests.inputs import GRADIENTS, entries_with, shapes_of
 from tests.oracle import top_k
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6), pytest.mark.host_cuda(ranks=3)]
 
 ROUNDING = [name for name in VALUE_BITS if name != "float32"]
 # every kind of gradient meets a wire that rounds, and every such wire all shapes; few for a GPU, whose bytes are the host's
 KINDS: list[Any] = [("cpu", kind, ROUNDING[at % len(ROUNDING)]) for at, kind in enumerate(GRADIENTS)]
-NO_GPU = pytest.mark.skipif(not gpus(), reason="no GPU")
 KINDS += [
-    pytest.param("cuda", kind, wire, marks=NO_GPU)
+    pytest.param("cuda", kind, wire, marks=on_gpus)
     for kind, wire in (("clustered", "bfloat16"), ("silent rank", "int8"), ("denormal", "int4"))
 ]
 EVERY = {"threshold_interval": 3, "boundary_interval": 2, "average": False}
