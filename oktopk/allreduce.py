@@ -202,25 +202,7 @@ class GradientAllreduce(Resumable):
                     raise ValueError("a displacement is not for deferred steps")
                 made = make(sizes, element_type, *more)
             self._vectors.keep_no_copies()
-        self._parts = self._placement.parts(sizes)
         return made
-
-    def take_parts(self, sizes: Sequence[int]) -> None:
-        """Say what the vector is made of, before its first step. Every rank must call. No traffic.
-
-        Methods whose code is of several elements keep those of one parameter apart from those of others.
-
-        Args:
-            sizes: elements of the parameters, in the order of the vector; equal on all ranks.
-
-        Raises:
-            ValueError: they do not add up to n, or a step was taken; on this rank alone.
-        """
-        if min(sizes, default=0) < 0 or sum(sizes) != self.length:
-            raise ValueError(f"sizes add up to {sum(sizes)}, not to {self.length}, or one is negative")
-        if self._methods:
-            raise ValueError("parts are named before the first step")
-        self._parts = self._placement.parts(sizes)
 
     def _check_sizes(self, sizes: Sequence[int], element_type: str) -> None:
         """Raise ValueError where there is no gradient of such parts."""

@@ -17,7 +17,7 @@ from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
 from oktopk.placement import Placement, TwoLevels
-from oktopk.settings import Settings, timeout_of
+from oktopk.settings import DENSE_ABOVE, Settings, timeout_of
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -54,8 +54,7 @@ class Parts:
             opened.callback(host.close)
             with host.together(TypeError, ValueError) as alike:
                 refuse(problem)
-                density = METHODS[method].density if method in METHODS else Settings.density
-                self.settings = Settings(**{"density": density, **keywords})
+                self.settings = Settings(**keywords)
                 check_length(length)
                 if method not in METHODS:
                     raise ValueError(f"method {method!r} is not one of {', '.join(METHODS)}")
@@ -74,7 +73,7 @@ class Parts:
             self.placement = self._placed(length, kind, peer_memory)
             opened.callback(self.placement.close)
             # now, when a rank without room for them can still tell the others
-            sparse = kind.sparse and self.settings.density <= kind.dense_above
+            sparse = kind.sparse and self.settings.density <= DENSE_ABOVE
             with self.transport.together():
                 self.vectors = self.placement.vectors(self.settings, sparse, update)
             self.settings = replace(self.settings, wire=self._agreed_wire(kind))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from oktopk.levels import Layout
-from oktopk.methods import METHODS
 
 _EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
 """Keys that the states of all ranks have alike."""
@@ -288,7 +286,7 @@ def _redistributed(
     if layout is None or shard is not None:
         for saved in inherited:
             holder = _holder(saved_hosts, saved, length)
-            residual = _whole_residual(read, holder, saved_hosts, length, saved_ranks)
+            residual = _whole_residual(read, holder, saved_hosts, length)
             if residual is not None:
                 total = residual if total is None else total + residual
         if layout is not None and shard is not None and total is not None:
@@ -308,11 +306,6 @@ def _redistributed(
     changed["saved"] = {name: value for name, value in alike.items() if name != "residual"}
     if saved_hosts is not None or new_hosts is not None:
         changed["methods"] = {}  # regions are those of a shard
-    elif "methods" in own:  # what a method has kept is in the residuals now
-        with _damage_named(rank % saved_ranks):
-            changed["methods"] = {
-                name: held for name, held in own["methods"].items() if not METHODS[name].keeps
-            }
     if "reducer" not in template:
         return {**template, **changed}
     if updates := template.get("updates"):
@@ -368,43 +361,19 @@ def _holder(hosts: Sequence[int] | None, number: int, length: int) -> list[int]:
     return [rank for rank, its in enumerate(hosts) if its == host and layout.shard_of(rank) is not None]
 
 
-@contextmanager
-def _damage_named(rank: int) -> Iterator[None]:
-    """Within, what is not as in the state of a method is told as damage of a saved rank's state."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise _BadStateError(
-            f"the state of saved rank {rank} is damaged: {type(error).__name__} {error}"
-        ) from error
-
-
 def _whole_residual(
-    read: Callable[[int], dict[str, Any]],
-    holder: list[int],
-    hosts: Sequence[int] | None,
-    length: int,
-    ranks: int,
+    read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
 ) -> Any:
-    """The residual that some saved ranks hold together, with what methods keep beside it, float32[n] or None."""
+    """The residual that some saved ranks hold together, float32[n] or None."""
     whole = kind = None
     for shard, saved in enumerate(holder):
         state = read(saved)
-        own = state.get("reducer", state)
-        part, among = own["residual"], list(range(ranks))  # those that reduce the same part
-        if hosts is not None:
-            layout = Layout(tuple(hosts), length)
-            among = [rank for rank in among if layout.shard_of(rank) == shard]
-        if part is not None:
-            with _damage_named(saved):
-                for name, held in own.get("methods", {}).items():
-                    kept = METHODS[name].unsent(held, among.index(saved), len(among), len(part))
-                    part = part if kept is None else part + _as_read(kept, part)
+        part = state.get("reducer", state)["residual"]
         if hosts is None:
             return part
         if part is not None:
             whole, kind = np.zeros(length, np.float32) if whole is None else whole, part
-            layout.insert(part, shard, whole)
+            Layout(tuple(hosts), length).insert(part, shard, whole)
     return _as_read(whole, kind)
 
 

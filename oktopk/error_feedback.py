@@ -165,10 +165,6 @@ class ErrorFeedback:
             return
         assert self.residual is not None
         self.pending = True
-        if result.settle is not None:
-            result.settle()
-            self._added = True
-            return
         self._clear_applied(self.residual, result)
         self._added = self._added or bool(result.returned)
         for pruned in result.returned:

@@ -42,8 +42,8 @@ class HostExecutor:
         self, method: Method, vectors: ErrorFeedback, group: HostGroup, transport: Transport
     ) -> None:
         self._method, self._vectors, self._group, self._transport = method, vectors, group, transport
-        # what a method writes that gives no entries; the others leave it alone
-        self._out = group.new_shard() if method.dense_update else vectors.update
+        # what a dense method writes; a sparse one gives entries and leaves it alone
+        self._out = vectors.update if method.sparse else group.new_shard()
         self.check, self.close = method.check, method.close
         self._damage = ""  # what did not decode in this step
         self._absent: dict[int, Spans] = {}  # of the host, by a checksum of its ranks' tokens
@@ -56,7 +56,7 @@ class HostExecutor:
         except FlaggedRanksError:  # the update is zero
             raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
-            if self._method.dense_update:  # parts of the new one may be there
+            if not self._method.sparse:  # parts of the new one may be there
                 self._vectors.support = None
             self._vectors.clear_update()
             raise
@@ -73,7 +73,7 @@ class HostExecutor:
         flag = bool(plan.problem) or method.codec.gathered_damage or (moved is not None and moved.nonfinite)
         flag = group.publish(gradient if moved is None else None, flag, plan.token)
         token = None if plan.token is None else combined(group.host.tokens or ())
-        plan.absent = self._withhold(plan.absent, token)
+        self._withhold(plan.absent, token)
         summed, result = None, None
         if group.between is not None:
             with plan.timer.stage("host_sum"):
@@ -98,10 +98,10 @@ class HostExecutor:
             vectors.clear_sent(result)  # before the entries get the whole vector's indices
             mine = result.update
         with plan.timer.stage("host_gather"):
-            if method.dense_update:
-                group.share_values(self._out, vectors.update)
-            else:
+            if method.sparse:
                 update = group.share_entries(mine, outcomes[:, 1])
+            else:
+                group.share_values(self._out, vectors.update)
         with plan.timer.stage("apply"):
             vectors.write(update, plan.scale)
         if result is None:
@@ -111,15 +111,12 @@ class HostExecutor:
         whole.tokens = None if token is None else (group.host.tokens or ())[:1]
         return CompletedStep(whole)
 
-    def _withhold(self, absent: Spans, token: int | None) -> Spans:
+    def _withhold(self, absent: Spans, token: int | None) -> None:
         """Keep the residual out of the step where no rank of the host has a gradient. Collective where ranks differ.
 
         Args:
             absent: of this rank.
             token: combined of those of the host's ranks; None: they are not known, and all takes part.
-
-        Returns:
-            Where that is, in this rank's shard.
         """
         group = self._group
         if token is None:
@@ -131,11 +128,8 @@ class HostExecutor:
                     self._absent.clear()
                 self._absent[key] = reduce(common_spans, group.host.allgather_objects(absent))
             absent = self._absent[key]
-        if group.shard is None:
-            return ()
-        mine = group.layout.spans_of_shard(absent, group.shard)
-        self._vectors.withhold(mine)
-        return mine
+        if group.shard is not None:
+            self._vectors.withhold(group.layout.spans_of_shard(absent, group.shard))
 
     def _of_host(
         self, mine: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
@@ -147,14 +141,13 @@ class HostExecutor:
         _, _, _, local_exact, global_exact, *bits = outcomes[0].tolist()
         local, whole = (bits_magnitude(b) if b else math.nan for b in bits)
         length = self._group.layout.length
-        selected = int(outcomes[:, 2].sum()) if self._method.sparse else length
         return StepResult(
             update,
             self._vectors.selected,
             local_exact=bool(local_exact),
             global_exact=bool(global_exact),
-            local_nnz=selected,
-            global_nnz=selected if update is None else update.nnz,
+            local_nnz=length if update is None else int(outcomes[:, 2].sum()),
+            global_nnz=length if update is None else update.nnz,
             local_threshold=local,
             global_threshold=whole,
             rounding=(0.0, 0.0) if mine is None else mine.rounding,
@@ -168,8 +161,6 @@ class HostExecutor:
         """
         method, vectors = self._method, self._vectors
         residual = vectors.residual if method.sparse or vectors.pending else None
-        if method.sparse and method.dense_update:
-            self._out.fill(0)
         try:
             return method.reduce(summed, residual, self._out, plan, flag)
         except FlaggedRanksError:

@@ -63,7 +63,7 @@ class MessageExecutor:
             vectors.drop_update()
             raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
-            if method.dense_update:  # parts of the new one may be there
+            if not method.sparse:  # parts of the new one may be there
                 vectors.support = None
             vectors.clear_update()
             raise

@@ -72,10 +72,6 @@ class Placement:
         """Keep the residual out of the next step where this rank has no gradient; in two levels the executor does."""
         vectors.withhold(absent)
 
-    def parts(self, sizes: Sequence[int]) -> list[int]:
-        """What this rank holds of parameters of these sizes, in elements."""
-        return list(sizes)
-
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
@@ -115,16 +111,10 @@ class Placement:
         """What this rank selected in the last step, in the whole vector, and its regions, or None. Call it once a step."""
         return vectors.selected, method.boundaries
 
-    def whole_residual(
-        self, vectors: ErrorFeedback, kept: Sequence[NDArray[np.float32]] = ()
-    ) -> NDArray[np.float32] | None:
-        """float32[n] on the host, the residual and `kept`, in two levels of the host, equal on its ranks; None where it is zero.
-
-        Args:
-            kept: float32[carried] each, on the host, to be added to what this rank holds.
-        """
+    def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
+        """float32[n] on the host, the residual, in two levels of the host, equal on its ranks; None where it is zero."""
         held: NDArray[np.float32] | None = vectors.state_dict()["residual"]
-        return held if held is None else sum(kept, start=held)
+        return held
 
     def own_part(self, whole: Any) -> Any:
         """The part that this rank holds of float32[n], on host or device; a copy where it is not all."""
@@ -197,14 +187,6 @@ class TwoLevels(Placement):
     def withhold(self, vectors: ErrorFeedback, absent: Spans) -> None:
         pass
 
-    def parts(self, sizes: Sequence[int]) -> list[int]:
-        group = self.group
-        if group.shard is None:
-            return [0]
-        ends = np.cumsum(sizes).tolist()
-        spans = tuple(zip([0, *ends], ends, strict=False))
-        return [end - begin for begin, end in group.layout.spans_of_shard(spans, group.shard)]
-
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
@@ -237,17 +219,12 @@ class TwoLevels(Placement):
         selected: SparseVector | None = vectors.selected
         return None if selected is None else self.group.in_whole_indices(selected), None
 
-    def whole_residual(
-        self, vectors: ErrorFeedback, kept: Sequence[NDArray[np.float32]] = ()
-    ) -> NDArray[np.float32] | None:
+    def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
         vectors.put_back()
         if vectors.residual is None:
             return None
-        whole, held = self._backend.zeros(self._length), vectors.residual
-        if kept:
-            held = self.group.new_shard()
-            self._backend.copy_from_host(held, sum(kept, start=self._backend.to_host(vectors.residual)))
-        self.group.share_values(held, whole)
+        whole = self._backend.zeros(self._length)
+        self.group.share_values(vectors.residual, whole)
         return self._backend.to_host(whole)
 
     def own_part(self, whole: Any) -> Any:

@@ -52,8 +52,7 @@ class StepReport:
             Until then entries, words and messages are 0 and thresholds NaN.
         k: entries wanted.
         length: elements of the gradient (n).
-        local_nnz: entries this rank selected, in two levels its host; n for dense, all of the slice for signs. Wanted are k, of
-            a union `Method.local_k`.
+        local_nnz: entries this rank selected, in two levels its host; n for dense. Wanted are k, of a union `Method.local_k`.
         global_nnz: entries applied; n for dense; 0 of a deferred step that stopped, whose gradient is in the residual.
         local_threshold, global_threshold: magnitudes selected by; NaN where the method has none.
         words, messages: payload this rank sent.

@@ -35,8 +35,7 @@ class Settings:
     """How gradients are reduced.
 
     Attributes:
-        density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)). Of `signs` by
-            default 0.5.
+        density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
         threshold_interval: steps between exact thresholds (tau'), >= 1.
         boundary_interval: steps between new region boundaries (tau), >= 1. Before the first interval ends, steps of a
             `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
@@ -64,7 +63,7 @@ class Settings:
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
-        wire: how entries of Ok-Topk and union travel; others send plain ones, or signs. "plain" is 8 bytes each; "float32" takes
+        wire: how entries of Ok-Topk and union travel; other methods send plain ones. "plain" is 8 bytes each; "float32" takes
             fewer bits for indices; "bfloat16", "int8" and "int4" round values, too, and the residual keeps what was rounded
             away. "auto" is plain where all ranks share a host, else float32. All but plain go over messages.
     """

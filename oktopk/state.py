@@ -41,15 +41,14 @@ class Resumable(Steps):
     def gathered_residual(self) -> NDArray[np.float32]:
         """float32[n] in CPU memory, whose sum over the ranks is all that was not applied. Collective.
 
-        In flat steps this rank's residual and what its method keeps beside it. In two levels that of the whole host on its first
-        rank, and zero on the others.
+        In flat steps this rank's residual. In two levels that of the whole host on its first rank, and zero on the others.
         A step that `begin` has started is ended first, and may raise as `complete`.
         """
         if self.awaited:
             self.complete()
         self.meet("gathered_residual")
         with self.backend.stream_scope():
-            gathered = self._placement.whole_residual(self._vectors, self._kept())
+            gathered = self._placement.whole_residual(self._vectors)
         if gathered is None or not self._placement.first:
             return np.zeros(self.length, np.float32)
         return gathered
@@ -114,15 +113,6 @@ class Resumable(Steps):
         with self._expecting("load_state_dict"):
             self._placement.agree_on_state(common, agreed, learned, problem)
 
-    def _kept(self) -> list[NDArray[np.float32]]:
-        """What methods keep beside the residual, float32[carried] each, on the host."""
-        place = self._placement
-        kept = (
-            method.unsent(method.state_dict(), place.among.rank, place.among.size, place.carried)
-            for method in self._methods.values()
-        )
-        return [each for each in kept if each is not None]
-
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
         self.meet("reset")
@@ -162,8 +152,6 @@ class Resumable(Steps):
             vectors.put_back()
             if vectors.restores:
                 vectors.restore()
-                for method in self._methods.values():
-                    method.take_back()
             elif vectors.residual is not None:
                 if self._placement.in_first:
                     part = self._placement.own_part(vectors.update)
@@ -239,9 +227,8 @@ def _problems(state: Any, loader: Resumable) -> Iterator[str]:
             yield "residual of the state is not finite"
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         yield f"the state is of unknown methods: {', '.join(unknown)}"
-    among = loader._placement.among
     for name, held in state["methods"].items():
-        yield METHODS[name].state_problem(held, loader.carried, among.rank, among.size)
+        yield METHODS[name].state_problem(held, loader.carried)
 
 
 def _levels(hosts: list[int] | None) -> str:

@@ -26,7 +26,7 @@ class Plan:
     """What one step is asked to do, equal on all ranks.
 
     Attributes:
-        k: entries wanted; share: those over all elements of the vector, whose shards a method may reduce.
+        k: entries wanted.
         exact: compute exact thresholds.
         new_boundaries: agree on new region boundaries.
         scale: factor on the sum over the ranks.
@@ -47,7 +47,6 @@ class Plan:
     problem: str = ""
     absent: Spans = ()
     token: int | None = None
-    share: float = 1.0
     meanwhile: Callable[[], object] | None = None
 
 
@@ -67,8 +66,6 @@ class StepResult:
         local_threshold, global_threshold: magnitudes, NaN where there is none.
         deferrable: the device ended the step without the host; one like it may be deferred.
         given_up: nothing was applied; the gradient stays in the residual, on every rank alike.
-        settle: makes the residual, and what the method keeps beside it, what this step leaves, where the step is applied; None
-            where the fields above say it.
         tokens: those of the plans of all ranks, see `collectives.tokens`; None where they are not known.
     """
 
@@ -86,7 +83,6 @@ class StepResult:
     global_exact: bool = False
     deferrable: bool = False
     given_up: bool = False
-    settle: Callable[[], None] | None = None
     tokens: tuple[int, ...] | None = None
 
 

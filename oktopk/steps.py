@@ -16,7 +16,7 @@ from oktopk.displacement import Displacement
 from oktopk.methods import METHODS, Method
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
-from oktopk.settings import entries_kept
+from oktopk.settings import DENSE_ABOVE, entries_kept
 from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
 
 _SAME_STEPS = (
@@ -69,7 +69,6 @@ class Steps:
         self.tokens: tuple[int, ...] | None = None
         """Equal on all ranks: the tokens that the ranks passed to the last step that has ended, in two levels one that they are
         combined to. None where none were passed or they are not known; a deferred step ends when the next one begins."""
-        self._parts: list[int] = []  # elements of the parameters, where they are known
         self._methods: dict[str, Method] = {}
         self._executors: dict[str, Executor] = {}
         self._final: tuple[Method, int] | None = None  # the method and its k, once neither changes any more
@@ -97,13 +96,12 @@ class Steps:
     def can_read_tensors(self) -> bool:
         """Whether some steps read a tensor list: those of Ok-Topk through peer memory. Equal on all ranks."""
         settings = self.settings
-        kind = METHODS[self.method]
-        sparse = kind.sparse and settings.density <= kind.dense_above
+        sparse = METHODS[self.method].sparse and settings.density <= DENSE_ABOVE
         return sparse and not self.p2p_unavailable_reason
 
     def reads_tensors(self, measure: bool = False) -> bool:
         """Whether the next step may be given a tensor list, see `gradient_tensors`: not where it is dense or measured."""
-        sparse = self.settings.density_at(self.steps) <= METHODS[self.method].dense_above
+        sparse = self.settings.density_at(self.steps) <= DENSE_ABOVE
         return self.can_read_tensors and sparse and not measure
 
     @property
@@ -265,7 +263,6 @@ class Steps:
             problem=problem,
             absent=absent,
             token=token,
-            share=k / self.length,
         )
         self.steps += 1
         self._last_k = None  # where the step fails, the next one computes exact thresholds
@@ -308,13 +305,12 @@ class Steps:
             return self._final
         settings = self.settings
         density, warmup = settings.density_at(step), settings.dense_warmup_steps
-        dense_above = METHODS[self.method].dense_above
-        if self.method == "dense" or density > dense_above or step < warmup:
+        if self.method == "dense" or density > DENSE_ABOVE:
             if self.method != "dense" and step >= warmup and not self._said_dense:
                 self._said_dense = True
                 if self.transport.rank == 0:
                     warnings.warn(
-                        f"density {density} is above {dense_above}: COO entries cost more words than they save, "
+                        f"density {density} is above {DENSE_ABOVE}: COO entries cost more words than they save, "
                         "so the dense path runs",
                         stacklevel=3,
                     )
@@ -331,8 +327,6 @@ class Steps:
         if name not in self._methods:
             place = self._placement
             method = METHODS[name](place.carried, place.among, self.backend.kernels, self.settings)
-            if self._parts:
-                method.take_parts(self._parts)
             with self.transport.together():
                 executor = self._executor(method)
             self._methods[name], self._executors[name] = method, executor

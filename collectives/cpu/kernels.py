@@ -23,13 +23,6 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
 )
 from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
 from collectives.cpu.lanes import LANES, count, lowest
-from collectives.cpu.signs import (  # noqa: F401 - as above
-    encode_signs,
-    place_bounds,
-    subtract_signs,
-    sum_signs,
-    write_signs,
-)
 
 TILE = 4096
 """Elements of a region summed at a time: 16 KB of sums stay in the first-level cache."""
@@ -338,13 +331,3 @@ def scale_values(values: NDArray[np.float32], scale: float) -> NDArray[np.uint32
         values[i] *= factor
         nonfinite += not np.isfinite(values[i])
     return np.full(1, nonfinite > 0, np.uint32)
-
-
-def to_host(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A copy on the host."""
-    return array.copy()
-
-
-def copy_from_host(target: NDArray[np.float32], array: NDArray[np.float32]) -> None:
-    """Fill an array of these kernels."""
-    target[:] = array

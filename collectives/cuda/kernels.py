@@ -22,12 +22,9 @@ from collectives.cuda.layouts import (
     DECODE_WORDS,
     NARROWEST,
     NUM_COUNTERS,
-    SIGN_BLOCK,
-    SIGN_WORDS,
     WIDEST,
     CodecState,
     Region,
-    SignBlocks,
     SumsState,
 )
 
@@ -80,8 +77,6 @@ class DeviceKernels:
         codec = compiled(_KERNELS / "codec.cu")
         self._encode, self._decode = Kernel(codec, "encode_entries"), Kernel(codec, "decode_entries")
         self._cut_values = Kernel(codec, "cut_values")
-        signs = compiled(_KERNELS / "signs.cu")
-        self._signs = {name: Kernel(signs, name) for name in ("encode_signs", "decode_signs", "sum_signs")}
         self._codec_state = int(
             device.scratch("codec state", ctypes.sizeof(CodecState) // 4, np.uint32).data.ptr
         )
@@ -322,48 +317,3 @@ class DeviceKernels:
         fields = {"values": values.data.ptr, "scale": scale, "report": self.device.address("scaled")}
         self.device.launch_for(self._scale_values, values.size, **fields)
         return report
-
-    def place_bounds(self, bounds: NDArray[np.int64]) -> Any:
-        placed = self.device.allocate(len(bounds), np.int64)
-        placed.set(bounds, stream=self.device.stream)
-        return placed
-
-    def encode_signs(self, values: Any, bounds: Any, first: int, owners: int, words: Any) -> None:
-        """As the host's; does not wait."""
-        self._on_codes("encode_signs", 32, words, bounds, first, owners, values=values.data.ptr)
-
-    def subtract_signs(self, values: Any, bounds: Any, first: int, owners: int, words: Any) -> None:
-        fields = {"values": values.data.ptr, "scale": -1.0, "added": True}
-        self._on_codes("decode_signs", SIGN_BLOCK, words, bounds, first, owners, **fields)
-
-    def write_signs(
-        self, values: Any, bounds: Any, first: int, owners: int, words: Any, scale: float
-    ) -> None:
-        fields = {"values": values.data.ptr, "scale": scale, "added": False}
-        self._on_codes("decode_signs", SIGN_BLOCK, words, bounds, first, owners, **fields)
-
-    def sum_signs(self, words: Any, ranks: int, bounds: Any, first: int, kept: Any, sums: Any) -> bool:
-        """As the host's; waits for the answer."""
-        report = self.device.report("signs", 1)
-        report[0] = 0
-        codes = words.size // SIGN_WORDS // ranks
-        place = SignBlocks(bounds.data.ptr, bounds.size - 1, first, codes, 1)
-        fields = {"place": place, "words": words.data.ptr, "kept": kept.data.ptr, "sums": sums.data.ptr}
-        fields |= {"ranks": ranks, "report": self.device.address("signs")}
-        self.device.launch_for(self._signs["sum_signs"], SIGN_BLOCK * codes, **fields)
-        self.device.synchronize()
-        return not report[0]
-
-    def _on_codes(
-        self, name: str, each: int, words: Any, bounds: Any, first: int, owners: int, **fields: Any
-    ) -> None:
-        """Launch so many threads for each code."""
-        codes = words.size // SIGN_WORDS
-        place = SignBlocks(bounds.data.ptr, bounds.size - 1, first, codes // owners, owners)
-        self.device.launch_for(self._signs[name], each * codes, place=place, words=words.data.ptr, **fields)
-
-    def to_host(self, array: Any) -> NDArray[np.float32]:
-        return np.asarray(array.get(stream=self.device.stream))
-
-    def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
-        target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)

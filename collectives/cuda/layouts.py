@@ -35,7 +35,6 @@ NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
 DECISION_WORDS = 4  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
-SIGN_BLOCK, SIGN_WORDS = 512, 17  # BLOCK and CODE_WORDS of collectives/cpu/signs.py
 HOT_ROWS = 8  # equal rows that a warp adds up one by one; of more it loads many at a time
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
 MOST_DENSE_RANKS = 8  # of a dense allreduce over symmetric memory
@@ -180,14 +179,6 @@ struct("EqualCountSplits", """
 struct("WriteBlock", "const Entry* entries; long long n; long long lower; float* block;", "write_block")
 struct("AddValues", "float* kept; const float* incoming; long long n;", "add_values")
 struct("ScaleValues", "float* values; long long n; float scale; volatile unsigned* report;", "scale_values")
-# of signs.cu: the blocks of a vector, and which of them the codes are of
-SignBlocks = struct("SignBlocks", "const long long* bounds; long long count; long long first; long long rows; long long owners;")
-struct("EncodeSigns", "SignBlocks place; const float* values; unsigned* words; long long n;", "encode_signs")
-struct("DecodeSigns", """
-    SignBlocks place; const unsigned* words; float* values; long long n; float scale; int added;""", "decode_signs")
-struct("SumSigns", """
-    SignBlocks place; const unsigned* words; const float* kept; float* sums; long long n; int ranks;
-    volatile unsigned* report;""", "sum_signs")
 # of codec.cu, between launches: sums and damage of the launch that runs, all zero after it
 CodecState = struct("CodecState", """
     double lost; double mass; unsigned finished; unsigned decoded; unsigned damage; unsigned unused;""")

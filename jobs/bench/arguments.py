@@ -76,12 +76,8 @@ def _checked_bench(options: Options) -> Options:
     methods = _checked_methods(options.methods, device)
     if options.ablate and methods != ("oktopk",):
         raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
-    kinds = [METHODS["oktopk"] if name.startswith("oktopk-") else METHODS.get(name) for name in methods]
-    sparse = [kind for kind in kinds if kind is not None and kind.sparse] or [METHODS["oktopk"]]
-    first = min(sparse, key=lambda method: method.dense_above)
-    if not 0 < density <= first.dense_above:
-        bound = f"(0, {first.dense_above}]"
-        raise BenchError(f"density {density} is not in {bound}: above, {first.name} runs densely")
+    if not 0 < density <= DENSE_ABOVE:
+        raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
     if len(options.lengths) > 1 and (options.sweep_ranks or options.ablate or options.table):
         raise BenchError("--length takes one length with --ablate, --sweep-ranks and --table")
     try:
@@ -200,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
         f"{Options.lengths[0]}, those of VGG-16; {sweep['lengths'][0]} with --sweep-ranks"
     )
     add("--length", dest="lengths", type=numbers, metavar="N,N", help=text)
-    text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}], of signs alone in (0, 1]; default: {Options.density}, "
+    text = f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: {Options.density}, "
     text += f"{sweep['density']} with --sweep-ranks"
     add("--density", type=float, help=text)
     text = f"Number of steps to measure, at least the threshold interval; default: {Options.steps}"

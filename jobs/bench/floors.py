@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from collectives.codec import ALONE, wire_layout
 from collectives.traffic import WORD_BYTES
-from oktopk.methods.signs import sign_words
 
 ENTRY_BYTES = 8
 _WIRE_BYTES = 4 << 20
@@ -167,15 +166,6 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
         "exchange": (0, applied * share, ranks - 1),
         "reduce": (applied + applied / ranks, 0, 0),
         "allgather": (0, (chosen * ranks + applied) * share, 2 * rounds),
-    }
-    coded = WORD_BYTES * sign_words(round(work.selected), ranks)  # sent in both phases together
-    slice_bytes = 4 * work.selected
-    stages["signs"] = {
-        "select": (select[0] + slice_bytes + coded / 2, 0, 0),
-        "exchange": (0, coded / 2, ranks - 1),
-        "reduce": (3 * slice_bytes / ranks + coded / 2, 0, 0),
-        "allgather": (0, coded / 2, ranks - 1),
-        "apply": (3 * slice_bytes + coded / 2, 0, 0),
     }
     # a second pass selects
     stages["gaussiank"] = stages["topka"] | {"select": ((12 + work.gradient_bytes) * n, 0, 0)}

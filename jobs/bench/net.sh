@@ -174,7 +174,7 @@ bench() {
     [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from oktopk.launch import find_mpiexec; print(find_mpiexec())') || exit 2
     local flavour
     flavour=$("$python" -c 'import sys; from oktopk.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2
-    local names=() methods=(dense oktopk topka topkdsa gtopk gaussiank union signs mpi) i
+    local names=() methods=(dense oktopk topka topkdsa gtopk gaussiank union mpi) i
     # consecutive ranks share a host, as launchers place them; the first hosts hold one more where they do not divide
     for ((i = 1; i <= hosts; i++)); do names+=("10.77.0.$i:$((ranks / hosts + (i <= ranks % hosts)))"); done
     local list

@@ -19,7 +19,6 @@ from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
 from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
-from oktopk.methods.signs import sign_words_of_step
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 from oktopk.methods.union import union_words
@@ -191,7 +190,6 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
     topka = topka_words(k, ranks)
     dsa_least, dsa_most = topkdsa_words(k, length, ranks)
     union_least, union_most = union_words([METHODS["union"].local_k(k, ranks)] * ranks, length)
-    signs_least, signs_most = sign_words_of_step(length, k, ranks)
     gtopk = gtopk_words(k, ranks)
     by_method: dict[str, dict[str, float]] = {
         "oktopk": {"least": lower_bound(k, ranks), "most": upper_bound(k, ranks)},
@@ -199,7 +197,6 @@ def formulas(method: str, k: int, length: int, ranks: int) -> dict[str, float]:
         "gaussiank": {"least": topka, "most": topka},
         "topkdsa": {"least": dsa_least, "most": dsa_most},
         "union": {"least": union_least, "most": union_most},
-        "signs": {"least": signs_least, "most": signs_most},
         "nccl-bf16": {"least": dense / 2, "most": dense / 2},
         "gtopk": {"least": gtopk, "most": gtopk, "busiest": gtopk_busiest_words(k, ranks)},
     }

@@ -22,7 +22,6 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "gtopk": ("gTopk", COLOURS[4], 0),
     "gaussiank": ("Gaussiank", COLOURS[5], 2),
     "union": ("Union", "#332288", 3),
-    "signs": ("Signs", "#DDCC77", 1),
     "nccl": ("NCCL", "#999999", 0),
     "ddp": ("DDP", "#882255", 1),
     "powersgd": ("PowerSGD", "#117733", 2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from collectives.codec import PLAIN, Codec
 from collectives.sparse import SparseVector
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.selection import LocalSelection, Selection
-from oktopk.settings import DENSE_ABOVE, Settings
+from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
 
 
@@ -35,16 +34,6 @@ class Method(ABC):
     writes_out: ClassVar[bool] = True
     """Whether `reduce` may write to `out`. One that does not gets none, as the last update may still lie there. A method that is
     derived from such a one, and writes to `out`, sets it to True again."""
-    dense_update: ClassVar[bool] = False
-    """Whether each step writes its result to `out`, and returns no entries."""
-    density: ClassVar[float] = Settings.density
-    """Where the settings have none."""
-    dense_above: ClassVar[float] = DENSE_ABOVE
-    """A density above this runs the dense path."""
-    local_share: ClassVar[float | None] = None
-    """The share of a rank's residual that its own parameters hold under updates, by default; None: 1/P."""
-    keeps: ClassVar[bool] = False
-    """Whether it keeps what is to be applied beside the residual; see `unsent`."""
     coded: ClassVar[bool] = False
     """Whether its entries may travel in another way than plain."""
     codec: Codec = PLAIN
@@ -83,9 +72,6 @@ class Method(ABC):
         """Why the method cannot reduce shards between hosts; "" if it can."""
         return f"{cls.name} has flat steps only"
 
-    def take_parts(self, sizes: Sequence[int]) -> None:  # noqa: B027 - most methods know elements alone
-        """Before the first step: elements of the parameters that the vector is made of, equal on all ranks."""
-
     def prepare(self, out: NDArray[np.float32]) -> None:  # noqa: B027 - most methods take memory as they need it
         """Take the memory that every step needs; `out` is the one of all steps."""
 
@@ -120,17 +106,9 @@ class Method(ABC):
         return None
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
-        """Why a `state_dict` of this rank cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+        """Why a `state_dict` cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
         return ""
-
-    @staticmethod
-    def unsent(state: dict[str, Any], rank: int, ranks: int, length: int) -> NDArray[np.float32] | None:
-        """What a `state_dict` of this rank keeps beside the residual, float32[n] to be added to it; None for nothing."""
-        return None
-
-    def take_back(self) -> None:  # noqa: B027 - most methods keep nothing beside the residual
-        """What is kept beside the residual becomes what it was before the last step, which was applied nowhere."""
 
     @property
     def sends_control(self) -> bool:
@@ -229,7 +207,7 @@ class SparseMethod(Method):
         """
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
         return LocalSelection.state_problem(state["selection"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ class Dense(Method):
 
     name = "dense"
     sparse = False
-    dense_update = True
     _allreduce: Any = None
 
     @classmethod

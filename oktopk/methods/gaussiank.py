@@ -86,8 +86,8 @@ class Gaussiank(TopkA):
     selection_type = GaussianSelection
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
         correction = state["selection"]["correction"]
         if not 0 < correction < math.inf:
             return f"correction {correction!r} of the state is not a positive number"
-        return super().state_problem(state, length, rank, ranks)
+        return super().state_problem(state, length)

@@ -122,9 +122,9 @@ class OkTopk(SparseMethod):
         return state["threshold"], *Regions.agreed_state(state)
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int, rank: int, ranks: int) -> str:
+    def state_problem(cls, state: dict[str, Any], length: int) -> str:
         return (
-            super().state_problem(state, length, rank, ranks)
+            super().state_problem(state, length)
             or threshold_problem("global", state["threshold"])
             or Regions.state_problem(state, length)
         )

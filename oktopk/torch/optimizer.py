@@ -24,7 +24,6 @@ from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
-from oktopk.methods import METHODS
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
@@ -110,7 +109,7 @@ class DistributedOptimizer(WrappedOptimizer):
             train well on sparse gradients; gradients for all others, for SparseAdam, and where steps are dense.
         every: steps between two exchanges of updates, >= 1.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
-            all ranks, as much as its updates count once they are applied; 1 with the method `signs`.
+            all ranks, as much as its updates count once they are applied.
         replica: with updates, what steps on a gradient of its own. "rank": each rank. "host": the ranks of a host together, on
             the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
             there are several hosts with several ranks each, else "rank".
@@ -323,7 +322,6 @@ class DistributedOptimizer(WrappedOptimizer):
             bucket_mb: size of a bucket; None for one vector.
         """
         self.reducer = GradientAllreduce(comm, self.length, method, **options)
-        self.reducer.take_parts([parameter.numel() for parameter in self._parameters])
         self._update = memory.tensor(self.reducer.writable_update)
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
@@ -702,8 +700,7 @@ DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defi
 def default_sends(optimizer: Any, method: str, density: Any) -> str:
     """What a `DistributedOptimizer` sends where the user does not say: "updates" or "gradients"."""
     scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
-    above = METHODS[method].dense_above if method in METHODS else DENSE_ABOVE
-    dense = method == "dense" or (isinstance(density, float | int) and density > above)
+    dense = method == "dense" or (isinstance(density, float | int) and density > DENSE_ABOVE)
     gradients = isinstance(optimizer, torch.optim.SparseAdam) or dense
     return "updates" if scaled and not gradients else "gradients"
 

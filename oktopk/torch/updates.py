@@ -21,8 +21,8 @@ from collectives.transport import MissingRanksError
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank, problem_of
-from oktopk.methods import METHODS, Method
 from oktopk.results import StepReport
+from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
@@ -135,11 +135,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return "average=False is for sends='gradients': updates are averaged"
         if settings["method"] == "dense":
             return "method='dense' is for sends='gradients': updates need a method that selects"
-        kind = METHODS.get(settings["method"], Method)
-        density = settings.get("density", kind.density)
-        if isinstance(density, float | int) and density > kind.dense_above:
-            most = kind.dense_above
-            return f"density {density} is for sends='gradients': above {most} steps are dense, and leave no residual"
+        density = settings.get("density", Settings.density)
+        if isinstance(density, float | int) and density > DENSE_ABOVE:
+            return f"density {density} is for sends='gradients': above {DENSE_ABOVE} steps are dense, and leave no residual"
         if settings.get("levels") == "hosts":
             return "levels='hosts' is for sends='gradients': take replica='host', where the ranks of a host step together"
         if settings["replica"] not in _REPLICAS:
@@ -170,7 +168,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._sizes = [parameter.numel() for parameter in self._parameters]
         share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
         # the residual is in sums over ranks
-        share = METHODS[self.reducer.method].local_share if share is None else share
         whole = share == 1
         share = 1 / size if share is None else share / (1 if group is None else group.host.size)
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
@@ -815,7 +812,7 @@ def betas_of_replica(
     """Adam's betas for a replica that steps on gradients of its own; as they are where it is the only one.
 
     - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least `least`. Longer was
-      better for signs with P = 4; 0.995 and 0.998 were a tie.
+      better with P = 4; 0.995 and 0.998 were a tie.
     - beta1^2 where a step selects and a replica's own parameters hold a part of what it has not sent, measured for a quarter:
       momentum and the time that an entry waits add up, and the replica goes too far. With every = 2 it gained nothing.
 

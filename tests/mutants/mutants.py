@@ -245,14 +245,6 @@ MUTANTS = (
         f"{_ON_THREE} tests/jobs/train/test_sparseloco.py",
     ),
     Mutant(
-        "signs-kept",
-        "oktopk/methods/signs.py",
-        "            kept[begin:end] = sums[begin:end]\n",
-        "",
-        "an owner forgets what its code of the sum has lost",
-        f"{_ON_THREE} tests/oktopk/test_signs.py",
-    ),
-    Mutant(
         "replica-ranks",
         "oktopk/torch/reference.py",
         "        vector.mul_(group.host.size)\n",

@@ -1,4 +1,4 @@
-"""What must hold for every method that selects, on any number of ranks and any input: the contract. Of signs see test_signs."""
+"""What must hold for every method, on any number of ranks and any input: the contract."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def halves() -> list[Any]:
 
     In `make test` every method runs with every kind and every shape, and every pair of these runs with two methods or more.
     """
-    others = [method for method in oracle.ORACLES if method != "oktopk"]
+    others = [method for method in METHODS if method != "oktopk"]
     long = pytest.mark.long("`make test` has these shapes with other methods, and Ok-Topk with all")
     return [
         pytest.param(method, kind, half, marks=[long] if (half + number) % 2 else [])
@@ -176,7 +176,7 @@ def test_other_methods_lose_nothing_pass_no_cap_and_equal_their_oracles_where_ex
     check_contract(comm, device, method, kind, shapes_of(kind, half, 2))
 
 
-@pytest.mark.parametrize("method", oracle.ORACLES)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_step_that_all_ranks_report_as_exact_has_the_oracles_update(
     comm: MPI.Intracomm, device: str, method: str
 ) -> None:
@@ -231,7 +231,7 @@ def test_ok_topk_stays_under_its_bound_and_near_k_on_drifting_gradients(
 
 
 @pytest.mark.parametrize("kind", ["constant", "ties", "clustered"])
-@pytest.mark.parametrize("method", [name for name in oracle.ORACLES if name != "dense"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "dense"])
 def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
     comm: MPI.Intracomm, device: str, method: str, kind: str
 ) -> None:

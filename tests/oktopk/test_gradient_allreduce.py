@@ -13,11 +13,10 @@ from mpi4py import MPI
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from oktopk.settings import entries_kept
 from tests.inputs import GRADIENTS
-from tests.oracle import ORACLES
 
 pytestmark = pytest.mark.mpi
 
-SPARSE = [name for name in ORACLES if METHODS[name].sparse]
+SPARSE = [name for name, method in METHODS.items() if method.sparse]
 
 
 def gradients(comm: MPI.Intracomm, length: int, steps: int) -> list[np.ndarray]:
@@ -26,7 +25,7 @@ def gradients(comm: MPI.Intracomm, length: int, steps: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("method", ORACLES)
+@pytest.mark.parametrize("method", METHODS)
 def test_update_is_the_mean_or_the_sum(comm: MPI.Intracomm, method: str, average: bool) -> None:
     reducer = GradientAllreduce(comm, 64, method, density=0.25, average=average)
     gradient = np.zeros(64, np.float32)

@@ -9,9 +9,8 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from oktopk import GradientAllreduce, NonFiniteGradientError
+from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
 from tests.devices import get, on_gpus, put, use
-from tests.oracle import ORACLES
 from tests.peers import may_defer
 
 pytestmark = pytest.mark.host_cuda(ranks=3)
@@ -39,7 +38,7 @@ STEPS: dict[str, tuple[dict[str, Any], int]] = {
 }
 # how a reducer is made: of each method by messages, and of the others what they do by another path
 BY_MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {"peer_memory": False}) for name in ORACLES},
+    **{name: (name, {"peer_memory": False}) for name in METHODS},
     "two levels": ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
 }
 PEERS = {f"{name}, peers": (name, {"peer_memory": True}) for name in ("dense", "oktopk")}

@@ -441,7 +441,6 @@ def test_betas_are_those_of_a_replicas_own_gradients() -> None:
         (torch.optim.RAdam, {}, (0.81, None)),
         (torch.optim.Adam, {"every": 2}, (0.9, 0.998)),
         (torch.optim.AdamW, {"local_share": 1.0}, (0.9, 0.998)),
-        (torch.optim.AdamW, {"method": "signs"}, (0.9, 0.998)),
     ],
 )
 def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
