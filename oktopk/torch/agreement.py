@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collectives.transport import Transport
+from collectives.transport import Transport, refuse
 from oktopk import devices
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.sharded_replica import ShardedReplica
@@ -62,7 +62,6 @@ def unregister_reducer(reducer: Any) -> None:
 class _Mine(NamedTuple):
     """What one rank tells the others."""
 
-    problem: str
     length: int
     layout: bytes
     shard: tuple[int, list[int]] | None
@@ -261,27 +260,25 @@ def rescaled_warning(parameters: Iterable[Tensor]) -> str:
     )
 
 
-def disagreement(
+def compared(
     transport: Transport,
     optimizer: torch.optim.Optimizer,
     parameters: list[Tensor],
     clip_norm: float,
     broadcast: bool,
     sends: str,
-    problem: str,
     shards: ShardedReplica | None = None,
-) -> tuple[str, list[int]]:
-    """What differs between the ranks and the reducer cannot see. Collective.
+) -> list[int]:
+    """The ranks whose parameters have other values than rank 0's. Collective.
 
     Args:
         optimizer, parameters, clip_norm: as `wrapping_problem`.
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
-        problem: what is wrong on this rank; the reducer tells it.
         shards: of the parameters, where they are sharded.
 
-    Returns:
-        (what keeps the ranks from going on, in a sentence, or ""; the ranks whose parameters have other values than rank 0's).
+    Raises:
+        ValueError: something else differs between ranks that the reducer cannot see; on every rank alike.
 
     Traffic: one allgather of some 100 bytes. Parameters and optimizer state are hashed on the host, once.
     """
@@ -292,45 +289,39 @@ def disagreement(
         [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in held]]
     ).encode()
     mine = _Mine(
-        problem,
         sum(p.numel() for p in held),
         hashlib.blake2b(layout, digest_size=8).digest(),
         None if shards is None else (shards.rank, shards.ranks),
         clip_norm,
         broadcast,
         sends,
-        b"" if problem else _digest(_plain_state(optimizer, moments=sends == "gradients")),
-        b"" if problem else _digest(held),
+        _digest(_plain_state(optimizer, moments=sends == "gradients")),
+        _digest(held),
     )
     everyone = transport.allgather_objects(mine)
-    if any(theirs.problem for theirs in everyone):
-        return "", []  # of these the reducer tells more
     if shards is not None:
-        if problem := _replicas_problem([theirs.shard for theirs in everyone]):
-            return problem, []
+        refuse(_replicas_problem([theirs.shard for theirs in everyone]))
         shards.replicas = [theirs.shard[1] for theirs in everyone if theirs.shard is not None]
     if len({theirs.length for theirs in everyone}) > 1:
-        return "", []
+        return []  # which the reducer refuses
     if len({theirs.layout for theirs in everyone}) > 1:
-        return "the parameters' shapes, order or memory layouts differ between ranks", []
+        raise ValueError("the parameters' shapes, order or memory layouts differ between ranks")
     for name in ("clip_norm", "broadcast", "sends"):
         given = {getattr(theirs, name) for theirs in everyone}
         if len(given) > 1:
-            return f"ranks disagree on {name}: {sorted(given)}", []
+            raise ValueError(f"ranks disagree on {name}: {sorted(given)}")
     if others := _unlike_first([theirs.state for theirs in everyone]):
-        return (
+        raise ValueError(
             f"the optimizer's state or a setting of its groups (the learning rate, ...) on rank(s) {_listed(others)} differs "
-            "from rank 0's: build it alike on all ranks, or load one state on all of them before wrapping",
-            [],
+            "from rank 0's: build it alike on all ranks, or load one state on all of them before wrapping"
         )
     others = _unlike_first([theirs.values for theirs in everyone])
     if others and not broadcast:
-        return (
+        raise ValueError(
             f"parameters on rank(s) {_listed(others)} differ from rank 0's, and broadcast is False: "
-            "seed the ranks alike, load one checkpoint on all of them, or call oktopk.broadcast_parameters",
-            [],
+            "seed the ranks alike, load one checkpoint on all of them, or call oktopk.broadcast_parameters"
         )
-    return "", others
+    return others
 
 
 def _replicas_problem(shards: Sequence[tuple[int, list[int]] | None]) -> str:

@@ -44,8 +44,8 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     Memory: that of `GradientAllreduce`; n elements of gradients beside autograd's own (where kernels read those in place, once a
         step uses the buffer); n more of updates where parameters are not float32.
-    Traffic: that of the method, once a step; at construction two barriers and two allgathers, three of each where kernels read
-        gradients in place.
+    Traffic: that of the method, once a step; at construction two barriers and three allgathers, one of each more where kernels
+        read gradients in place.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
     """
 

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from collectives.closing import announce, closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
+from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
@@ -29,7 +30,7 @@ from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
 from oktopk.state import state_problem
 from oktopk.torch.agreement import (
-    disagreement,
+    compared,
     reducer_of,
     register_reducer,
     replaced_warning,
@@ -225,29 +226,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
-        memory = TensorMemory()
-        problem = unknown_setting(settings, DistributedOptimizer, "peer_memory")
-        if isinstance(optimizer, DistributedOptimizer):
-            problem = "the optimizer is a DistributedOptimizer already: wrap it once"
         unsaid, sends = sends is None, self._sends if sends is None else sends
-        problem = problem or self._sends_problem(sends, every, local_share)
-        problem = problem or shards_problem(trained, sends, replica, named, settings.get("levels", "auto"))
-        asked = {"method": method, "overlap": overlap, "bucket_mb": bucket_mb, "gradient_type": gradient_type}
-        refused = self._refused(settings | asked | {"every": every, "tables": tables, "replica": replica})
-        if refused and unsaid:
-            refused += f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass sends='gradients'"
-        problem = problem or refused
-        problem = problem or _second_reducer_problem(optimizer, trained)
-        held = trained if shards is None else self._parameters
-        problem = problem or wrapping_problem(optimizer, held, clip_norm, settings)
-        problem = problem or tables_problem(named, trained, settings)
-        problem = problem or buckets_problem(overlap, bucket_mb, used is not None) or unordered
-        if not problem:
-            gradient_type = gradient_type or self._selected_type()
-            try:
-                memory = memory_of(self._parameters[0].device, beside=overlap)
-            except ValueError as error:
-                problem = str(error)
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
         self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb}
@@ -258,21 +237,36 @@ class DistributedOptimizer(WrappedOptimizer):
             "replica": replica,
         }
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
-        alike = self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
-        problem = self._replica.sentence(problem, limit.what, alike)
         with (
             self._replica.together(limit.what, self._undo_construction),
             closing(connect(comm, limit)) as transport,
         ):
-            differs, strangers = disagreement(
-                transport, optimizer, trained, clip_norm, broadcast, sends, problem, shards
-            )
+            with transport.together(ValueError), self._replica.agree(limit.what) as alike:
+                refuse(unknown_setting(settings, DistributedOptimizer, "peer_memory"))
+                if isinstance(optimizer, DistributedOptimizer):
+                    raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
+                self._check_sends(sends, every, local_share)
+                refuse(shards_problem(trained, sends, replica, named, settings.get("levels", "auto")))
+                refused = self._refused(self._arguments | {"tables": tables})
+                if refused and unsaid:
+                    refused += (
+                        f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass "
+                        "sends='gradients'"
+                    )
+                refuse(refused)
+                _check_alone(optimizer, trained)
+                held = trained if shards is None else self._parameters
+                refuse(wrapping_problem(optimizer, held, clip_norm, settings))
+                refuse(tables_problem(named, trained, settings))
+                refuse(buckets_problem(overlap, bucket_mb, used is not None))
+                refuse(unordered)
+                self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
+                memory = memory_of(self._parameters[0].device, beside=overlap)
+                alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+            strangers = compared(transport, optimizer, trained, clip_norm, broadcast, sends, shards)
             options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
-            options |= {"problem": problem or differs}
-            if not problem:  # a keyword that is refused may be one of these
-                options |= settings | self._options()
-            buckets = bucket_mb if (overlap or bucket_mb) and not problem else None
-            self._make_reducer(comm, method, memory, options, buckets)
+            options |= settings | self._options()
+            self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
             self._tables = self._make_tables(comm, tables, memory, peer_memory=settings.get("peer_memory"))
             if strangers:
                 broadcast_tensors(trained, transport)
@@ -287,21 +281,24 @@ class DistributedOptimizer(WrappedOptimizer):
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
-    def _sends_problem(self, sends: str, every: int, local_share: float | None) -> str:
-        """What is wrong with these arguments, in a sentence; "" if nothing is."""
+    def _check_sends(self, sends: str, every: int, local_share: float | None) -> None:
+        """Raise ValueError where these arguments do not fit."""
         if sends not in self._kinds:
-            return f"sends {sends!r} is not one of {', '.join(map(repr, sorted(self._kinds)))}"
+            raise ValueError(f"sends {sends!r} is not one of {', '.join(map(repr, sorted(self._kinds)))}")
         if sends != self._sends:
             kind = self._kinds[sends].__name__
-            return f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
+            raise ValueError(
+                f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            return f"every {every!r} is not an integer >= 1"
+            raise ValueError(f"every {every!r} is not an integer >= 1")
         number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
         if local_share is not None and not (number and 0 <= local_share <= 1):
-            return f"local_share {local_share!r} is not in [0, 1]"
+            raise ValueError(f"local_share {local_share!r} is not in [0, 1]")
         if every > 1 and sends == "gradients":
-            return f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
-        return ""
+            raise ValueError(
+                f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
+            )
 
     # what each kind has of its own
 
@@ -599,21 +596,17 @@ class DistributedOptimizer(WrappedOptimizer):
                 reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
                 tables = None
             reducer = None if reducer is None else as_arrays(reducer)
-            problem = problem or self._parts_problem(state, reducer, tables)
-            if self._replica.sharded:  # the ranks that have another shard must not load theirs either
-                assert isinstance(self.reducer, GradientAllreduce)
-                if not problem and reducer is not None:
-                    problem = state_problem(reducer, self.reducer)
-                if not problem:
-                    alike = {**(alike or {}), "the groups of the state": numbers_of(state["param_groups"])}
-                problem = self._replica.sentence(problem, what, alike)
-            given = {**(told or {}), "whether the state has residuals": reducer is not None}
-            transport.agree(given | {"whether the state has tables": tables is not None}, problem)
-            if problem := self._states_difference(state):
-                raise ValueError(problem)
+            # the ranks that have another shard must not load theirs either
+            with transport.together(ValueError) as given, self._replica.agree(what) as same:
+                given |= {**(told or {}), "whether the state has residuals": reducer is not None}
+                given |= {"whether the state has tables": tables is not None}
+                refuse(problem or self._parts_problem(state, reducer, tables))
+                if self._replica.sharded and reducer is not None:
+                    refuse(state_problem(reducer, self._one_vector))
+                same |= {**(alike or {}), "the groups of the state": numbers_of(state["param_groups"])}
+            refuse(self._states_difference(state))
             if reducer is not None and self._replica.sharded:
-                assert isinstance(self.reducer, GradientAllreduce)
-                self.reducer.agree_on_state(reducer)
+                self._one_vector.agree_on_state(reducer)
         with self._replica.together(what, lambda: None):  # what raised above has changed no shard
             if reducer is None:
                 self.reducer.reset()
@@ -631,6 +624,12 @@ class DistributedOptimizer(WrappedOptimizer):
                 problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
             transport.agree({}, problem)
         self._not_saved = not_saved
+
+    @property
+    def _one_vector(self) -> GradientAllreduce:
+        """The reducer, where it has no buckets."""
+        assert isinstance(self.reducer, GradientAllreduce)
+        return self.reducer
 
     def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
         """Why this rank cannot load a state, in a sentence; "" if it can, but for what the reducer looks for itself."""
@@ -729,13 +728,13 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
-def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> str:
-    """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
+def _check_alone(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
+    """Raise ValueError where another reducer has these parameters."""
     if (other := reducer_of(trained)) is None:
-        return ""
+        return
     name = (
         "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
     )
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
-    return f"{name} {what} already: use that one, or close() it first"
+    raise ValueError(f"{name} {what} already: use that one, or close() it first")

@@ -81,15 +81,17 @@ class Replica:
         """What watches the tensors, each as it is now."""
         return AsWrapped(self.tensors)
 
-    def sentence(self, problem: str, what: str, alike: dict[str, Any] | None = None) -> str:
-        """The problems of all ranks of the replica, in a sentence; "" if none has one.
+    @contextmanager
+    def agree(self, what: str) -> Iterator[dict[str, Any]]:
+        """Raise a ValueError of any rank's `with` block on every rank of the replica, at its end.
 
         Args:
-            problem: of this rank.
             what: begins, for the message of a rank that is missing; as in all methods below.
-            alike: name -> what is to be equal on all ranks.
+
+        Yields:
+            A dict to be filled with plain values that must be equal on all ranks of the replica.
         """
-        return problem
+        yield {}
 
     def together(self, what: str, undo: Callable[[], None]) -> AbstractContextManager[None]:
         """What raises a ValueError within on some rank of the replica raises it on all of them.

@@ -18,7 +18,7 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.limit import Limit
 from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
+from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, refuse
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
@@ -139,17 +139,29 @@ class ShardedReplica(Replica):
 
     # what the ranks of a replica tell each other
 
-    def sentence(self, problem: str, what: str, alike: dict[str, Any] | None = None) -> str:
-        """As the base class. Traffic: an allgather of the sentences, and of what is to be equal."""
+    @contextmanager
+    def agree(self, what: str) -> Iterator[dict[str, Any]]:
+        """As the base class. Traffic: an allgather of the errors, and where there is none one of the values."""
+        alike: dict[str, Any] = {}
+        problem = ""
+        try:
+            yield alike
+        except ValueError as error:
+            problem = str(error)
+        problem = self._sentence(problem, what)
+        if self._transport is not None and not problem:
+            try:
+                self._transport.agree(alike)
+            except ValueError as error:
+                raise ValueError(f"among the shards of a model {error}") from None
+        refuse(problem)
+
+    def _sentence(self, problem: str, what: str) -> str:
+        """The problems of all ranks of the replica, in a sentence; "" if none has one. Traffic: an allgather of them."""
         if self._transport is None:
             return problem
         with self._within(what):
             problems = self._transport.allgather_objects(problem)
-        if not any(problems):
-            try:
-                self._transport.agree(alike or {})
-            except ValueError as error:
-                return f"among the shards of a model {error}"
         if len(set(problems)) == 1:
             return problem
         told = dict.fromkeys(text for text in problems if text)
@@ -171,7 +183,7 @@ class ShardedReplica(Replica):
     def ready(
         self, problem: str, what: str, overflowed: bool, finite: bool, square: float, steps: int
     ) -> Ready:
-        """As the base class. Traffic: a control allgather of six int64; where there is a problem, that of `sentence`."""
+        """As the base class. Traffic: a control allgather of six int64; where there is a problem, an allgather of these."""
         if not self.several:
             return super().ready(problem, what, overflowed, finite, square, steps)
         numbers = self._numbers.tell()
@@ -184,7 +196,7 @@ class ShardedReplica(Replica):
                 numbers_of_all = self._transport.allgather_objects(numbers_of(self._groups()))
             if difference := groups_difference(numbers_of_all):
                 problem = problem or f"among the shards of a model {difference}"
-            problem = self.sentence(problem, what)
+            problem = self._sentence(problem, what)
         # summed in the order of the ranks, so that all have the same bits
         total = sum(squares.copy().view(np.float64).tolist())
         return Ready(problem, bool(overflows.any()), bool(finites.all()), total**0.5, int(all_steps.max()))
