@@ -765,15 +765,8 @@ def group_problem(comm: Any, group: dist.ProcessGroup) -> str:
 
 def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:
     """The DDPs of this process that have a state."""
-    return [
-        held
-        for held in gc.get_objects()
-        if issubclass(type(held), DistributedDataParallel) and _has_state(held, state)
-    ]
-
-
-def _has_state(ddp: DistributedDataParallel, state: OkTopkState) -> bool:
-    return any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))
+    ddps = [held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel)]
+    return [ddp for ddp in ddps if any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))]
 
 
 def _pieces(parameters: Sequence[Tensor], vector: Tensor) -> dict[Tensor, Tensor]:

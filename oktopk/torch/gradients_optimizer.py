@@ -125,14 +125,10 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     ) -> list[GradientTensors]:
         """For each reducer a list of its parameters' gradients. Collective."""
         kind = TYPE_NAMES[self._parameters[0].dtype]
-        try:
-            return [
-                reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
-                for reducer, each in zip(reducers, ranges, strict=True)
-            ]
-        except ValueError:
-            self.reducer.close()  # on every rank alike, as the error is
-            raise
+        return [
+            reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
+            for reducer, each in zip(reducers, ranges, strict=True)
+        ]
 
     @property
     def gradient(self) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -229,52 +229,51 @@ class DistributedOptimizer(WrappedOptimizer):
         unsaid, sends = sends is None, self._sends if sends is None else sends
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
-        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb}
-        self._arguments |= {
-            "sends": sends,
-            "every": every,
-            "local_share": local_share,
-            "replica": replica,
-        }
+        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
+        self._arguments |= {"local_share": local_share, "replica": replica}
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
-        with (
-            self._replica.together(limit.what, self._undo_construction),
-            closing(connect(comm, limit)) as transport,
-        ):
-            with transport.together(ValueError), self._replica.agree(limit.what) as alike:
-                refuse(unknown_setting(settings, DistributedOptimizer, "peer_memory"))
-                if isinstance(optimizer, DistributedOptimizer):
-                    raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
-                self._check_sends(sends, every, local_share)
-                refuse(shards_problem(trained, sends, replica, named, settings.get("levels", "auto")))
-                refused = self._refused(self._arguments | {"tables": tables})
-                if refused and unsaid:
-                    refused += (
-                        f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass "
-                        "sends='gradients'"
-                    )
-                refuse(refused)
-                _check_alone(optimizer, trained)
-                held = trained if shards is None else self._parameters
-                refuse(wrapping_problem(optimizer, held, clip_norm, settings))
-                refuse(tables_problem(named, trained, settings))
-                refuse(buckets_problem(overlap, bucket_mb, used is not None))
-                refuse(unordered)
-                self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
-                memory = memory_of(self._parameters[0].device, beside=overlap)
-                alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
-            strangers = compared(transport, optimizer, trained, clip_norm, broadcast, sends, shards)
-            options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
-            options |= settings | self._options()
-            self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
-            self._tables = self._make_tables(comm, tables, memory, peer_memory=settings.get("peer_memory"))
-            if strangers:
-                broadcast_tensors(trained, transport)
-                if transport.rank == 0:
-                    warnings.warn(replaced_warning(strangers), stacklevel=2)
-        self._memory = memory
-        with self._replica.together(limit.what, self.reducer.close):
-            self._prepare(gradient_type, overlap)
+        with ExitStack() as opened:  # closed where this raises
+            with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
+                with transport.together(ValueError), self._replica.agree(limit.what) as alike:
+                    refuse(unknown_setting(settings, DistributedOptimizer, "peer_memory"))
+                    if isinstance(optimizer, DistributedOptimizer):
+                        raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
+                    self._check_sends(sends, every, local_share)
+                    refuse(shards_problem(trained, sends, replica, named, settings.get("levels", "auto")))
+                    refused = self._refused(self._arguments | {"tables": tables})
+                    if refused and unsaid:
+                        refused += (
+                            f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass "
+                            "sends='gradients'"
+                        )
+                    refuse(refused)
+                    _check_alone(optimizer, trained)
+                    held = trained if shards is None else self._parameters
+                    refuse(wrapping_problem(optimizer, held, clip_norm, settings))
+                    refuse(tables_problem(named, trained, settings))
+                    refuse(buckets_problem(overlap, bucket_mb, used is not None))
+                    refuse(unordered)
+                    self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
+                    memory = memory_of(self._parameters[0].device, beside=overlap)
+                    alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+                strangers = compared(transport, optimizer, trained, clip_norm, broadcast, sends, shards)
+                options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
+                options |= settings | self._options()
+                self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
+                opened.callback(self.reducer.close)
+                self._tables = self._make_tables(
+                    comm, tables, memory, peer_memory=settings.get("peer_memory")
+                )
+                if self._tables is not None:
+                    opened.callback(self._tables.close)
+                if strangers:
+                    broadcast_tensors(trained, transport)
+                    if transport.rank == 0:
+                        warnings.warn(replaced_warning(strangers), stacklevel=2)
+            self._memory = memory
+            with self._replica.together(limit.what):
+                self._prepare(gradient_type, overlap)
+            opened.pop_all()
         register_reducer(self, trained)
         if self.reducer.transport.rank == 0 and (warning := rescaled_warning(trained)):
             warnings.warn(warning, stacklevel=2)
@@ -409,24 +408,15 @@ class DistributedOptimizer(WrappedOptimizer):
         self._step(measure, grad_scaler)
         return loss
 
-    def _undo_construction(self) -> None:
-        self.reducer.close()
-
     def _make_tables(
         self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
     ) -> SparseTables | None:
         """What reduces the tables, None where there are none. Collective. options: of `oktopk.rows.RowSparseAllreduce`."""
         settings = self.reducer.settings
         shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
-        try:
-            exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
-            self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
-            if not tables:
-                return None
-            return SparseTables(comm, tables, memory, **shared, **options)
-        except ValueError:
-            self.reducer.close()  # on every rank alike, as the error is
-            raise
+        exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
+        self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
+        return SparseTables(comm, tables, memory, **shared, **options) if tables else None
 
     @property
     def _table_list(self) -> list[Tensor]:
@@ -589,7 +579,7 @@ class DistributedOptimizer(WrappedOptimizer):
         what, saved = "load_state_dict", saved_rank(state)
         reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
         transport = self.reducer.transport
-        with self._replica.together(what, lambda: None):
+        with self._replica.together(what):
             self.reducer.meet(what)
             not_saved = self._not_saved_of(saved)
             if not_saved:
@@ -607,7 +597,7 @@ class DistributedOptimizer(WrappedOptimizer):
             refuse(self._states_difference(state))
             if reducer is not None and self._replica.sharded:
                 self._one_vector.agree_on_state(reducer)
-        with self._replica.together(what, lambda: None):  # what raised above has changed no shard
+        with self._replica.together(what):  # what raised above has changed no shard
             if reducer is None:
                 self.reducer.reset()
                 if transport.rank == 0:

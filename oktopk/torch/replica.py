@@ -93,12 +93,8 @@ class Replica:
         """
         yield {}
 
-    def together(self, what: str, undo: Callable[[], None]) -> AbstractContextManager[None]:
-        """What raises a ValueError within on some rank of the replica raises it on all of them.
-
-        Args:
-            undo: called where another rank has raised, and this one has not.
-        """
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """What raises a ValueError within on some rank of the replica raises it on all of them."""
         return nullcontext()
 
     def any(self, flag: bool, what: str) -> bool:

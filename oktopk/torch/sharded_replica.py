@@ -223,7 +223,7 @@ class ShardedReplica(Replica):
         return error if first == self.rank else _unpacked(errors[first]), skipped
 
     @contextmanager
-    def together(self, what: str, undo: Callable[[], None]) -> Iterator[None]:
+    def together(self, what: str) -> Iterator[None]:
         """As the base class. Traffic: that of `outcome`."""
         error: Exception | None = None
         try:
@@ -232,8 +232,6 @@ class ShardedReplica(Replica):
             error = raised
         first, _ = self.outcome(error, what)
         if first is not None:
-            if error is None:
-                undo()
             raise first
 
     def of_world(self, error: Exception) -> Exception:

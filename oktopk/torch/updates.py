@@ -179,12 +179,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        try:
-            self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
-            self._selecting = self._new_selecting_step()
-        except ValueError:
-            self.reducer.close()  # on every rank alike, as the error is
-            raise
+        self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
+        self._selecting = self._new_selecting_step()
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
