@@ -128,8 +128,7 @@ class OkTopkState:
         **settings: Any,
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
-        if problem := settings_problem(settings, OkTopkState, *beside):
-            raise ValueError(problem)
+        refuse(settings_problem(settings, OkTopkState, *beside))
         self._given_comm = comm
         chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, **settings}
@@ -523,8 +522,8 @@ class OkTopkState:
                 What can be seen in the next backward pass alone is raised there, on every rank alike.
         """
         state = of_rank(state)
-        with self._met("OkTopkState.load_state_dict") as transport:
-            transport.agree({}, self._state_problem(state))
+        with self._met("OkTopkState.load_state_dict") as transport, transport.together(ValueError):
+            self._check_state(state)
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
@@ -544,29 +543,27 @@ class OkTopkState:
         with closing(connect(self._arguments["comm"], limit)) as transport:
             yield transport
 
-    def _state_problem(self, state: Any) -> str:
-        """Why a state cannot be loaded, as far as it can be told before a backward pass, in a sentence; "" if it can."""
-        if problem := problem_of(state):
-            return problem
+    def _check_state(self, state: Any) -> None:
+        """Raise ValueError where a state cannot be loaded, as far as it can be told before a backward pass."""
+        refuse(problem_of(state))
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
-            return "the state is not one of OkTopkState.state_dict()"
+            raise ValueError("the state is not one of OkTopkState.state_dict()")
         if state["reducer"] is None:
-            return ""
+            return
         try:
             with suppress(RuntimeError):  # there is no DistributedDataParallel yet
                 self._names = self._names or self._parameter_names()
             if not self._names:
-                return ""
+                return
             layout, held = self._found(state["buckets"]), as_arrays(state["reducer"])
             own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
-            if self._reducer is not None and own == self._reducer.lengths:
-                return self._reducer.state_problem(held)
             theirs = [held["buckets"][str(number)]["length"] for number in range(len(held["buckets"]))]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            damaged = f"the state is damaged: {type(error).__name__} {error}"
-            return str(error) if type(error) is ValueError else damaged
-        differ = f"the state has buckets of {theirs} elements, their parameters have {own}"
-        return "" if theirs == own else differ
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"the state is damaged: {type(error).__name__} {error}") from error
+        if theirs != own:
+            raise ValueError(f"the state has buckets of {theirs} elements, their parameters have {own}")
+        if self._reducer is not None and own == self._reducer.lengths:
+            refuse(self._reducer.state_problem(held))
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""
@@ -614,8 +611,8 @@ class OkTopkState:
             group = ddp.process_group
             if self._arguments["comm"] is None:
                 self._arguments["comm"] = group
-            elif problem := group_problem(self._arguments["comm"], group):
-                raise ValueError(problem)
+            else:
+                _check_group(self._arguments["comm"], group)
         if module is None:
             raise RuntimeError(
                 "no DistributedDataParallel was found that has this OkTopkState: pass OkTopkState(module=model)"
@@ -746,21 +743,20 @@ def _accumulated(watch: weakref.ref[_Watch], parameter: Tensor) -> None:
         own.accumulated(parameter)
 
 
-def group_problem(comm: Any, group: dist.ProcessGroup) -> str:
-    """Why a communicator is not that of a DDP's process group, in a sentence; "" if nothing shows that."""
+def _check_group(comm: Any, group: dist.ProcessGroup) -> None:
+    """Raise ValueError where a communicator is seen not to be that of a DDP's process group."""
     theirs = dist.get_process_group_ranks(group)
     if isinstance(comm, dist.ProcessGroup):
-        mine = dist.get_process_group_ranks(comm)
-        same, told = mine == theirs, f"ranks {mine}"
+        own = dist.get_process_group_ranks(comm)
+        same, has = own == theirs, f"ranks {own}"
     else:
         size = getattr(comm, "size", len(theirs))  # what is no communicator is refused later
-        same, told = size == len(theirs), f"{size} ranks"
-    if same:
-        return ""
-    return (
-        f"OkTopkState has {told}, and its DistributedDataParallel reduces over ranks {theirs}: leave comm out, or pass the "
-        "process_group of the DistributedDataParallel"
-    )
+        same, has = size == len(theirs), f"{size} ranks"
+    if not same:
+        raise ValueError(
+            f"OkTopkState has {has}, and its DistributedDataParallel reduces over ranks {theirs}: leave comm out, or pass the "
+            "process_group of the DistributedDataParallel"
+        )
 
 
 def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:

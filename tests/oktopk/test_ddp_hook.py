@@ -53,7 +53,7 @@ class Branches(nn.Module):
 def hooked(
     options: dict[str, object] | None = None, place: torch.device | str = "cpu", **settings: object
 ) -> tuple[DistributedDataParallel, OkTopkState]:
-    ddp = DistributedDataParallel(Branches().to(place), bucket_cap_mb=BUCKET_MB, **(options or {}))
+    ddp = DistributedDataParallel(Branches().to(place), **{"bucket_cap_mb": BUCKET_MB, **(options or {})})
     state = OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings))
     ddp.register_comm_hook(state, ddp_hook)
     return ddp, state
@@ -175,15 +175,20 @@ def test_the_first_step_is_dense_and_then_buckets_stay(
     assert len(state.report.buckets) == 2
 
 
-@pytest.mark.parametrize("saved_at", [3, 5])
-def test_a_killed_training_continues_bit_for_bit(comm: MPI.Intracomm, saved_at: int) -> None:
+@pytest.mark.parametrize(
+    ("saved_at", "options"), [(2, {}), (5, {}), pytest.param(3, {"bucket_cap_mb": 1.0}, id="other buckets")]
+)
+def test_a_killed_training_continues_bit_for_bit(
+    comm: MPI.Intracomm, saved_at: int, options: dict[str, object]
+) -> None:
+    """In the buckets of the state, whatever DDP's are."""
     ddp, state = hooked()
     train(ddp, comm.rank, range(saved_at))
     file = io.BytesIO()
     torch.save([ddp.module.state_dict(), state.state_dict()], file)
     train(ddp, comm.rank, range(saved_at, 9))
     file.seek(0)
-    again, continued = hooked()
+    again, continued = hooked(options)
     parameters, saved = torch.load(file, weights_only=True)
     again.module.load_state_dict(parameters)
     continued.load_state_dict(saved)
