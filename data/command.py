@@ -20,9 +20,9 @@ def escaped(text: str) -> str:
 def escaped_values(value: Any) -> Any:
     """Nested dicts and lists whose texts, keys too, are `escaped`."""
     if isinstance(value, dict):
-        return {escaped_values(name): escaped_values(held) for name, held in value.items()}
+        return {escaped_values(name): escaped_values(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [escaped_values(held) for held in value]
+        return [escaped_values(inner) for inner in value]
     return escaped(value) if isinstance(value, str) else value
 
 

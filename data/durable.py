@@ -43,8 +43,8 @@ def obstacle(path: Path) -> str:
         return "is not a regular file"
     if status.st_uid != os.geteuid():
         # some file systems give all files one owner
-        with tempfile.TemporaryFile(dir=path.parent) as mine:
-            if status.st_uid != os.fstat(mine.fileno()).st_uid:
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            if status.st_uid != os.fstat(probe.fileno()).st_uid:
                 return f"belongs to user {status.st_uid}"
     return ""
 

@@ -109,7 +109,7 @@ def evaluation_batches(
         rank, size: as evaluation_shard.
         most: so many samples at most, spread evenly over the set, the same on any number of ranks; 0: all.
     """
-    taken = min(most or count, count)
-    shard = evaluation_shard(taken, rank=rank, size=size)
+    used = min(most or count, count)
+    shard = evaluation_shard(used, rank=rank, size=size)
     parts = (shard[start : start + batch_size] for start in range(0, len(shard), batch_size))
-    return (np.arange(part.start, part.stop, dtype=np.int64) * count // taken for part in parts)
+    return (np.arange(part.start, part.stop, dtype=np.int64) * count // used for part in parts)

@@ -46,8 +46,8 @@ def load_digits(size: int = 32, held_out: float = 0.5, seed: int = 0) -> tuple[I
     test = np.zeros(len(labels), bool)
     for digit in range(len(CLASSES)):
         members = np.flatnonzero(labels == digit)
-        taken = min(max(round(held_out * len(members)), 1), len(members) - 1)
-        test[members[np.argsort(draws[members], kind="stable")[:taken]]] = True
+        count = min(max(round(held_out * len(members)), 1), len(members) - 1)
+        test[members[np.argsort(draws[members], kind="stable")[:count]]] = True
     mean, std = channel_statistics(pixels[~test])
     train_part, test_part = (
         ImageSet(

@@ -79,12 +79,12 @@ class Contexts(Tokens):
         inside = (at >= 0) & (at <= last) & (self._columns < last)
         at = at.clamp(0, last)
         following = tokens.roll(-1, dims=1)
-        taken = inside & present & present.roll(-1, dims=1) & present.gather(1, at)
-        pairs = tokens[taken] * len(self.texts.vocabulary) + following[taken]
+        valid = inside & present & present.roll(-1, dims=1) & present.gather(1, at)
+        pairs = tokens[valid] * len(self.texts.vocabulary) + following[valid]
         centers = (mixed(pairs) & POSITIVE) % self._rows
-        drawn = mixed(random[taken][:, None] + self._draws) & (_CHANCES - 1)
+        drawn = mixed(random[valid][:, None] + self._draws) & (_CHANCES - 1)
         negatives = torch.searchsorted(self._ends, drawn, right=True)
-        return ContextBatch(centers, torch.cat([tokens.gather(1, at)[taken][:, None], negatives], dim=1))
+        return ContextBatch(centers, torch.cat([tokens.gather(1, at)[valid][:, None], negatives], dim=1))
 
 
 class ContextTrainingLoader(EpochLoader[ContextBatch]):

@@ -51,7 +51,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, int]]:
             if (zero := file.read(_BLOCK).find(b"\0")) >= 0:
                 raise DataError(f"{path}: byte {zero} is zero: a binary file, not plain text")
             file.seek(0)
-            start, taken, lines, found = 0, 0, list[str](), False
+            start, reported, lines, found = 0, 0, list[str](), False
             for line in file:
                 text = _decoded(line, path, start).strip()
                 start += len(line)
@@ -59,10 +59,10 @@ def read_documents(path: Path) -> Iterator[tuple[str, int]]:
                     lines.append(text)
                     found = True
                 elif lines:
-                    yield " ".join(lines), start - taken
-                    taken, lines = start, []
+                    yield " ".join(lines), start - reported
+                    reported, lines = start, []
             if lines:
-                yield " ".join(lines), start - taken
+                yield " ".join(lines), start - reported
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     if not found:

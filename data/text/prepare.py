@@ -202,15 +202,15 @@ def read_vocabulary(path: Path) -> list[str]:
 
 def _blocks(documents: Iterator[tuple[str, str, int]]) -> Iterator[tuple[dict[str, list[str]], int]]:
     block: dict[str, list[str]] = {split: [] for split in SPLITS}
-    taken = 0
+    filled = 0
     for document, split, nbytes in documents:
         block[split].append(document)
-        taken += nbytes
-        if taken >= PART_BYTES:
-            yield block, taken
-            block, taken = {split: [] for split in SPLITS}, 0
-    if taken:
-        yield block, taken
+        filled += nbytes
+        if filled >= PART_BYTES:
+            yield block, filled
+            block, filled = {split: [] for split in SPLITS}, 0
+    if filled:
+        yield block, filled
 
 
 def _packed(tokenizer: Tokenizer, documents: list[str], frame: Frame, in_a_row: bool, seed: str) -> Sequences:

@@ -33,9 +33,9 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
     Raises:
         BenchError: it cannot be done; the message names the value and the bound.
     """
-    told = vars(parser().parse_args(words))
-    table, sweep, ablate = told.get("table", ""), "sweep_ranks" in told, "ablate" in told
-    for name in told:
+    values = vars(parser().parse_args(words))
+    table, sweep, ablate = values.get("table", ""), "sweep_ranks" in values, "ablate" in values
+    for name in values:
         if name not in OF_EVERY_BENCH and (name in OF_THE_GPU_TABLE) != bool(table):
             why = "not for --table gpu: it says how it is measured" if table else "for --table gpu"
             raise BenchError(f"{_option(name)} is {why}")
@@ -45,7 +45,7 @@ def parse(words: Sequence[str], *, launched: bool) -> Options:
         raise BenchError("--sweep-ranks starts mpiexec itself: run it without one")
     kind = table or ("sweep" if sweep else "ablate" if ablate else "")
     options = Options(
-        **DEFAULTS.get(kind, {}) | told, ranks=ABLATION_RANKS if ablate and not launched else ()
+        **DEFAULTS.get(kind, {}) | values, ranks=ABLATION_RANKS if ablate and not launched else ()
     )
     return _checked_bench(options) if options.lengths else _checked_table(options)
 
@@ -69,9 +69,9 @@ def _checked_bench(options: Options) -> Options:
     """The options with what depends on others."""
     device, density, steps = options.device, options.density, options.steps
     if options.gradient_type not in GRADIENT_TYPES[device]:
-        taken = ", ".join(GRADIENT_TYPES[device])
+        types = ", ".join(GRADIENT_TYPES[device])
         raise BenchError(
-            f"gradient type {options.gradient_type!r} is not one of {taken} on --device {device}"
+            f"gradient type {options.gradient_type!r} is not one of {types} on --device {device}"
         )
     methods = _checked_methods(options.methods, device)
     if options.ablate and methods != ("oktopk",):
@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
         "  mpiexec -n 4 python -m mpi4py -m jobs.bench --table gpu --json gpu.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,  # what is told, and nothing else
+        argument_default=argparse.SUPPRESS,  # what the words name, and nothing else
     )
     add, sweep = parser.add_argument, DEFAULTS["sweep"]
     add(

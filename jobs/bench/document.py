@@ -139,10 +139,10 @@ def read(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def not_held(transfer: dict[str, Any], told: str) -> str:
+def not_held(transfer: dict[str, Any], link: str) -> str:
     """A warning about a transfer that ran faster than the links' rate, in a sentence."""
     return (
-        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {told}: "
+        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {link}: "
         "part of them passed unshaped, and floors by that rate are too high"
     )
 

@@ -26,18 +26,18 @@ class Links:
     """The links of several hosts, one each, all of one rate. Collective: every rank must construct.
 
     Args:
-        told: as `bits_per_second` takes it.
+        link: rate of each, as `bits_per_second` takes it.
 
     Attributes:
         hosts: the host of each rank, numbered by their first ranks.
         rate: bits per second, None where they are unshaped.
 
     Raises:
-        BenchError: `told` is no rate, or there is one host; on every rank alike.
+        BenchError: `link` is no rate, or there is one host; on every rank alike.
     """
 
-    def __init__(self, comm: MPI.Intracomm, told: str) -> None:
-        self.told, self.rate = told, bits_per_second(told)
+    def __init__(self, comm: MPI.Intracomm, link: str) -> None:
+        self.rate = bits_per_second(link)
         names = comm.allgather(socket.gethostname())
         distinct = list(dict.fromkeys(names))
         if len(distinct) == 1:

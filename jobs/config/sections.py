@@ -174,13 +174,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        made = self.name in ("digits", "synthetic")
-        if not made and not self.path:
+        has_no_file = self.name in ("digits", "synthetic")
+        if not has_no_file and not self.path:
             raise ValueError(
                 f"path is empty, but the data set {self.name!r} is read from a file: "
                 "write one with data.prepare"
             )
-        if made and self.path:
+        if has_no_file and self.path:
             what = "digits" if self.name == "digits" else "synthetic images"
             raise ValueError(
                 f"path is {self.path!r}, but {what} are read from no file: set data.name to 'prepared'"

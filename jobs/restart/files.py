@@ -161,8 +161,8 @@ def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], k
     draft.rename(final)
     sync(folder)
     # a newer one is none of this run's: had it been usable, the run would have continued from it
-    mine = [path for path in list_sets(folder) if _step_of(path) <= step]
-    for old in mine[keep:]:
+    older = [path for path in list_sets(folder) if _step_of(path) <= step]
+    for old in older[keep:]:
         # hidden first: half a set must not look like one
         hidden = old.rename(old.with_name(f".{old.name}.replaced"))
         shutil.rmtree(hidden, ignore_errors=True)
@@ -227,9 +227,9 @@ def read_manifest(path: Path, identity: Identity) -> dict[str, Any]:
         raise BadCheckpointError(f"{MANIFEST} is damaged: {key}: {fault['msg']}") from None
     if manifest["step"] != _step_of(path):
         raise BadCheckpointError(f"{MANIFEST} is of step {manifest['step']}")
-    for name, mine in vars(identity).items():
-        if manifest[name] != mine:
-            raise BadCheckpointError(f"of another run: {name} {manifest[name]!r} there, {mine!r} here")
+    for name, here in vars(identity).items():
+        if manifest[name] != here:
+            raise BadCheckpointError(f"of another run: {name} {manifest[name]!r} there, {here!r} here")
     parts, ranks = manifest["files"], manifest["ranks"]
     # compared before names are made of the number
     if len(parts) != ranks + 1 or parts.keys() != {COMMON, *map(rank_file, range(ranks))}:
@@ -273,7 +273,7 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 def _wrong_format(form: Any) -> str:
     family, _, number = str(form).rpartition(" ")
-    mine, _, newest = FORMAT.rpartition(" ")
-    if family == mine and number.isdigit() and int(number) > int(newest):
+    own, _, newest = FORMAT.rpartition(" ")
+    if family == own and number.isdigit() and int(number) > int(newest):
         return f"its format {form!r} is newer than this program's, {FORMAT!r}"
     return f"its format is {form!r}, not {FORMAT!r}"

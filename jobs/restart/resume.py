@@ -135,10 +135,10 @@ def _manifest(
 def _first_problem(comm: MPI.Intracomm, path: Path, manifest: Mapping[str, Any]) -> str:
     """What is wrong with the parts that the ranks need, each read by a rank that will; "" if nothing is."""
     saved_ranks = manifest["ranks"]
-    mine = {comm.rank % saved_ranks, *inherited_ranks(comm.rank, comm.size, saved_ranks)}
+    needed = {comm.rank % saved_ranks, *inherited_ranks(comm.rank, comm.size, saved_ranks)}
     problem = ""
     try:
-        for name in (files.COMMON, *(files.rank_file(rank) for rank in sorted(mine))):
+        for name in (files.COMMON, *(files.rank_file(rank) for rank in sorted(needed))):
             files.check_part(path / name, manifest)
     except BadCheckpointError as error:
         problem = str(error)
@@ -156,16 +156,16 @@ def _bucket_mb(config: Mapping[str, Any]) -> float | None:
     return given
 
 
-def differences(theirs: str, mine: str, ignored: frozenset[str]) -> list[str]:
-    """What differs between two configurations in JSON, as "section.key: theirs there, mine here".
+def differences(saved: str, own: str, ignored: frozenset[str]) -> list[str]:
+    """What differs between two configurations in JSON, as "section.key: saved there, own here".
 
     A size of buckets differs only where the run has other buckets.
 
     Args:
-        theirs, mine: objects of objects.
+        saved, own: objects of objects.
         ignored: "section" or "section.key" that may differ.
     """
-    there, here = json.loads(theirs), json.loads(mine)
+    there, here = json.loads(saved), json.loads(own)
     if _bucket_mb(there) == _bucket_mb(here):
         ignored |= {"reduction.bucket_mb"}
     found = []

@@ -254,8 +254,8 @@ def gather(comm: MPI.Intracomm, steps: Sequence[Step]) -> Gathered | None:
     return Gathered(
         reduced(STEP_COLUMNS, of_steps),
         {
-            name: np.mean([mine.get(name, nothing) for mine in of_stages], axis=0)
-            for name in dict.fromkeys(name for mine in of_stages for name in mine)
+            name: np.mean([each.get(name, nothing) for each in of_stages], axis=0)
+            for name in dict.fromkeys(name for each in of_stages for name in each)
         },
         reduced(MEASURE_COLUMNS, of_measures),
     )

@@ -97,10 +97,10 @@ def phase_seconds(spans: Columns) -> dict[str, NDArray[np.float64]]:
     first = min(2, steps[-1])
     medians = {}
     for phase in PHASES:
-        mine = (spans["name"] == phase) & (spans["depth"] == 0) & (spans["step"] >= first)
+        own = (spans["name"] == phase) & (spans["depth"] == 0) & (spans["step"] >= first)
         sums = np.zeros((len(ranks), len(steps)))
-        places = np.searchsorted(ranks, spans["rank"][mine]), np.searchsorted(steps, spans["step"][mine])
-        np.add.at(sums, places, spans["seconds"][mine])
+        places = np.searchsorted(ranks, spans["rank"][own]), np.searchsorted(steps, spans["step"][own])
+        np.add.at(sums, places, spans["seconds"][own])
         medians[phase] = np.median(sums[:, steps >= first], axis=1)
     return medians
 

@@ -224,14 +224,14 @@ class TrainingLoop:
         self._note("record", measured[-1].report.step + 1, began)
 
     def _write_timeline(self, steps: list[Step]) -> None:
-        mine = timeline(steps, self.between, self.comm.rank, self.began_on_root)
+        columns = timeline(steps, self.between, self.comm.rank, self.began_on_root)
         self.between.clear()
-        every = self.comm.gather(mine) or []
+        every = self.comm.gather(columns) or []
 
         def record() -> None:
             if self.file is not None:
                 self.file.append_timeline(
-                    {name: np.concatenate([rank[name] for rank in every]) for name in mine}
+                    {name: np.concatenate([rank[name] for rank in every]) for name in columns}
                 )
 
         decide_on_root(self.comm, record, (RunFileError,), RunFileError)
@@ -257,8 +257,8 @@ class TrainingLoop:
 
     def _check_losses(self, measured: list[Step]) -> None:
         """Gradients may be finite where a loss is not, and training modes sum what is not finite like anything else."""
-        mine = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
-        found = self.comm.allgather(mine)
+        diverged = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
+        found = self.comm.allgather(diverged)
         ranks = [rank for rank, step in enumerate(found) if step is not None]
         if ranks:
             step, named = min(step for step in found if step is not None), ", ".join(map(str, ranks))
@@ -270,8 +270,8 @@ class TrainingLoop:
         average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
         with agreed(self.optimizer):
             check_same_parameters(self.workload.model, self.comm, done)
-            mine = self.workload.score()
-        sums = np.array(dataclasses.astuple(mine), np.float64)
+            score = self.workload.score()
+        sums = np.array(dataclasses.astuple(score), np.float64)
         self.comm.Allreduce(MPI.IN_PLACE, sums)
         loss, correct, samples, character_errors, characters = sums.tolist()
         evaluation = {

@@ -33,8 +33,8 @@ _DIGEST_BLOCK = 4096
 def open_cuda(gradient_type: str, comm: MPI.Intracomm) -> Cuda:
     """Take the GPU of this rank's place on its host. Collective."""
     number = select_device(comm)
-    mine = socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(number)
-    return Cuda(gradient_type, sharers=comm.allgather(mine).count(mine))
+    gpu = socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(number)
+    return Cuda(gradient_type, sharers=comm.allgather(gpu).count(gpu))
 
 
 class Cuda(Device):

@@ -116,10 +116,10 @@ def _build_mode(
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
-    taken = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",), "sparseloco": ("float32",)}
-    if kind and kind not in taken.get(method, (kind,)):
+    types = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",), "sparseloco": ("float32",)}
+    if kind and kind not in types.get(method, (kind,)):
         raise WireError(
-            f"reduction.gradient_type {kind!r} is not for {method!r}: {' or '.join(taken[method])}"
+            f"reduction.gradient_type {kind!r} is not for {method!r}: {' or '.join(types[method])}"
         )
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
