@@ -529,24 +529,6 @@ def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", ["oktopk", "union"])
-def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, method: str) -> None:
-    rng = np.random.default_rng(comm.rank)
-    gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(10)]
-    through = two_levels(comm, device, 2, method=method)
-    for gradient in gradients[:5]:
-        through.step(gradient)
-    state = through.state_dict()
-    resumed = two_levels(comm, device, 2, method=method)
-    resumed.load_state_dict(state)
-    for gradient in gradients[5:]:
-        through.step(gradient)
-        resumed.step(gradient)
-        assert np.array_equal(get(through.update), get(resumed.update))
-    assert np.array_equal(through.gathered_residual(), resumed.gathered_residual())
-
-
-@pytest.mark.mpi
 @pytest.mark.parametrize(("saved", "loaded"), [("flat", 2), (2, "flat"), (2, 1), (2, 3), (3, 2)], ids=str)
 def test_the_sum_of_residuals_is_kept_on_other_hosts(comm: MPI.Intracomm, saved: Any, loaded: Any) -> None:
     def made(kind: Any) -> GradientAllreduce:
