@@ -257,10 +257,12 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
     [
         *({"balance_trigger": 1.0, "bucket_rounds": rounds} for rounds in (1, 8)),
         *({"bucket_rounds": 2}, {"rotate": False}, {"balanced_regions": False}),
+        {"levels": "hosts", "ranks_per_host": 1, "wire": "plain"},
     ],
     ids=str,
 )
-def test_balancing_bucketing_rotation_and_regions_change_no_bit(
+@pytest.mark.host_cuda(ranks=4)
+def test_balancing_buckets_rotation_regions_and_hosts_of_one_rank_change_no_bit(
     comm: MPI.Intracomm, device: str, settings: dict[str, Any]
 ) -> None:
     plain = run(comm, device, "oktopk", "clustered", 3000, 0.05, boundary_interval=4)
@@ -268,3 +270,6 @@ def test_balancing_bucketing_rotation_and_regions_change_no_bit(
     for one, two in zip(plain, other, strict=True):
         assert np.array_equal(one.update, two.update)
         assert np.array_equal(one.after, two.after)
+        assert one.report.local_nnz == two.report.local_nnz
+        assert one.report.global_threshold == two.report.global_threshold
+        assert "levels" not in settings or device == "cuda" or one.report.bytes == two.report.bytes_between

@@ -168,24 +168,6 @@ def test_nothing_is_lost_a_host_keeps_to_its_caps_and_exact_steps_are_the_oracle
 
 
 @pytest.mark.mpi
-def test_hosts_of_one_rank_take_the_steps_of_flat_ones(comm: MPI.Intracomm, device: str) -> None:
-    plain = {"density": 0.02, "wire": "plain"}
-    flat = GradientAllreduce(comm, LENGTH, device=device, levels="flat", peer_memory=False, **plain)  # type: ignore[arg-type]
-    reducer = two_levels(comm, device, 1, average=True, threshold_interval=32, boundary_interval=64, **plain)
-    rng = np.random.default_rng(comm.rank)
-    for _ in range(10):
-        gradient = put(device, rng.standard_normal(LENGTH).astype(np.float32))
-        one, two = flat.step(gradient), reducer.step(gradient)
-        assert np.array_equal(get(flat.update), get(reducer.update))
-        assert np.array_equal(get(flat.residual), get(reducer.residual))
-        assert (one.bytes, one.local_nnz, one.global_threshold) == (
-            two.bytes_between,
-            two.local_nnz,
-            two.global_threshold,
-        )
-
-
-@pytest.mark.mpi
 def test_a_host_stays_under_its_bound_and_near_k_on_drifting_gradients(
     comm: MPI.Intracomm, device: str
 ) -> None:
@@ -526,24 +508,6 @@ def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
         )
         assert 0 < comm.allreduce(report.bytes_between) <= bound + shard_lists
     reducer.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("method", ["oktopk", "union"])
-def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, method: str) -> None:
-    rng = np.random.default_rng(comm.rank)
-    gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(10)]
-    through = two_levels(comm, device, 2, method=method)
-    for gradient in gradients[:5]:
-        through.step(gradient)
-    state = through.state_dict()
-    resumed = two_levels(comm, device, 2, method=method)
-    resumed.load_state_dict(state)
-    for gradient in gradients[5:]:
-        through.step(gradient)
-        resumed.step(gradient)
-        assert np.array_equal(get(through.update), get(resumed.update))
-    assert np.array_equal(through.gathered_residual(), resumed.gathered_residual())
 
 
 @pytest.mark.mpi

@@ -177,28 +177,6 @@ def test_ranks_that_disagree_on_the_table_are_told(name: str, comm: MPI.Intracom
         RowSparseAllreduce(comm, **mine)  # type: ignore[arg-type]
 
 
-def test_a_state_continues_bit_for_bit(comm: MPI.Intracomm) -> None:
-    first, second = table(comm), table(comm)
-    for step in range(3):
-        first.step(*gradient(comm.rank, step))
-    second.load_state_dict(first.state_dict())
-    for step in range(3, 5):
-        reports = [reducer.step(*gradient(comm.rank, step)) for reducer in (first, second)]
-        assert reports[0].step == reports[1].step == step
-        assert same_sums(first, second)
-    state = first.state_dict()
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"width": 3}, "of a table of"),
-        ({"steps": -5}, "-5 steps"),
-    ]
-    last = comm.rank == comm.size - 1
-    for change, text in changes:
-        with pytest.raises(ValueError, match=text):
-            second.load_state_dict({**state, **change} if last else state)
-    with pytest.raises(ValueError, match="not that of a table"):
-        second.load_state_dict(None if last else state)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("peer_memory", [False, True])
 def test_a_gpu_gives_the_bits_of_the_host(

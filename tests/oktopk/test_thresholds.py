@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.cpu.kernels import bits_magnitude, magnitude_bits
+from collectives.cpu.kernels import bits_magnitude
 from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.split_and_reduce import RegionLists
@@ -229,16 +227,3 @@ def test_of_equal_sums_the_lowest_indices_are_kept_k_in_all(
     for _ in range(3):
         kept, _ = keep(threshold, np.full(20, -value), k, exact or threshold.bits is None, transport)
         assert kept == k
-
-
-@pytest.mark.mpi
-def test_a_reloaded_threshold_continues_as_before(transport: MpiTransport) -> None:
-    k = 60 * transport.size
-    first, second = new_threshold(), new_threshold()
-    assert math.isnan(first.value)
-    keep(first, lognormal(0, transport.rank), k, True, transport)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    values = lognormal(1, transport.rank) * 1.02
-    results = [keep(threshold, values, k, False, transport) for threshold in (first, second)]
-    assert results[0] == results[1]
-    assert first.bits == second.bits == magnitude_bits(first.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -58,69 +57,6 @@ def test_a_gradient_of_another_kind_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         stepped(comm).step(gradient)
-
-
-LACKING = object()
-# where a state is damaged, what stands there then, and what is said of it
-DAMAGE: list[tuple[str, Any, str]] = [
-    ("residual", LACKING, "the state lacks residual"),
-    ("methods.oktopk.selection", LACKING, "the state is damaged: KeyError 'selection'"),
-    ("methods.oktopk.selection.trend", LACKING, "the state is damaged: KeyError 'trend'"),
-    ("methods.oktopk.selection.needs_exact", LACKING, "the state is damaged: KeyError 'needs_exact'"),
-    ("methods.oktopk.threshold", LACKING, "the state is damaged: KeyError 'threshold'"),
-    ("methods.oktopk.threshold.bits", LACKING, "the state is damaged: KeyError 'bits'"),
-    (
-        "methods.oktopk.threshold.bits",
-        -5,
-        "the global threshold of the state is not the bits of a magnitude: -5",
-    ),
-    (
-        "methods.oktopk.selection.bits",
-        1.5,
-        "the local threshold of the state is not the bits of a magnitude: 1.5",
-    ),
-    (
-        "methods.oktopk.selection.trend",
-        float("nan"),
-        "the trend of the local threshold of the state is not an integer: nan",
-    ),
-    ("methods.oktopk.boundaries.-1", LENGTH + 1, "boundaries of the state do not ascend from 0 to 500"),
-    ("methods.oktopk.boundaries.0", LENGTH, "boundaries of the state do not ascend from 0 to 500"),
-    ("methods.other", {}, "the state is of unknown methods: other"),
-    ("last_k", "x", "last_k 'x' of the state is not an integer >= 0"),
-    ("residual", np.zeros(499, np.float32), r"residual of the state is float32\[499\], not float32\[500\]"),
-    ("residual", np.zeros(501, np.float32), r"residual of the state is float32\[501\], not float32\[500\]"),
-    ("residual", np.zeros(500), r"residual of the state is float64\[500\], not float32\[500\]"),
-    ("residual.3", np.inf, "residual of the state is not finite"),
-]
-
-
-def damage(state: Any, where: str, value: Any) -> None:
-    *path, last = [int(word) if word.lstrip("-").isdigit() else word for word in where.split(".")]
-    for key in path:
-        state = state[key]
-    if value is LACKING:
-        del state[last]
-    else:
-        state[last] = value
-
-
-@pytest.mark.parametrize(("where", "value", "message"), DAMAGE)
-def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all(
-    comm: MPI.Intracomm, where: str, value: Any, message: str
-) -> None:
-    reducer = stepped(comm)
-    before = reducer.state_dict()
-    state = copy.deepcopy(before)
-    damaged = comm.size - 1
-    if comm.rank == damaged:
-        damage(state, where, value)
-    with pytest.raises(ValueError, match=f"rank {damaged}: {message}"):
-        reducer.load_state_dict(state)
-    after = reducer.state_dict()
-    assert after["residual"].tobytes() == before["residual"].tobytes() and after["steps"] == before["steps"]
-    reducer.load_state_dict(before)
-    reducer.step(np.ones(LENGTH, np.float32))
 
 
 def test_memory_that_one_rank_lacks_for_a_step_is_an_error_on_all(

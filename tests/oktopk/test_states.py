@@ -1,0 +1,174 @@
+"""States: what goes on from one has the bits of what was not interrupted, and a state that does not fit is loaded by no rank."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from oktopk import METHODS, GradientAllreduce, levels
+from oktopk.rows import RowSparseAllreduce
+from tests.devices import get, put, use
+from tests.rows import touched
+
+pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=4)]
+LENGTH, WIDTH = 2000, 3
+KINDS: dict[str, dict[str, Any]] = {
+    **{method: {"method": method} for method in METHODS},
+    "int4": {"wire": "int4"},
+    "two levels": {"levels": "hosts", "ranks_per_host": 2},
+    "union in two levels": {"levels": "hosts", "ranks_per_host": 2, "method": "union"},
+    "table": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "BLOCK", 64)
+
+
+def made(comm: MPI.Intracomm, kind: str, device: str = "cpu") -> Any:
+    use(device, comm)
+    if kind == "table":
+        return RowSparseAllreduce(comm, LENGTH, WIDTH, device=device)
+    intervals = {"threshold_interval": 5, "boundary_interval": 4}
+    return GradientAllreduce(comm, LENGTH, device=device, density=0.02, **intervals, **KINDS[kind])
+
+
+def step(reducer: Any, comm: MPI.Intracomm, device: str, number: int) -> list[bytes]:
+    """Take a step on a gradient that its number tells, and return the bits that it leaves."""
+    if isinstance(reducer, RowSparseAllreduce):
+        given = touched(1000 * number + comm.rank, LENGTH, 30, WIDTH, "float32", False)
+        report = reducer.step(put(device, given.rows), put(device, given.values))
+        assert reducer.sum is not None
+        left = [reducer.sum.rows, reducer.sum.values, np.int64(report.step)]
+    else:
+        gradient = np.random.default_rng((comm.rank, number)).standard_normal(LENGTH) ** 3
+        reducer.step(put(device, gradient.astype(np.float32)))
+        left = [reducer.update, reducer.gathered_residual()]
+    return [get(np.asarray(each) if np.isscalar(each) else each).tobytes() for each in left]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, kind: str) -> None:
+    """In a reducer that has taken other steps, from one regular step to the next, and over exact ones and new regions."""
+    through, running = (made(comm, kind, device) for _ in range(2))
+    for number in range(7):
+        step(through, comm, device, number)
+    step(running, comm, device, 99)
+    running.load_state_dict(copy.deepcopy(through.state_dict()))
+    for number in range(7, 13):
+        assert step(through, comm, device, number) == step(running, comm, device, number), number
+
+
+def test_what_a_state_has_of_thresholds_are_plain_numbers(comm: MPI.Intracomm) -> None:
+    reducer = made(comm, "oktopk")
+    for number in range(3):
+        step(reducer, comm, "cpu", number)
+    learned = reducer.state_dict()["methods"]["oktopk"]
+    for name in ("selection", "threshold"):
+        assert json.loads(json.dumps(learned[name])) == learned[name]
+
+
+LACKING = object()
+# where a state is damaged, what stands there then, and what is said of it
+DAMAGE: list[tuple[str, Any, str]] = [
+    ("residual", LACKING, "the state lacks residual"),
+    ("methods.oktopk.selection", LACKING, "the state is damaged: KeyError 'selection'"),
+    ("methods.oktopk.selection.trend", LACKING, "the state is damaged: KeyError 'trend'"),
+    ("methods.oktopk.selection.needs_exact", LACKING, "the state is damaged: KeyError 'needs_exact'"),
+    ("methods.oktopk.threshold", LACKING, "the state is damaged: KeyError 'threshold'"),
+    ("methods.oktopk.threshold.bits", LACKING, "the state is damaged: KeyError 'bits'"),
+    (
+        "methods.oktopk.threshold.bits",
+        -5,
+        "the global threshold of the state is not the bits of a magnitude: -5",
+    ),
+    (
+        "methods.oktopk.selection.bits",
+        1.5,
+        "the local threshold of the state is not the bits of a magnitude: 1.5",
+    ),
+    (
+        "methods.oktopk.selection.trend",
+        float("nan"),
+        "the trend of the local threshold of the state is not an integer: nan",
+    ),
+    ("methods.oktopk.boundaries.-1", LENGTH + 1, "boundaries of the state do not ascend from 0 to 2000"),
+    ("methods.oktopk.boundaries.0", LENGTH, "boundaries of the state do not ascend from 0 to 2000"),
+    ("methods.other", {}, "the state is of unknown methods: other"),
+    ("length", LENGTH + 1, "state has length 2001, this reducer 2000"),
+    ("method", "dense", "state has method 'dense', this reducer 'oktopk'"),
+    ("wire", "int4", "state has wire 'int4', this reducer 'plain': pass wire='int4' to go on"),
+    ("last_k", "x", "last_k 'x' of the state is not an integer >= 0"),
+    (
+        "residual",
+        np.zeros(1999, np.float32),
+        r"residual of the state is float32\[1999\], not float32\[2000\]",
+    ),
+    (
+        "residual",
+        np.zeros(2001, np.float32),
+        r"residual of the state is float32\[2001\], not float32\[2000\]",
+    ),
+    ("residual", np.zeros(2000), r"residual of the state is float64\[2000\], not float32\[2000\]"),
+    ("residual.3", np.inf, "residual of the state is not finite"),
+]
+TABLES: list[tuple[str, Any, str]] = [
+    ("width", 4, "of a table of"),
+    ("steps", -5, "-5 steps"),
+]
+
+
+def damage(state: Any, where: str, value: Any) -> None:
+    *path, last = [int(word) if word.lstrip("-").isdigit() else word for word in where.split(".")]
+    for key in path:
+        state = state[key]
+    if value is LACKING:
+        del state[last]
+    else:
+        state[last] = value
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "value", "message"),
+    [*(("oktopk", *each) for each in DAMAGE), *(("table", *each) for each in TABLES)],
+)
+def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all(
+    comm: MPI.Intracomm, kind: str, where: str, value: Any, message: str
+) -> None:
+    reducer, last = made(comm, kind), comm.size - 1
+    for number in range(4):
+        step(reducer, comm, "cpu", number)
+    before = reducer.state_dict()
+    state = copy.deepcopy(before)
+    if comm.rank == last:
+        damage(state, where, value)
+    with pytest.raises(ValueError, match=f"rank {last}: .*{message}"):
+        reducer.load_state_dict(state)
+    after = reducer.state_dict()
+    assert after["steps"] == before["steps"]
+    assert np.array_equal(after.get("residual", 0), before.get("residual", 0))
+    reducer.load_state_dict(before if kind == "table" else before | {"wire": "float32"})  # the bits of plain
+    step(reducer, comm, "cpu", 4)
+
+
+@pytest.mark.parametrize("kind", ["oktopk", "table"])
+def test_what_is_no_state_on_one_rank_is_refused_on_all(comm: MPI.Intracomm, kind: str) -> None:
+    reducer = made(comm, kind)
+    with pytest.raises(ValueError, match="the state is a NoneType|not that of a table"):
+        reducer.load_state_dict(None if comm.rank == comm.size - 1 else reducer.state_dict())
+
+
+@pytest.mark.mpi(min_size=2)
+def test_states_of_different_steps_are_refused_on_all(comm: MPI.Intracomm) -> None:
+    reducer = made(comm, "oktopk")
+    step(reducer, comm, "cpu", 0)
+    state = reducer.state_dict()
+    step(reducer, comm, "cpu", 1)
+    with pytest.raises(ValueError, match="ranks disagree on steps: rank 0: 1, rank 1: 2"):
+        reducer.load_state_dict(reducer.state_dict() if comm.rank else state)
