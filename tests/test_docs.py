@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pytest
 
@@ -245,23 +245,26 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     importlib.import_module("picture").main(tmp_path / "steps.svg")
     assert (tmp_path / "steps.svg").read_bytes() == (RESULTS / "updates" / "steps.svg").read_bytes()
     steps = json.loads((RESULTS / "updates" / "steps.json").read_text(encoding="utf-8"))
-    mean = {row["name"]: row["mean_ms"] for row in steps["rows"] if row["rate"] == "10 Gb/s"}
+    ms = {row["name"]: row["mean_ms"] for row in steps["rows"] if row["rate"] == "10 Gb/s"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{mean['ddp-bfloat16'] / mean['updates']:.1f} times shorter" in readme
-    runs = map(json.loads, (RESULTS / "updates" / "library.jsonl").read_text(encoding="utf-8").splitlines())
-    losses = {run["spec"]: run["held"][-1] for run in runs if run["steps"] == 800}
-    dense = min(loss for spec, loss in losses.items() if spec.startswith("dense/"))
-    updates = {
-        spec: 100 * (loss / dense - 1)
-        for spec, loss in losses.items()
-        if "/d=0.0125" in spec and spec[0] == "u"
-    }
-    coded = min(loss for spec, loss in updates.items() if spec.endswith("/wire=int4"))
-    assert f"{coded:.1f} % above dense" in readme and f"plain values {min(updates.values()):.1f} %" in readme
-    runs = map(json.loads, (RESULTS / "updates" / "runs.jsonl").read_text(encoding="utf-8").splitlines())
-    once = {
-        run["spec"]: run["held"][-1] for run in runs if run["n"] == 17_135_616 and run.get("text") == "linux"
-    }
-    rule = once["updates/lr=2e-3/v=ratio/rg=1/rs=1000/b2=.998/wire=int4/lv=.25/d=.0125/b1=.8"]
-    dense = min(loss for spec, loss in once.items() if spec.startswith("dense/"))
-    assert f"read once, [{100 * (rule / dense - 1):.1f} %]" in readme
+    assert f"{ms['ddp-bfloat16'] / ms['updates']:.1f} times shorter" in readme
+    small, large = above_dense(17_135_616, "2e-3", seeds=3), above_dense(98_032_128, "8.5e-4", seeds=1)
+    assert f"ends [{small:.1f} %]" in readme and f"parameters, and {large:.1f} % with" in readme
+
+
+def above_dense(length: int, rate: str, seeds: int) -> float:
+    """How far the mean of seeds ends above dense training with the best betas, in percent; on text that is read once."""
+    rule = f"updates/lr={rate}/v=ratio/rg=1/rs=1000/b2=.998/wire=int4/lv=.25/d=.0125/b1=.8/mask=union"
+    losses: dict[str, list[float]] = {rule: [], f"dense/lr={rate}/b2=.987": []}
+    for run in map(json.loads, (RESULTS / "updates" / "runs.jsonl").read_text("utf-8").splitlines()):
+        spec = re.sub(r"/seed=\d+$", "", run["spec"])
+        if spec in losses and (run["n"], run["P"], run.get("text"), run["steps"]) == (
+            length,
+            4,
+            "linux",
+            3000,
+        ):
+            losses[spec].append(run["held"][-1])
+    assert [len(of_seeds) for of_seeds in losses.values()] == [seeds, seeds]
+    updates, dense = map(mean, losses.values())
+    return 100 * (updates / dense - 1)

@@ -86,7 +86,7 @@ class DistributedOptimizer(WrappedOptimizer):
             bfloat16 or float16, each dense in memory.
         comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings. Of
             parameters that `fully_shard` made the ranks that hold this rank's shards, `mesh["replicate"].get_group()`.
-        method: a name in `oktopk.METHODS`.
+        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, "union" for updates, which loses less at equal bytes.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
@@ -146,6 +146,7 @@ class DistributedOptimizer(WrappedOptimizer):
         dict[str, type[DistributedOptimizer]]
     ] = {}  # by what they send; `oktopk.torch.kinds` has all
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
+    _method = "oktopk"  # by default
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
@@ -160,7 +161,7 @@ class DistributedOptimizer(WrappedOptimizer):
         cls,
         optimizer: Any = None,
         comm: Any = None,
-        method: str = "oktopk",
+        method: str | None = None,
         *,
         sends: str | None = None,
         **keywords: Any,
@@ -181,7 +182,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         comm: Communicator | None = None,
-        method: str = "oktopk",
+        method: str | None = None,
         *,
         gradient_type: str = "",
         clip_norm: float = 0.0,
@@ -225,6 +226,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
+        method = self._method if method is None else method
         unsaid, sends = sends is None, self._sends if sends is None else sends
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
@@ -697,7 +699,7 @@ DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defi
 )
 
 
-def default_sends(optimizer: Any, method: str, density: Any) -> str:
+def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
     """What a `DistributedOptimizer` sends where the user does not say: "updates" or "gradients"."""
     scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
     dense = method == "dense" or (isinstance(density, float | int) and density > DENSE_ABOVE)

@@ -51,13 +51,13 @@ _REPLICAS = ("auto", "rank", *_HOSTS)
 class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
-    In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. The largest entries
-    of the residuals are summed over the ranks, and all ranks subtract the mean from the *reference*: float32 values of all
-    parameters, equal on all ranks, bit for bit.
+    In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. Entries of the
+    residuals, by default those that `union` selects, are summed over the ranks, and all ranks subtract the mean from the
+    *reference*: float32 values of all parameters, equal on all ranks, bit for bit.
 
         optimizer steps                     x, what the parameters hold, becomes x'
         residual := residual + (x - x')
-        u := the largest sums of the largest entries of all residuals       # each residual loses what it sent
+        u := the sums of what the method selects and applies                # each residual loses what it sent
         reference := decay · (reference - u / P)
         parameters := round(reference - local_share · residual)
 
@@ -126,6 +126,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     """
 
     reducer: GradientAllreduce
+
+    _method = "union"
 
     def _refused(self, settings: dict[str, Any]) -> str:
         for name in ("overlap", "bucket_mb", "deferred"):

@@ -125,9 +125,7 @@ def test_regions_are_balanced_a_few_steps_after_the_first_whose_moves_are_all_as
     comm: MPI.Intracomm,
 ) -> None:
     weight = nn.Parameter(torch.zeros(20_000))
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW([weight], lr=1e-3), comm, density=0.02, sends="updates"
-    )
+    optimizer = DistributedOptimizer(torch.optim.AdamW([weight], lr=1e-3), comm, "oktopk", density=0.02)
     drawn = torch.Generator().manual_seed(comm.rank)
     for _ in range(6):
         weight.grad = torch.randn(len(weight), generator=drawn)
