@@ -106,7 +106,7 @@ def _busiest(counts: NDArray[np.int64], order: list[int]) -> int:
 
 
 @given(st.integers(1, 5), st.data())
-def test_an_even_order_has_every_rank_and_sends_less_where_neighbours_are_alike(
+def test_an_even_order_has_every_rank_and_sends_less_where_neighbours_agree(
     bits: int, data: st.DataObject
 ) -> None:
     size = 1 << bits
@@ -211,7 +211,7 @@ def test_words_are_the_allgatherv_and_what_balancing_moves(
 
 
 @pytest.mark.mpi
-def test_everything_on_one_rank_is_moved_out_in_equal_shares_and_passed_round(
+def test_entries_of_one_rank_are_moved_out_equally_and_passed_round(
     transport: MpiTransport,
 ) -> None:
     size, rank = transport.size, transport.rank

@@ -283,7 +283,7 @@ def test_damage_is_noted_in_lists_too_short_to_code(index: int) -> None:
 @pytest.mark.parametrize(
     ("bits", "count"), [("int8", 300), ("int8", 0), ("int4", 299), ("int4", 30), ("int4", 0)]
 )
-def test_a_wire_array_of_another_width_is_noted_and_decodes_to_indices_within(bits: str, count: int) -> None:
+def test_a_wire_array_of_another_width_is_noted_and_decodes_within(bits: str, count: int) -> None:
     encoded, _ = Wire(bits).encode(entries_with(np.arange(50, 350), np.ones(300)), 50, 1000)
     wire = Wire("int4")
     arrived = wire.decode(encoded[:-1] if count == 299 else encoded, count, 50, 1000)

@@ -46,7 +46,7 @@ def test_a_gpu_codes_as_the_host_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
-def test_a_gpu_rounds_to_the_hosts_code_wherever_a_value_lies_in_its_range(name: str) -> None:
+def test_a_gpu_rounds_every_value_to_the_hosts_code(name: str) -> None:
     rng, most = np.random.default_rng(12), 2 ** (VALUE_BITS[name] - 1) - 1
     groups = []
     for span in [*range(1, 255), *rng.integers(255, 4097, 40), *2 ** rng.integers(13, 30, 20)]:

@@ -411,7 +411,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(
     dense.close()
 
 
-def test_a_rank_that_has_not_called_is_not_said_to_have_made_an_old_call(comm: MPI.Intracomm) -> None:
+def test_an_error_gives_no_old_call_of_a_rank_that_has_not_called(comm: MPI.Intracomm) -> None:
     from collectives.cuda.dense_calls import last_calls
 
     def call(number: int, length: int, scale: float) -> list[int]:

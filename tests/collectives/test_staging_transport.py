@@ -33,7 +33,7 @@ def transport(comm: MPI.Intracomm) -> Iterator[FakeDeviceTransport]:
 
 
 @pytest.mark.mpi
-def test_a_round_sends_what_its_array_holds_each_time_and_shares_its_buffers(
+def test_a_round_sends_its_array_anew_and_shares_its_buffers(
     transport: FakeDeviceTransport,
 ) -> None:
     dest, source = ring(transport)

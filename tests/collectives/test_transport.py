@@ -145,7 +145,7 @@ def test_a_list_of_unknown_length_says_how_long_it_is(either: HostTransport, cou
     assert either.traffic == (Traffic(8 * count, int(count > 0), 8, 1) if told else Traffic(8 * count, 1))
 
 
-def test_a_persistent_round_sends_what_its_buffer_holds_each_time_and_taken_traffic_counts_anew(
+def test_a_persistent_round_sends_its_buffer_anew_and_is_counted_each_time(
     transport: HostTransport,
 ) -> None:
     dest, source = ring(transport)
@@ -230,7 +230,7 @@ def test_rounds_arrive_bucket_by_bucket_with_a_bounded_number_in_flight(
     assert max(most.values()) <= 2 * in_flight
 
 
-def test_an_exchange_has_the_next_bucket_on_the_wire_while_one_is_worked_on(comm: MPI.Intracomm) -> None:
+def test_an_exchange_sends_the_next_bucket_while_one_is_worked_on(comm: MPI.Intracomm) -> None:
     transport = InFlight(comm)
     buffers = [(np.full(3, i), np.zeros(3, np.int64)) for i in range(4)]
     dest, source = ring(transport)
@@ -357,7 +357,7 @@ def test_a_problem_on_one_rank_is_raised_on_all_and_names_it(transport: HostTran
     ("raised", "here"),
     [(TypeError, ValueError), (MemoryError, ValueError), (KeyError, KeyError)],
 )
-def test_an_error_in_a_block_is_raised_on_all_of_its_own_kind_where_it_is_not_named(
+def test_an_error_in_a_block_is_raised_on_all_ranks(
     transport: HostTransport, raised: type[Exception], here: type[Exception]
 ) -> None:
     last = transport.rank == transport.size - 1

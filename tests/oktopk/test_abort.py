@@ -50,7 +50,7 @@ def raise_in_launch(reducer: GradientAllreduce, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("steps", [0, 3, 12], ids=["first", "waited for", "deferred"])
 @pytest.mark.parametrize("exact", [False, True], ids=["before", "halfway"])
-def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_it(
+def test_a_rank_that_raises_before_its_launch_is_named_by_all_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int, exact: bool
 ) -> None:
     culprit = comm.size - 1
@@ -87,7 +87,7 @@ def test_where_a_rank_raises_before_its_launch_all_ranks_raise_at_once_and_name_
     comm.Barrier()
 
 
-def test_where_a_rank_raises_before_it_launches_again_all_ranks_raise(
+def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from oktopk.cuda.p2p_graph import P2PGraph
@@ -114,7 +114,7 @@ def test_where_a_rank_raises_before_it_launches_again_all_ranks_raise(
     comm.Barrier()
 
 
-def test_an_error_that_the_caller_found_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -> None:
+def test_a_callers_error_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, deferred=True)
     gradient = gradients(comm)
     for _ in range(12):
@@ -132,7 +132,7 @@ def test_an_error_that_the_caller_found_on_one_rank_ends_the_step_on_all(comm: M
 
 
 @pytest.mark.parametrize("settings", [{}, {"density_warmup_steps": 8}], ids=["", "k changes"])
-def test_an_abort_that_no_step_met_is_met_by_the_next_one_or_by_the_state(
+def test_an_abort_that_no_step_met_stops_the_next_step_and_the_state(
     comm: MPI.Intracomm, settings: dict[str, Any]
 ) -> None:
     reducer = reducer_of(comm, **settings)
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intr
     comm.Barrier()
 
 
-def test_a_rank_that_alone_skips_a_step_is_named_by_the_others_and_raises(comm: MPI.Intracomm) -> None:
+def test_a_rank_that_alone_skips_a_step_raises_as_the_others_do(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, timeout=TIMEOUT)
     gradient = gradients(comm)
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_a_step_after_a_pause_shorter_than_the_limit_is_as_ever(comm: MPI.Intrac
         assert report.global_nnz >= report.k * 0.9
 
 
-def test_a_rank_that_was_missed_over_messages_does_not_hold_the_others_in_close(
+def test_a_rank_missed_over_messages_does_not_hold_the_others_in_close(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 1.5)

@@ -98,7 +98,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
         ("overlap", "there and back", "between"),
     ],
 )
-def test_a_model_that_is_converted_after_wrapping_goes_on_with_what_is_there(
+def test_a_model_converted_after_wrapping_trains_on(
     comm: MPI.Intracomm, way: str, change: str, when: str
 ) -> None:
     """before: the backward pass; between: it and the step, or the update and the optimizer: each p.grad is converted, too."""

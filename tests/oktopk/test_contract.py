@@ -138,7 +138,7 @@ def check_contract(
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
-def test_ok_topk_loses_nothing_passes_no_cap_and_equals_the_oracle_where_exact(
+def test_ok_topk_loses_nothing_keeps_its_caps_and_equals_the_oracle(
     comm: MPI.Intracomm, device: str, kind: str
 ) -> None:
     check_contract(comm, device, "oktopk", kind)
@@ -170,7 +170,7 @@ def halves() -> list[Any]:
 
 
 @pytest.mark.parametrize(("method", "kind", "half"), halves())
-def test_other_methods_lose_nothing_pass_no_cap_and_equal_their_oracles_where_exact(
+def test_other_methods_lose_nothing_keep_their_caps_and_equal_their_oracles(
     comm: MPI.Intracomm, device: str, method: str, kind: str, half: int
 ) -> None:
     check_contract(comm, device, method, kind, shapes_of(kind, half, 2))

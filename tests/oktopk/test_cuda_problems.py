@@ -138,7 +138,7 @@ def test_two_cupy_packages_are_found_by_their_names(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_memory_that_is_not_to_be_had_is_named_with_what_is_wanted_and_free(
+def test_missing_memory_is_named_with_the_bytes_wanted_and_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(memory=(123456, 7654321), allocation=OUT_OF_MEMORY))
@@ -201,7 +201,7 @@ class PoolError(MemoryError):
     ],
     ids=repr,
 )
-def test_memory_that_is_short_when_kernels_are_made_is_not_said_to_be_a_compilers_fault(
+def test_memory_that_is_short_for_kernels_is_not_called_a_compilers_fault(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(*_: Any) -> None:

@@ -268,7 +268,7 @@ def select_from(reducer: GradientAllreduce, magnitude: float) -> None:
 
 
 @pytest.mark.parametrize(("factor", "goes_on"), [(0.98, True), (1.02, True), (0.5, True), (2.0, False)])
-def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
+def test_a_global_threshold_that_missed_is_moved_unless_by_far(
     cuda: str, outcomes: list[Any], comm: MPI.Intracomm, factor: float, goes_on: bool
 ) -> None:
     """What is kept is between k/2 and the cap, or nothing is."""
@@ -291,7 +291,7 @@ def test_a_global_threshold_that_missed_is_moved_without_the_host_unless_by_far(
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02, 0.5, 2.0])
-def test_a_global_threshold_that_missed_is_named_by_the_kernels_where_the_host_waits(
+def test_kernels_compute_an_exact_threshold_where_the_host_waits(
     cuda: str, monkeypatch: pytest.MonkeyPatch, comm: MPI.Intracomm, factor: float
 ) -> None:
     on_cpu, among = on_both(
@@ -359,7 +359,7 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
     assert not last or dwindled[1].local_exact
 
 
-def test_a_selection_far_over_the_cap_on_one_rank_stops_all_and_the_next_step_applies(
+def test_a_selection_far_over_the_cap_stops_all_ranks_for_one_step(
     cuda: str,
     comm: MPI.Intracomm,
 ) -> None:

@@ -178,7 +178,7 @@ def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     comm.Barrier()
 
 
-def test_an_error_that_the_caller_found_on_one_rank_is_raised_by_all_and_the_next_step_goes_on(
+def test_a_callers_error_on_one_rank_is_raised_by_all_before_the_next_step(
     comm: MPI.Intracomm,
 ) -> None:
     use("cuda", comm)

@@ -101,7 +101,7 @@ def test_vectors_that_begin_anywhere_are_selected_from(device: Any, shift: int) 
 
 
 @pytest.mark.parametrize("n", [9 * CHUNK, GROUPED])
-def test_what_a_list_has_no_room_for_is_counted_and_nothing_behind_it_is_written(device: Any, n: int) -> None:
+def test_a_list_that_is_full_counts_on_and_nothing_behind_is_written(device: Any, n: int) -> None:
     rng = np.random.default_rng(n)
     wanted, magnitude = accumulated("spread", n, rng)
     for _ in range(2):  # what overflowed must leave nothing behind

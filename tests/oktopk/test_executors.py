@@ -177,7 +177,7 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
     ],
 )
 @pytest.mark.host_cuda(ranks=1)
-def test_every_way_gives_the_bits_and_counts_the_words_of_messages_between_hosts(
+def test_every_way_gives_the_bits_and_words_of_messages_between_hosts(
     comm: MPI.Intracomm,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

@@ -276,7 +276,7 @@ def test_replicas_that_were_closed_refuse_every_call_and_the_backward_pass(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_state_that_one_rank_cannot_load_is_refused_on_all_and_loaded_into_no_module(
+def test_a_state_that_one_rank_cannot_load_is_loaded_into_no_module(
     comm: MPI.Intracomm, replicas: Any, steps: int
 ) -> None:
     model, made, _ = replicas(density=0.2)
@@ -321,9 +321,7 @@ def test_a_model_whose_parameters_are_all_in_sharded_layers_loads_its_state(
 
 @pytest.mark.long("waits for a limit of 2 s; `make test` has the same of a reducer")
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_alone_loads_a_state_of_replicas_is_named_with_that_call(
-    comm: MPI.Intracomm, replicas: Any
-) -> None:
+def test_a_rank_that_alone_loads_a_state_of_replicas_is_named(comm: MPI.Intracomm, replicas: Any) -> None:
     model, made, _ = replicas(density=0.2, timeout=2.0)
     backward(model, comm.rank, 0)
     saved = made.state_dict()

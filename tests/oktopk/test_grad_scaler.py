@@ -42,7 +42,7 @@ def gradient(comm: MPI.Intracomm, step: int, place: torch.device) -> torch.Tenso
         *(("dense", True, "raise"), ("dense", False, "skip")),
     ],
 )
-def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual_bit_for_bit(
+def test_an_inf_on_one_rank_halves_every_scale_and_leaves_the_residual(
     comm: MPI.Intracomm, place: torch.device, method: str, unscaled_by_user: bool, nonfinite: str
 ) -> None:
     parameter, optimizer = reduced(comm, place, method=method, nonfinite=nonfinite)

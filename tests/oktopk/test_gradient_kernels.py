@@ -88,7 +88,7 @@ def test_a_pass_that_overflows_counts_on_and_stays_in_its_list(missing: int) -> 
     check_accumulate_select(np.ones(length, np.float32), np.zeros(length, np.float32), 1, length - missing)
 
 
-def test_a_pass_that_overflows_midway_still_accumulates_and_counts_nonfinite_to_the_end() -> None:
+def test_a_pass_that_overflows_midway_accumulates_and_counts_to_the_end() -> None:
     gradient, residual = integers(5, 4 * BLOCK), integers(6, 4 * BLOCK)
     gradient[[3, BLOCK + 2, 4 * BLOCK - 1]] = np.nan, np.inf, -np.inf
     check_accumulate_select(gradient, residual, int(magnitude_bits(30)[0]), capacity=100)
@@ -124,7 +124,7 @@ TYPES = ("float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("element_type", TYPES)
-def test_a_displacement_is_rounded_where_torch_rounds_and_added_as_a_vector_is(element_type: str) -> None:
+def test_a_displacement_is_rounded_as_torch_rounds_and_added_as_a_vector(element_type: str) -> None:
     """And what is shown then leaves none."""
     dtype, rng = getattr(torch, element_type), np.random.default_rng(7)
     sizes = [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3]

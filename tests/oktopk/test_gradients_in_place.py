@@ -353,7 +353,7 @@ def trained(
     ],
     ids=str,
 )
-def test_training_in_place_on_cuda_gives_the_bits_of_training_from_one_vector(
+def test_training_in_place_gives_the_bits_of_training_from_one_vector(
     comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any]
 ) -> None:
     found, *counted = trained(comm, place, monkeypatch, True, **chosen)
@@ -432,7 +432,7 @@ class Loop:
 @on_gpus
 @pytest.mark.mpi
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
-def test_a_deferred_step_on_cuda_takes_back_a_gradient_that_was_forgotten_at_once(
+def test_a_deferred_step_takes_back_a_gradient_freed_at_once(
     comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, gradient_type: str
 ) -> None:
     """One rank's is not finite: the residual of all is as before, though the gradients' memory got something else."""
@@ -471,7 +471,7 @@ def test_gradients_of_another_current_stream_are_waited_for(
 
 @on_gpus
 @pytest.mark.mpi
-def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
+def test_memory_for_one_vector_is_taken_only_by_steps_that_need_it(
     comm: MPI.Intracomm, place: torch.device
 ) -> None:
     parameter = nn.Parameter(torch.zeros(1 << 16, device=place))
@@ -493,7 +493,7 @@ def test_memory_for_one_vector_is_taken_on_cuda_only_by_steps_that_need_it(
 @pytest.mark.mpi
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("method", ["oktopk", "dense"])
-def test_where_no_message_travels_unused_parameters_stay_and_rates_that_part_are_named(
+def test_without_messages_unused_parameters_stay_and_unequal_rates_are_named(
     comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, method: str, deferred: bool
 ) -> None:
     """Ranks on the GPUs of a host learn of each other through the memory of the host."""

@@ -228,7 +228,7 @@ def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: s
         *shards("skip", 2, long=True),
     ],
 )
-def test_a_replica_of_which_one_rank_has_a_gradient_that_is_not_finite_does_not_step(
+def test_a_replica_with_a_nonfinite_gradient_on_one_rank_does_not_step(
     replicas: Replicas, nonfinite: str, every: int
 ) -> None:
     model, comm = replicas.model(), replicas.comm
@@ -367,7 +367,7 @@ def spoil(parameter: Any) -> None:
         *shards(3, True, long=True),
     ],
 )
-def test_a_problem_of_one_rank_is_told_on_all_in_the_exchange_and_gone_on_from(
+def test_all_ranks_go_on_from_a_problem_of_one_told_in_the_exchange(
     replicas: Replicas, at: int, scaled: bool
 ) -> None:
     """Ranks measure the ratio in the same exchanges, whoever stepped."""
@@ -475,7 +475,7 @@ def test_what_one_replica_holds_is_loaded_on_all_between_two_steps(replicas: Rep
 
 
 @over(cases=[case("ranks"), case("hosts of 2")])
-def test_what_is_written_becomes_the_reference_and_closing_keeps_what_was_written_last(
+def test_what_is_written_becomes_the_reference_and_outlives_closing(
     replicas: Replicas,
 ) -> None:
     model, comm = replicas.model(), replicas.comm
@@ -606,9 +606,7 @@ BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
         ),
     ],
 )
-def test_what_is_broken_in_the_state_of_one_rank_is_named_by_all_and_loaded_by_none(
-    replicas: Replicas, what: str
-) -> None:
+def test_a_broken_state_of_one_rank_is_named_by_all_and_loaded_by_none(replicas: Replicas, what: str) -> None:
     """Not by those either that have another shard."""
     comm = replicas.comm
     if what == "replicas that differ" and len(replicas.mates(0)) == comm.size:

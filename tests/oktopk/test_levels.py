@@ -130,7 +130,7 @@ KINDS = [
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("kind", "ranks_per_host", "half"), KINDS)
-def test_nothing_is_lost_a_host_keeps_to_its_caps_and_exact_steps_are_the_oracles(
+def test_hosts_lose_nothing_pass_no_cap_and_equal_the_oracle_where_exact(
     comm: MPI.Intracomm, device: str, ranks_per_host: int, kind: str, half: int
 ) -> None:
     for length, density in SHAPES[half::2]:
@@ -220,7 +220,7 @@ def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
         *(pytest.param("cuda", kind, marks=on_gpus) for kind in ("float32", "bfloat16", "float16")),
     ],
 )
-def test_narrow_gradients_are_summed_in_float32_and_what_a_wire_rounds_away_stays_in_the_shards(
+def test_narrow_gradients_and_wires_that_round_lose_nothing_in_shards(
     comm: MPI.Intracomm, device: str, gradient_type: str, wire: str
 ) -> None:
     reducer = two_levels(comm, device, 2, wire=wire, gradient_type=gradient_type)
@@ -255,7 +255,7 @@ def test_a_dense_step_takes_in_what_the_shards_hold(comm: MPI.Intracomm, device:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_host", [2, 3])
-def test_displacements_are_of_shards_and_stay_in_the_residual_whatever_becomes_of_the_step(
+def test_displacements_of_shards_stay_in_the_residual_however_a_step_ends(
     comm: MPI.Intracomm, device: str, ranks_per_host: int
 ) -> None:
     """In steps that are dense, sparse, measured, flagged and not finite."""
@@ -287,7 +287,7 @@ def test_displacements_are_of_shards_and_stay_in_the_residual_whatever_becomes_o
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_host", [2, 3])
-def test_the_ranks_of_a_host_take_their_mean_without_a_message_to_others(
+def test_ranks_of_a_host_take_their_mean_without_a_message(
     comm: MPI.Intracomm, device: str, ranks_per_host: int
 ) -> None:
     reducer = two_levels(comm, device, ranks_per_host)
@@ -338,7 +338,7 @@ def test_after_an_error_the_last_update_is_not_applied_again(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_host", [2, 3])
-def test_entries_of_a_host_are_read_where_they_lie_and_without_memory_for_that_travel_as_messages(
+def test_entries_of_a_host_travel_as_messages_only_without_memory_for_windows(
     comm: MPI.Intracomm, cuda: str, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from collectives import symmetric_memory
@@ -416,7 +416,7 @@ def test_a_rank_that_is_late_while_windows_are_opened_is_waited_for(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("operation", ["reserve", "write"])
-def test_a_rank_that_does_not_come_while_windows_are_opened_is_named_by_all(
+def test_a_rank_missing_while_windows_are_opened_is_named_by_all(
     comm: MPI.Intracomm,
     cuda: str,
     operation: str,
@@ -474,7 +474,7 @@ def test_measures_do_not_change_a_step_and_agree_with_the_definition(
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize(("wire", "nonfinite"), [("plain", "skip"), ("float32", "raise"), ("int4", "raise")])
-def test_a_union_of_what_hosts_choose_clears_all_of_them_and_loses_nothing(
+def test_a_union_between_hosts_clears_all_of_them_and_loses_nothing(
     comm: MPI.Intracomm, device: str, wire: str, nonfinite: str
 ) -> None:
     reducer = two_levels(comm, device, 2, method="union", wire=wire, nonfinite=nonfinite, density=0.05)

@@ -141,7 +141,7 @@ def test_weights_that_the_first_step_makes_are_refused_in_every_exchange(comm: M
 
 
 @pytest.mark.mpi(min_size=2)
-def test_on_all_ranks_one_sentence_refuses_them_and_the_optimizer_within_sam_trains(
+def test_all_ranks_refuse_them_alike_and_the_optimizer_within_sam_trains(
     comm: MPI.Intracomm,
 ) -> None:
     def sgd(groups: Any) -> torch.optim.Optimizer:

@@ -230,7 +230,7 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
 
 
 @pytest.mark.mpi(min_size=3)
-def test_a_state_that_is_not_finite_on_a_shards_holder_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
+def test_a_nonfinite_state_of_one_shards_holder_is_found_on_all_ranks(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, kind="sgd")
     train(model, optimizer, comm.rank, range(2))
@@ -343,7 +343,7 @@ def test_a_dense_warm_up_measures_and_tables_work_between_replicas(comm: MPI.Int
     ],
     ids=str,
 )
-def test_several_hosts_of_several_ranks_are_replicas_unless_something_else_is_asked_for(
+def test_several_hosts_of_several_ranks_are_replicas_by_default(
     comm: MPI.Intracomm, settings: dict[str, Any], replica: str
 ) -> None:
     optimizer = wrap(network(), comm, 2, **{"replica": "auto"} | settings)

@@ -106,7 +106,7 @@ class Twice:
         self.checked = True
 
 
-def test_buffers_are_averaged_by_the_sums_that_are_given_and_written_after_a_check() -> None:
+def test_buffers_are_averaged_by_the_given_sums_and_written_after_a_check() -> None:
     model = torch.nn.BatchNorm1d(3)
     model.running_mean.fill_(7)
     model.running_var.copy_(torch.arange(3.0))

@@ -62,7 +62,7 @@ def test_torchrun_trains_to_equal_parameters_without_mpi(tmp_path: Path) -> None
 
 @pytest.mark.long("waits until the others have ended; `make test` has a rank that does not come")
 @pytest.mark.timeout(PATIENCE)
-def test_a_rank_that_comes_after_the_others_have_ended_is_told_that_it_was_late(tmp_path: Path) -> None:
+def test_a_rank_that_comes_after_the_others_ended_learns_it_was_late(tmp_path: Path) -> None:
     done = trained(tmp_path, "late")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("missed [1]") == 2, done.stdout

@@ -213,7 +213,7 @@ def test_groups_of_another_optimizer_are_refused_by_all_before_anything_changes(
 @pytest.mark.parametrize(
     ("method", "kind"), [("oktopk", "unfrozen"), ("dense", "added"), ("gtopk", "replaced")]
 )
-def test_a_parameter_that_needs_a_gradient_after_wrapping_is_an_error_on_all_ranks(
+def test_a_parameter_that_needs_a_gradient_later_is_an_error_on_all(
     comm: MPI.Intracomm, method: str, kind: str
 ) -> None:
     model = network()
@@ -299,7 +299,7 @@ def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.I
     [{"sends": "updates"}, {"sends": "gradients"}, {"sends": "gradients", "bucket_mb": 0.001}],
     ids=str,
 )
-def test_where_all_ranks_load_rank_0s_state_the_next_step_warns_unless_each_has_loaded_its_own(
+def test_a_step_warns_if_all_ranks_loaded_rank_0s_state_alone(
     comm: MPI.Intracomm, settings: dict[str, Any]
 ) -> None:
     """As frameworks do that save rank 0's optimizer alone."""
@@ -484,9 +484,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_close_at_other_times_free_what_they_hold_and_go_on(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_close_at_other_times_go_on(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     for waits in (60.0, 0.0):  # for the others, so that all or not all have closed by then
         monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", waits)
         reducers = [Vectors(comm, [100]) for _ in range(3)]
