@@ -31,6 +31,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      every so many-th; second: how their means travel, `wire` by default); chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo);
      with a mask the largest of each block of so many elements are chosen
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
+     wm=s: the start sends slices of ws of the elements in turn, as wws says (sign), share 1, with owners that keep what they round
   dr, dw: density falls from dr to d over the share dw of the steps
   v: own; mean (of the mean gradient, exact); slice/K=..: a rotating 1/K of it; ratio: own times the measured ratio of each tensor;
      pools/K=..: pool from a rotating 1/K of the workers' v and m, averaged densely in 8 bits (stale by up to K steps)
@@ -678,6 +679,9 @@ def run(spec):
         starting = s < round(w * steps)
         hh = wh if starting else h
         dd = 1.0 if starting else d
+        by_slices = starting and wm == "s"
+        if by_slices:
+            dd = f("ws", 0.5)
         if dw and s < dw * steps:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
         with torch.no_grad():
@@ -688,7 +692,7 @@ def run(spec):
                     torch.sub(ref, unsent, out=views)
                     views.add_(car, alpha=1 - lv)
                 else:
-                    torch.sub(ref, unsent, alpha=lv, out=views)
+                    torch.sub(ref, unsent, alpha=1.0 if by_slices else lv, out=views)
             else:
                 views.copy_(ref.expand(P, n))
         xs.copy_(train_t[idx[s][:, :, None] + ar])
@@ -848,7 +852,14 @@ def run(spec):
                     weight /= weight.mean()
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
-                if weight is not None and dd < 1 and not mask:
+                if by_slices:
+                    kept = zeros(1)[0] if turn == 0 else kept
+                    start_wire = o.get("wws", "sign")
+                    u = exchange(unsent, dd, start_wire, 0, turn, kept)
+                    sent_bytes += dd * STRIDE[start_wire]
+                    if s + 1 == round(w * steps):  # what owners have kept is sent later
+                        unsent[0] += P * kept
+                elif weight is not None and dd < 1 and not mask:
                     u = exchange_weighted(unsent, dd, weight)
                 elif mask and dd < 1:
                     u, share = exchange_masked(unsent, dd, wire, mask, turn, weight, chunk)
@@ -878,7 +889,7 @@ def run(spec):
                 since = 0
                 turn += 1
                 coded_as = STRIDE if stride else MASKED if mask else BYTES
-                sent_bytes += (
+                sent_bytes += not by_slices and (
                     mult * dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2
                     if dd < 1 or stride
                     else 1.0
