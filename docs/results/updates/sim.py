@@ -645,6 +645,7 @@ def run(spec):
     subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
     subm, flow, mult = int(f("subm", 0)), zeros(1) if "sube" in o else None, int(f("mult", 1))
     server, sh = zeros(1)[0] if int(f("server", 0)) else None, int(f("sh", 1))
+    kept = zeros(1)[0] if wm == "s" else None  # by owners in a start by slices
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
     full = torch.zeros(0, dtype=torch.long, device=dev)
@@ -853,7 +854,6 @@ def run(spec):
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
                 if by_slices:
-                    kept = zeros(1)[0] if turn == 0 else kept
                     start_wire = o.get("wws", "sign")
                     u = exchange(unsent, dd, start_wire, 0, turn, kept)
                     sent_bytes += dd * STRIDE[start_wire]
