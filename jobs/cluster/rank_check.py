@@ -59,9 +59,9 @@ def main(comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     total = np.full(ELEMENTS, comm.rank + 1, np.int64)
     comm.Allreduce(MPI.IN_PLACE, total)
     wrong = np.flatnonzero(total != expected)
-    problem = f"{total[wrong[0]]} at {wrong[0]}" if len(wrong) else ""
+    difference = f"{total[wrong[0]]} at {wrong[0]}" if len(wrong) else ""
     # small messages may arrive where large ones do not
-    sums = comm.allgather(problem)
+    sums = comm.allgather(difference)
     if any(sums) and not problem:
         named = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(sums) if text)
         problem = (
