@@ -58,7 +58,7 @@ class Settings:
         levels: whether the ranks of a host sum their gradients before anything travels between hosts. "flat": every rank
             exchanges with all others. "hosts": each rank of a host sums one shard, and Ok-Topk runs between hosts: k, its caps
             and its bounds are then those of a host. "auto": hosts where there are several with several ranks each, and the
-            method is oktopk.
+            method is oktopk or union.
         ranks_per_host: ranks that count as one host, which must share memory; 0: those that do. With hosts of different
             numbers of ranks there are as many shards as the smallest has ranks; the others hold none.
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.

@@ -17,7 +17,6 @@ from tests.launched import PATIENCE, ROOT, run_ranks, run_torchrun
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LONG = {
     "ddp",
-    "fsdp2",
     "hsdp",
     "own_method",
     "torchrun",
@@ -54,7 +53,7 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     if library is not None and find_spec(library) is None:
         missing = f"{library} is not installed: pip install -e '.[examples]'"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
-    ranks = 4 if path.stem in ("fsdp2", "hsdp") else 2
+    ranks = 4 if path.stem == "hsdp" else 2
     done = (run_torchrun if "torchrun" in lines[0] else run_ranks)(ranks, str(path))
     assert done.returncode == 0, done.stderr
     assert "Warning: parameters on rank" not in done.stderr

@@ -3,8 +3,8 @@
     python -m jobs.launch -n 4 -m docs.results.hook --steps 16 --warmup 4 --set threshold_interval=16 --json FILE
     python -m docs.results.hook --draw hook.svg FILE...
 
-It takes the options of jobs.bench, for one run. The second draws the median step of each hook, a bar for each, of which as much
-is pale as a step under no_sync takes.
+It takes --length, --density, --steps, --warmup, --set, --seed, --device, --network, --json and --quiet, as jobs.bench. The
+second draws the median step of each hook, a bar for each, of which as much is pale as a step under no_sync takes.
 """
 
 import hashlib
@@ -44,6 +44,18 @@ LAYERS = 8
 BATCH = 8  # samples a rank and step
 BUCKET_MB = 25
 BLOCK = 4  # steps of one contestant in a row, before the next one's
+TAKEN = (
+    "--length",
+    "--density",
+    "--steps",
+    "--warmup",
+    "--set",
+    "--seed",
+    "--device",
+    "--network",
+    "--json",
+    "--quiet",
+)
 WHOLE_STEPS = 2  # in which PowerSGD sums the whole gradient first: torch's least
 TITLES = {
     "ddp": ("DDP", "ddp"),
@@ -228,8 +240,10 @@ def run(found, options, comm, device):
 
 
 def bars(documents):
-    """A bar for each of TITLES that was measured."""
+    """A bar for each of TITLES that was measured. BenchError: there is no document, or one is of something else."""
     found = []
+    if not documents or any(document.get("kind") != "hook table" for document in documents):
+        raise BenchError("--draw FILE.svg DOCUMENT.json ... takes documents of the table of hooks")
     for own in (document["runs"][0] for document in documents):
         steps = {method["name"]: method for method in own["methods"]}
         alone = steps["compute"]["seconds"]["median"]
@@ -246,11 +260,18 @@ def bars(documents):
 
 def main(words, module="docs.results.hook", rivals=lambda density: {}, comm=MPI.COMM_WORLD):
     """Measure as the command line says, or draw; returns the exit status. rivals: density -> further contestants."""
-    if words[:1] == ["--draw"]:
-        draw(bars([read(path) for path in words[2:]]), Path(words[1]))
+    if {"-h", "--help"} & {*words}:
+        say(comm, __doc__)
         return 0
     try:
+        if words[:1] == ["--draw"]:
+            draw(bars([read(path) for path in words[2:]]), Path(" ".join(words[1:2])))
+            return 0
+        if other := [word for word in words if word[:2] == "--" and word.partition("=")[0] not in TAKEN]:
+            raise BenchError(f"{other[0]} is not for the table of hooks, which takes {', '.join(TAKEN)}")
         options = replace(parse(words, launched=True), module=module)
+        if len(options.lengths) != 1:
+            raise BenchError("--length: the table of hooks takes one")
     except BenchError as error:
         say(comm, f"{module}: {error}")
         return 2

@@ -68,6 +68,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and min(value if isinstance(value, Sequence) else [value], default=1) < 1:
             parser.error(f"--{name.replace('_', '-')} {value} is not at least 1")
+    if options.budget is not None and not options.budget > 0:
+        parser.error(f"--budget {options.budget} is not above 0")
     if options.speed_ranks is None:
         sizes = [2**i for i in range(options.ranks.bit_length()) if 2**i <= options.ranks]
         options.speed_ranks = sizes if experiment.scaling else [options.ranks]

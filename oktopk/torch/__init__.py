@@ -1,4 +1,4 @@
-"""The torch side: optimizer wrapper, AdamW, hooks for DistributedDataParallel and FSDP2, modules, a dense allreduce."""
+"""The torch side: optimizer wrapper, AdamW, a hook for DistributedDataParallel, modules, a dense allreduce."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,13 +7,11 @@ if TYPE_CHECKING:
     from oktopk.torch.adamw import AdamW
     from oktopk.torch.ddp import OkTopkState, ddp_hook
     from oktopk.torch.dense import DenseAllreduce
-    from oktopk.torch.fsdp import OkTopkReplicas
 
-__all__ = ["AdamW", "DenseAllreduce", "OkTopkReplicas", "OkTopkState", "ddp_hook"]
+__all__ = ["AdamW", "DenseAllreduce", "OkTopkState", "ddp_hook"]
 _MODULES = {
     "AdamW": "adamw",
     "DenseAllreduce": "dense",
-    "OkTopkReplicas": "fsdp",
     "OkTopkState": "ddp",
     "ddp_hook": "ddp",
 }

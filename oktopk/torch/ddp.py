@@ -155,6 +155,7 @@ class OkTopkState:
         self._loaded: dict[str, Any] | None = None
         self._dense_steps = 1  # after which DDP's buckets do not change any more
         self._settled = False  # these steps are over
+        self._goes_on = False  # from a state of these steps, which is empty
         self._report: StepReport | None = None
         self._given: list[_Given] = []  # of this step
         self._came: dict[Tensor, Tensor] = {}  # parameter -> its gradient in a buffer of DDP's, in this step
@@ -474,7 +475,9 @@ class OkTopkState:
             **arguments,
         )
         register_reducer(self, every)
-        self._look_around(every, warn=reducer.transport.rank == 0 and not (self._settled or loading))
+        self._look_around(
+            every, warn=reducer.transport.rank == 0 and not (self._settled or loading or self._goes_on)
+        )
         for bucket in reducer.buckets if self._settled else ():
             bucket.renumber(self._dense_steps, 0)
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
@@ -515,15 +518,19 @@ class OkTopkState:
         return by_rank({"buckets": names, "reducer": reducer, "tables": tables})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit, from the next backward pass on. Collective.
+        """Continue where this rank's `state_dict` was taken, from the next backward pass on. Collective.
+
+        Bit for bit, but for a state of the first dense steps, which is empty: see `state_dict`.
 
         Raises:
             ValueError: it is not a state of this class, or not of these parameters; on every rank alike, and nothing has changed.
                 What can be seen in the next backward pass alone is raised there, on every rank alike.
         """
         state = of_rank(state)
-        with self._met("OkTopkState.load_state_dict") as transport, transport.together(ValueError):
+        with self._met("OkTopkState.load_state_dict") as transport, transport.together(ValueError) as alike:
             self._check_state(state)
+            buckets = [len(names) for names in state["buckets"]]
+            alike |= {"whether a state is empty": state["reducer"] is None, "buckets of the state": buckets}
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
@@ -568,7 +575,8 @@ class OkTopkState:
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""
         self._loaded = None
-        if state["reducer"] is None:  # of before the first step
+        self._goes_on = state["reducer"] is None
+        if self._goes_on:
             self._free()
             return
         self._set_up(lambda: self._found(state["buckets"]), loading=True)

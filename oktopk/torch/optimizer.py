@@ -86,7 +86,8 @@ class DistributedOptimizer(WrappedOptimizer):
             bfloat16 or float16, each dense in memory.
         comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings. Of
             parameters that `fully_shard` made the ranks that hold this rank's shards, `mesh["replicate"].get_group()`.
-        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, "union" for updates, which loses less at equal bytes.
+        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, and for updates "union", which loses less at 1 % of the
+            bytes and goes over messages, within a host too.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
@@ -248,7 +249,7 @@ class DistributedOptimizer(WrappedOptimizer):
                             "sends='gradients'"
                         )
                     refuse(refused)
-                    _check_alone(optimizer, trained)
+                    refuse(_second_reducer_problem(optimizer, trained))
                     held = trained if shards is None else self._parameters
                     refuse(wrapping_problem(optimizer, held, clip_norm, settings))
                     refuse(tables_problem(named, trained, settings))
@@ -288,7 +289,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if sends != self._sends:
             kind = self._kinds[sends].__name__
             raise ValueError(
-                f"a {type(self).__name__} sends {self._sends!r}, not {sends!r}: derive it from {kind}"
+                f"{type(self).__name__} sends {self._sends!r}, not {sends!r}: for these take {kind}"
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every {every!r} is not an integer >= 1")
@@ -717,13 +718,13 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
-def _check_alone(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
-    """Raise ValueError where another reducer has these parameters."""
+def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> str:
+    """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
     if (other := reducer_of(trained)) is None:
-        return
+        return ""
     name = (
         "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
     )
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
-    raise ValueError(f"{name} {what} already: use that one, or close() it first")
+    return f"{name} {what} already: use that one, or close() it first"

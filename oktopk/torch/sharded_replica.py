@@ -146,8 +146,10 @@ class ShardedReplica(Replica):
         problem = ""
         try:
             yield alike
-        except ValueError as error:
-            problem = str(error)
+        except MissingRanksError:
+            raise
+        except Exception as error:
+            problem = str(error) or type(error).__name__
         problem = self._sentence(problem, what)
         if self._transport is not None and not problem:
             try:

@@ -68,10 +68,7 @@ def shards_problem(
     if any(parameter.device_mesh.ndim > 1 for parameter in sharded):
         return TWO_DIMENSIONS
     if sends == "gradients":
-        return (
-            "a parameter is sharded, as by fully_shard: take oktopk.torch.OkTopkReplicas between the replicas of the model, or "
-            "sends='updates'"
-        )
+        return "a parameter is sharded, as by fully_shard: pass sends='updates'"
     if len(sharded) < len(parameters):
         return (
             f"{len(sharded)} parameter(s) of the optimizer are sharded and {len(parameters) - len(sharded)} are not: give those "

@@ -105,8 +105,9 @@ def two_groups(held: list[nn.Parameter]) -> Any:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Callable[[Run, int], None] | None]] = {
     "plain": ({}, {}, None, None),
+    "oktopk": ({"method": "oktopk"}, {}, None, None),
     "groups, decay, frozen": ({}, {}, two_groups, lambda run, step: setattr(run.held[2], "grad", None)),
-    "missing gradients": ({"nonfinite": "raise"}, {}, None, missing),
+    "missing gradients": ({"nonfinite": "raise", "method": "oktopk"}, {}, None, missing),
     "nan raises": ({"nonfinite": "raise"}, {}, None, not_a_number),
     "nan is skipped": ({"nonfinite": "skip"}, {}, None, not_a_number),
     "clipped": ({"clip_norm": 0.5}, {}, None, None),

@@ -165,7 +165,8 @@ def test_the_first_step_is_dense_and_then_buckets_stay(
         (loss(own, rank, 0) / comm.size).backward()
     for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
         assert torch.allclose(reduced.grad, mine.grad, rtol=1e-5, atol=1e-6), name
-    assert of_rank(state.state_dict()) == saved, "a dense step leaves something behind"
+    assert of_rank(state.state_dict()) == saved
+    assert all(bucket.residual is None or not bucket.residual.any() for bucket in state.reducer.buckets)
     reducers = [state.reducer]
     for step in range(1, 6):
         train(ddp, comm.rank, range(step, step + 1))

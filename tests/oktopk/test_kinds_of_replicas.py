@@ -81,13 +81,15 @@ def moments(optimizer: Any) -> torch.Tensor:
 EACH_KIND = [
     case("ranks", {"kind": kind} | more, long=bool(at and by))
     for at, kind in enumerate(("adamw", "adamw foreach", "sgd", "adam tensor rate"))
-    for by, more in enumerate(({}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"}))
+    for by, more in enumerate(
+        ({}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"}, {"method": "oktopk"})
+    )
 ]
 EACH_KIND += [
     case("hosts of 2", {}),
     case("hosts of 3", {"every": 3, "wire": "int4"}),
     case("hosts of 3", {"local_share": 0.0}),
-    case("hosts of 2", {"clip_norm": 0.1}),
+    case("hosts of 2", {"clip_norm": 0.1, "method": "oktopk"}),
 ]
 EACH_KIND += [
     case(f"shards of {number}", settings, long=at > 0)
@@ -96,7 +98,7 @@ EACH_KIND += [
         (
             {},
             {"every": 3, "wire": "int4"},
-            {"kind": "oktopk adamw"},
+            {"kind": "oktopk adamw", "method": "oktopk"},
             {"kind": "sgd", "clip_norm": 0.1, "local_share": 0.0},
         )
     )
@@ -153,9 +155,10 @@ SHARED: dict[str, Any] = {"every": 2, "local_share": 0.5}
     "dtype",
     "settings",
     cases=[
-        case("ranks", torch.float32, {}),
+        case("ranks", torch.float32, {"method": "oktopk"}),
         case("ranks", torch.bfloat16, {}),
         case("hosts of 2", torch.float32, SHARED),
+        case("hosts of 2", torch.float32, SHARED | {"method": "oktopk"}),
         case("hosts of 3", torch.bfloat16, SHARED),
         *(case(f"shards of {number}", torch.float32, {"every": 2}) for number in SHARDS),
     ],
@@ -290,12 +293,13 @@ def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: 
     "how",
     cases=[
         case("ranks", 1, "own"),
+        case("ranks", 1, "own, by Ok-Topk"),
         case("ranks", 3, "own, the optimizer first"),
         case("ranks", 3, "agreed"),
         case("ranks", 1, "agreed, the optimizer first"),
         case("ranks", 2, "torch's distributed checkpoint"),
         case("ranks", 1, "a copy"),
-        case("hosts of 2", 1, "own"),
+        case("hosts of 2", 1, "own, by Ok-Topk"),
         case("hosts of 3", 3, "own"),
         case("hosts of 2", 3, "agreed"),
         case("hosts of 2", 1, "a copy"),
@@ -310,7 +314,9 @@ def test_training_goes_on_from_a_state_bit_for_bit(
     """In the middle of a window, too. Of the agreed model, each rank's own parameters are in its state."""
     import torch.distributed.checkpoint as dcp
 
-    comm, settings = replicas.comm, {"every": every, "clip_norm": 0.0 if replicas.mesh is None else 0.5}
+    comm = replicas.comm
+    settings: dict[str, Any] = {"every": every, "clip_norm": 0.0 if replicas.mesh is None else 0.5}
+    settings |= {"method": "oktopk"} if "Ok-Topk" in how else {}
     model = replicas.model()
     optimizer = replicas.wrap(model, **settings)
     train(model, optimizer, comm.rank, range(5))

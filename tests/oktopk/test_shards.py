@@ -345,23 +345,6 @@ def test_closed_optimizers_leave_the_agreed_model_and_may_be_wrapped_again(
     DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
 
 
-def test_gradients_are_summed_in_one_place(comm: MPI.Intracomm, one_shard: Any) -> None:
-    """Neither around replicas that reduce them in the backward pass, nor the reverse."""
-    from oktopk.torch import OkTopkReplicas
-
-    model, group = sharded(one_shard), one_shard["replicate"].get_group()
-    replicas = OkTopkReplicas(model, group, density=0.2)
-    with pytest.raises(ValueError, match="an OkTopkReplicas reduces gradients of these parameters already"):
-        wrap(model, one_shard)
-    replicas.close()
-    model = sharded(one_shard)
-    optimizer = wrap(model, one_shard)
-    with pytest.raises(ValueError, match="Optimizer reduces gradients of these parameters already: use that"):
-        OkTopkReplicas(model, group, density=0.2)
-    optimizer.close()
-    OkTopkReplicas(model, group, density=0.2).close()
-
-
 def test_weights_beside_the_shards_are_refused(comm: MPI.Intracomm, mesh: Any) -> None:
     """Where one rank has no element to compare, too."""
     model = sharded(mesh, nn.Linear(20, 2))
@@ -413,7 +396,7 @@ def mistakes() -> dict[str, Wrong]:
 
     return {
         "a parameter is on a mesh of two dimensions, over which FSDP reduces densely": over_both,
-        "a parameter is sharded, as by fully_shard: take .*OkTopkReplicas .* or sends='updates'": one(sends="gradients"),
+        "a parameter is sharded, as by fully_shard: pass sends='updates'": one(sends="gradients"),
         "parameter.s. of the optimizer are sharded and 1 are not": some,
         "parameters are sharded over several meshes": two_meshes,
         "a parameter is laid out as R.*, not as Shard": laid_out(Replicate()),

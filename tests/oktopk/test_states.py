@@ -55,14 +55,16 @@ def step(reducer: Any, comm: MPI.Intracomm, device: str, number: int) -> list[by
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, kind: str) -> None:
-    """In a reducer that has taken other steps, from one regular step to the next, and over exact ones and new regions."""
-    through, running = (made(comm, kind, device) for _ in range(2))
+    """In a new reducer and in one that has taken other steps, and over exact steps and new regions."""
+    through, running, new = (made(comm, kind, device) for _ in range(3))
     for number in range(7):
         step(through, comm, device, number)
     step(running, comm, device, 99)
-    running.load_state_dict(copy.deepcopy(through.state_dict()))
+    for other in (running, new):
+        other.load_state_dict(copy.deepcopy(through.state_dict()))
     for number in range(7, 13):
-        assert step(through, comm, device, number) == step(running, comm, device, number), number
+        bits = step(through, comm, device, number)
+        assert [step(other, comm, device, number) == bits for other in (running, new)] == [True, True], number
 
 
 def test_what_a_state_has_of_thresholds_are_plain_numbers(comm: MPI.Intracomm) -> None:

@@ -24,9 +24,8 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(LENGTH) * 0.02)
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW([weight], lr=1e-3), density=0.01, sends="updates", wire=wire
-    )
+    inner = torch.optim.AdamW([weight], lr=1e-3)
+    optimizer = DistributedOptimizer(inner, comm, "oktopk", density=0.01, wire=wire)
     drawn, seconds = torch.Generator().manual_seed(comm.rank), []
     for _ in range(STEPS):
         weight.grad = torch.randn(LENGTH, generator=drawn)

@@ -11,7 +11,7 @@ from oktopk import DistributedOptimizer
 WAYS = {
     "dense": {"method": "dense"},
     "gradients 1 %": {"sends": "gradients", "density": 0.01},
-    "updates 1 %": {"sends": "updates", "density": 0.01},
+    "updates 1 %": {"sends": "updates", "method": "oktopk", "density": 0.01},
 }
 
 

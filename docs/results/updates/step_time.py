@@ -26,15 +26,16 @@ WARMUP = 24
 BLOCK = [(3 * HIDDEN, HIDDEN), (3 * HIDDEN,), (HIDDEN, HIDDEN), (HIDDEN,)]
 BLOCK += [(4 * HIDDEN, HIDDEN), (4 * HIDDEN,), (HIDDEN, 4 * HIDDEN), (HIDDEN,)]
 SHAPES = [(WORDS, HIDDEN), *BLOCKS * BLOCK]
+ADAMW, OKTOPK, UNION = torch.optim.AdamW, {"method": "oktopk"}, {"method": "union"}
 WAYS = {
-    "gradients": ("gradients", torch.optim.AdamW, {}),
-    "updates": ("updates", torch.optim.AdamW, {}),
-    "updates, oktopk.torch.AdamW": ("updates", oktopk.torch.AdamW, {}),
-    "updates, union": ("updates", torch.optim.AdamW, {"method": "union"}),
+    "gradients": ("gradients", ADAMW, OKTOPK),
+    "updates": ("updates", ADAMW, OKTOPK),
+    "updates, oktopk.torch.AdamW": ("updates", oktopk.torch.AdamW, OKTOPK),
+    "updates, union": ("updates", ADAMW, UNION),
 }
 ON_GPUS = {
-    "updates, int4": ("updates", torch.optim.AdamW, {"wire": "int4"}),
-    "updates, union, int4": ("updates", torch.optim.AdamW, {"method": "union", "wire": "int4"}),
+    "updates, int4": ("updates", ADAMW, {"wire": "int4", **OKTOPK}),
+    "updates, union, int4": ("updates", ADAMW, {"wire": "int4", **UNION}),
 }
 
 

@@ -166,7 +166,7 @@ def test_a_stopped_experiment_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.timeout(PATIENCE)
 def test_a_budget_stops_the_run_at_work_with_a_checkpoint(tmp_path: Path) -> None:
     words = [*small(tmp_path), "--ranks", "1", "--speed-steps", "0", "--seeds", "1", "--methods", "dense"]
-    long = [*words, "--epochs", "100000", "--budget", "15", "--set", "run.flush_every=1"]
+    long = [*words, "--epochs", "100000", "--budget", "25", "--set", "run.flush_every=1"]
     assert main([*long, "training.eval_every=1000000"]) == LEFT
     path = tmp_path / "out" / "runs" / "dense-0.h5"
     with RunReader(path) as reader:
