@@ -588,7 +588,9 @@ def test_a_class_is_derived_from_what_it_sends(comm: MPI.Intracomm) -> None:
     sgd = torch.optim.SGD(nn.Linear(5, 3).parameters())
     with pytest.raises(TypeError, match="derive it from GradientsOptimizer or UpdatesOptimizer"):
         OfBoth(sgd, comm)
-    with pytest.raises(ValueError, match="OfUpdates sends 'updates', not 'gradients': for these take Gradients"):
+    with pytest.raises(
+        ValueError, match="OfUpdates sends 'updates', not 'gradients': for these take Gradients"
+    ):
         OfUpdates(sgd, comm, density=0.1, sends="gradients")
     optimizer = OfUpdates(sgd, comm, density=0.1)
     assert optimizer.replica == "rank"

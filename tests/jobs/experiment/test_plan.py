@@ -193,3 +193,10 @@ def test_a_run_of_other_data_of_the_same_name_is_not_taken_for_done(tmp_path: Pa
     # a report is written where the data no longer are
     (tmp_path / "images.h5").unlink()
     assert plan(VGG, options)[0].done
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "nan"])
+def test_a_budget_of_no_time_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["vgg", "--data", "x", "-o", "y", "--budget", budget])
+    assert f"--budget {float(budget)} is not above 0" in capsys.readouterr().err
