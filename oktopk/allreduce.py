@@ -44,7 +44,6 @@ class GradientAllreduce(Resumable):
         peer_memory: on GPUs of one host, let kernels read each other's memory in steps of Ok-Topk. None: where every
             rank has a GPU of its own; True: also where they share one, which is slow; False: MPI alone.
         update: float32[n] on the device, zero, to be taken for `update`; None: memory of its own.
-        problem: an error that the caller found on this rank alone; every rank then raises it.
         settings: keywords of `oktopk.Settings`.
 
     Raises:
@@ -76,10 +75,9 @@ class GradientAllreduce(Resumable):
         stream: Any = None,
         peer_memory: bool | None = None,
         update: Any = None,
-        problem: str = "",
         **settings: Any,
     ) -> None:
-        problem = problem or unknown_setting(settings, GradientAllreduce)
+        problem = unknown_setting(settings, GradientAllreduce)
         super().__init__(
             Parts(comm, length, method, device, gradient_type, stream, peer_memory, update, problem, settings)
         )

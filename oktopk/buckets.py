@@ -51,7 +51,6 @@ class BucketedAllreduce:
         lengths: elements of the buckets, in the order in which they start; each at least 1.
         method: as `GradientAllreduce`.
         updates: memory for the update of each bucket, see `GradientAllreduce`; None: its own.
-        problem: an error that the caller found on this rank alone; every rank then raises it.
         advice: what a MissingRanksError of a construction or a step says to do; "": as `GradientAllreduce`.
         options: further arguments of `GradientAllreduce`, and keywords of `oktopk.Settings`.
 
@@ -75,7 +74,6 @@ class BucketedAllreduce:
         method: str = "oktopk",
         *,
         updates: Sequence[Any] | None = None,
-        problem: str = "",
         advice: str = "",
         **options: Any,
     ) -> None:
@@ -84,7 +82,6 @@ class BucketedAllreduce:
             self.transport = connect(comm, limit)
             opened.callback(self.transport.close)
             with self.transport.together(ValueError) as alike:
-                refuse(problem)
                 self.lengths = alike["lengths"] = _checked(lengths)
                 refuse(self.transport.threads_problem)
             self.length, self.method = sum(self.lengths), method
@@ -349,11 +346,8 @@ class BucketedAllreduce:
             self.start(gradient, problem=problem)
         return self.finish()
 
-    def discard(self, gradients: Sequence[Any]) -> StepReport:
-        """Start the buckets that were not started, and undo all, since something else of the step failed. Every rank must call.
-
-        Args:
-            gradients: of the buckets that were not started.
+    def discard(self) -> StepReport:
+        """Undo a step whose buckets have all started, since something else of it failed. Every rank must call.
 
         Returns:
             The report of the step, which is skipped.
@@ -361,8 +355,6 @@ class BucketedAllreduce:
         Raises:
             RuntimeError: as `finish`.
         """
-        for gradient in gradients:
-            self.start(gradient)
         futures, reports, errors = self._end()
         self._take_back(futures)
         for error in errors:

@@ -140,7 +140,7 @@ def unknown_setting(keywords: Iterable[str], taker: Callable[..., Any], *more: s
         taker: whose own parameters are known.
         more: keywords that are known too.
     """
-    own = [name for name in inspect.signature(taker).parameters if name not in ("settings", "problem")]
+    own = [name for name in inspect.signature(taker).parameters if name != "settings"]
     known = dict.fromkeys([*own, *more, *(field.name for field in fields(Settings))])
     for name in keywords:
         if name not in known:

@@ -197,7 +197,11 @@ def _problems(state: Any, loader: Resumable) -> Iterator[str]:
         yield f"saved of the state is a {type(state['saved']).__name__}, not a dict"
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
-            remedy = f": pass method={state[name]!r} to go on" if name == "method" else ""
+            remedy = (
+                f": pass method={state[name]!r} to go on"
+                if name == "method" and state[name] in METHODS
+                else ""
+            )
             yield f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}"
     wire, own = state["wire"], loader.settings.wire
     if wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):

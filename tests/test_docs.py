@@ -249,7 +249,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{ms['ddp-bfloat16'] / ms['updates']:.1f} times shorter" in readme
     small, large = above_dense(17_135_616, "2e-3", seeds=3), above_dense(98_032_128, "8.5e-4", seeds=1)
-    assert f"ends [{small:.1f} %]" in readme and f"parameters, and {large:.1f} % with" in readme
+    assert f"ends [{small:.1f} %]" in readme and f"With 98 M it is {large:.1f} %" in readme
 
 
 def above_dense(length: int, rate: str, seeds: int) -> float:

@@ -3,8 +3,8 @@
     python -m jobs.launch -n 4 -m docs.results.hook --steps 16 --warmup 4 --set threshold_interval=16 --json FILE
     python -m docs.results.hook --draw hook.svg FILE...
 
-It takes --length, --density, --steps, --warmup, --set, --seed, --device, --network, --json and --quiet, as jobs.bench. The
-second draws the median step of each hook, a bar for each, of which as much is pale as a step under no_sync takes.
+It takes --length, --density, --steps, --warmup, --set, --seed, --device, --network, --json, --commit and --quiet, as jobs.bench.
+The second draws the median step of each hook, a bar for each, of which as much is pale as a step under no_sync takes.
 """
 
 import hashlib
@@ -54,6 +54,7 @@ TAKEN = (
     "--device",
     "--network",
     "--json",
+    "--commit",
     "--quiet",
 )
 WHOLE_STEPS = 2  # in which PowerSGD sums the whole gradient first: torch's least

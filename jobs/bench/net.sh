@@ -220,7 +220,7 @@ bench() {
         return
     fi
     local defaults=(--device "$device")
-    if [[ " $* " != *" --ablate "* && " $* " != *" --table "* ]]; then
+    if [[ " $* " != *" --ablate "* && " $* " != *" --table"* ]]; then
         # dense steps take a second each at these rates: a few of them say as much as sixty
         if [ "$device" = cuda ]; then
             local wires=(plain float32 bfloat16 int8 int4)

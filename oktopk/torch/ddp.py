@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -528,13 +529,18 @@ class OkTopkState:
         """
         state = of_rank(state)
         with self._met("OkTopkState.load_state_dict") as transport, transport.together(ValueError) as alike:
-            self._check_state(state)
-            buckets = [len(names) for names in state["buckets"]]
-            alike |= {"whether a state is empty": state["reducer"] is None, "buckets of the state": buckets}
+            buckets, tables = self._check_state(state)
+            alike |= {
+                "whether a state is empty": state["reducer"] is None,
+                "tables of the state": sorted(tables),
+            }
+            alike["buckets of the state"] = (
+                f"of {[*map(len, buckets)]} parameters, {crc32(repr(buckets).encode()):08x}"
+            )
         self._finish_step()
         self._given = []
         self._loaded = dict(state)
-        self._loaded_tables = dict(state["tables"])
+        self._loaded_tables = tables
         for table in self._tables.values():
             table.reset()
 
@@ -550,18 +556,19 @@ class OkTopkState:
         with closing(connect(self._arguments["comm"], limit)) as transport:
             yield transport
 
-    def _check_state(self, state: Any) -> None:
-        """Raise ValueError where a state cannot be loaded, as far as it can be told before a backward pass."""
+    def _check_state(self, state: Any) -> tuple[list[list[str]], dict[str, Any]]:
+        """The buckets and tables of a state; ValueError where it cannot be loaded, as far as is known so far."""
         refuse(problem_of(state))
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
             raise ValueError("the state is not one of OkTopkState.state_dict()")
-        if state["reducer"] is None:
-            return
         try:
+            buckets, tables = [list(names) for names in state["buckets"]], dict(state["tables"])
+            if state["reducer"] is None:
+                return buckets, tables
             with suppress(RuntimeError):  # there is no DistributedDataParallel yet
                 self._names = self._names or self._parameter_names()
             if not self._names:
-                return
+                return buckets, tables
             layout, held = self._found(state["buckets"]), as_arrays(state["reducer"])
             own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
             theirs = [held["buckets"][str(number)]["length"] for number in range(len(held["buckets"]))]
@@ -571,6 +578,7 @@ class OkTopkState:
             raise ValueError(f"the state has buckets of {theirs} elements, their parameters have {own}")
         if self._reducer is not None and own == self._reducer.lengths:
             refuse(self._reducer.state_problem(held))
+        return buckets, tables
 
     def _set_up_loaded(self, state: dict[str, Any]) -> None:
         """Make the reducer as it was when a state was taken. Collective."""
@@ -602,7 +610,8 @@ class OkTopkState:
         self._agreement = StepAgreement(self._optimizers.groups, renew=self._optimizers.state_found_anew)
         if not warn:
             return
-        if any(held.state for held in found) and self._arguments["method"] != "dense":
+        selects = self._arguments["method"] != "dense"
+        if any(optimizer.state for optimizer in found) and selects and not self._goes_on:
             warnings.warn(
                 "the optimizer has a state, as of a training that goes on, and OkTopkState has none: residuals start empty. Save "
                 "OkTopkState.state_dict() on every rank, and load it before the first backward pass",

@@ -311,7 +311,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         """End a step whose tables were not reduced. Collective."""
         assert isinstance(self.reducer, BucketedAllreduce)
         with self._memory.before_torch():
-            return self.reducer.discard([])
+            return self.reducer.discard()
 
     def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
         if isinstance(self.reducer, BucketedAllreduce):

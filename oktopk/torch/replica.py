@@ -83,7 +83,7 @@ class Replica:
 
     @contextmanager
     def agree(self, what: str) -> Iterator[dict[str, Any]]:
-        """Raise a ValueError of any rank's `with` block on every rank of the replica, at its end.
+        """Raise an error of any rank's `with` block as a ValueError on every rank of a sharded replica, at its end.
 
         Args:
             what: begins, for the message of a rank that is missing; as in all methods below.
@@ -94,7 +94,7 @@ class Replica:
         yield {}
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """What raises a ValueError within on some rank of the replica raises it on all of them."""
+        """An error within on some rank of the replica is raised on all of them."""
         return nullcontext()
 
     def any(self, flag: bool, what: str) -> bool:

@@ -18,7 +18,7 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.limit import Limit
 from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, refuse
+from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
@@ -143,20 +143,21 @@ class ShardedReplica(Replica):
     def agree(self, what: str) -> Iterator[dict[str, Any]]:
         """As the base class. Traffic: an allgather of the errors, and where there is none one of the values."""
         alike: dict[str, Any] = {}
-        problem = ""
+        failed: Exception | None = None
         try:
             yield alike
         except MissingRanksError:
             raise
         except Exception as error:
-            problem = str(error) or type(error).__name__
-        problem = self._sentence(problem, what)
+            failed = error
+        problem = self._sentence("" if failed is None else str(failed) or type(failed).__name__, what)
         if self._transport is not None and not problem:
             try:
                 self._transport.agree(alike)
             except ValueError as error:
                 raise ValueError(f"among the shards of a model {error}") from None
-        refuse(problem)
+        if problem:
+            raise ValueError(problem) from failed
 
     def _sentence(self, problem: str, what: str) -> str:
         """The problems of all ranks of the replica, in a sentence; "" if none has one. Traffic: an allgather of them."""
@@ -230,7 +231,9 @@ class ShardedReplica(Replica):
         error: Exception | None = None
         try:
             yield
-        except ValueError as raised:
+        except MissingRanksError:
+            raise
+        except Exception as raised:
             error = raised
         first, _ = self.outcome(error, what)
         if first is not None:

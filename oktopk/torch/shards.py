@@ -7,11 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-TWO_DIMENSIONS = (
-    "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
-    'fully_shard(..., mesh=mesh["shard"])'
-)
-
 
 def is_sharded(parameter: Any) -> bool:
     """Whether a parameter is a DTensor, as `fully_shard` makes them."""
@@ -66,7 +61,10 @@ def shards_problem(
     from torch.distributed.tensor import Shard
 
     if any(parameter.device_mesh.ndim > 1 for parameter in sharded):
-        return TWO_DIMENSIONS
+        return (
+            "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
+            'fully_shard(..., mesh=mesh["shard"])'
+        )
     if sends == "gradients":
         return "a parameter is sharded, as by fully_shard: pass sends='updates'"
     if len(sharded) < len(parameters):

@@ -166,7 +166,7 @@ def test_the_first_step_is_dense_and_then_buckets_stay(
     for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
         assert torch.allclose(reduced.grad, mine.grad, rtol=1e-5, atol=1e-6), name
     assert of_rank(state.state_dict()) == saved
-    assert all(bucket.residual is None or not bucket.residual.any() for bucket in state.reducer.buckets)
+    assert not any(bucket.residual.any() for bucket in state.reducer.buckets)
     reducers = [state.reducer]
     for step in range(1, 6):
         train(ddp, comm.rank, range(step, step + 1))
@@ -477,6 +477,23 @@ def test_parameters_of_two_types_are_reduced(comm: MPI.Intracomm) -> None:
     assert np.array_equal(reduced.numpy(), comm.bcast(reduced.numpy()))
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("trained", [True, False])
+def test_states_that_ranks_have_unlike_are_refused_on_all(comm: MPI.Intracomm, trained: bool) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(3))
+    saved, (_, fresh) = of_rank(state.state_dict()), hooked()
+    others: list[dict[str, Any]] = [
+        {"buckets": [], "reducer": None, "tables": {}},
+        {**saved, "buckets": [saved["buckets"][0][::-1], *saved["buckets"][1:]]},
+        {**saved, "tables": {"another": {}}},
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r"ranks disagree on .* (state|empty)"):
+            (state if trained else fresh).load_state_dict(other if comm.rank == comm.size - 1 else saved)
+    train(ddp, comm.rank, range(3, 4))
+
+
 def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_changes_nothing(
     comm: MPI.Intracomm,
 ) -> None:
@@ -491,6 +508,8 @@ def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_changes_not
             "buckets": [["another.weight"], *saved["buckets"][1:]],
         },
         "the state is damaged: TypeError": {**saved, "buckets": 7},
+        "the state is damaged: TypeError .int": {**saved, "tables": 7},
+        "the state is damaged: .*'int' object is not iterable": {"buckets": 7, "reducer": None, "tables": {}},
         r"residual of the state is float32\[3\]": {
             **saved,
             "reducer": {

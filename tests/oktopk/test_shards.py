@@ -394,6 +394,10 @@ def mistakes() -> dict[str, Wrong]:
         rank = torch.distributed.get_rank()
         return list(sharded(mesh).parameters()), {"every": 2 if rank == SIZE - 1 else 1}
 
+    def of_one_type(mesh: Any) -> Any:
+        rank = torch.distributed.get_rank()
+        return list(sharded(mesh).parameters()), {"clip_norm": "x" if rank == SIZE - 1 else 1.0}
+
     return {
         "a parameter is on a mesh of two dimensions, over which FSDP reduces densely": over_both,
         "a parameter is sharded, as by fully_shard: pass sends='updates'": one(sends="gradients"),
@@ -403,6 +407,7 @@ def mistakes() -> dict[str, Wrong]:
         "replica='host' is not for sharded parameters": one(replica="host"),
         "levels='hosts' is not for sharded parameters": one(levels="hosts"),
         "ranks disagree on every" if SIZE > 1 else "^$": of_one_rank,
+        "not supported between|must be real number": of_one_type,
         "comm has several ranks of one replica.* mesh..replicate...get_group": one(comm=None),
     }  # fmt: skip
 

@@ -104,7 +104,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("methods.oktopk.boundaries.0", LENGTH, "boundaries of the state do not ascend from 0 to 2000"),
     ("methods.other", {}, "the state is of unknown methods: other"),
     ("length", LENGTH + 1, "state has length 2001, this reducer 2000"),
-    ("method", "dense", "state has method 'dense', this reducer 'oktopk'"),
+    ("method", "dense", "state has method 'dense', this reducer 'oktopk': pass method='dense' to go on"),
     ("wire", "int4", "state has wire 'int4', this reducer 'plain': pass wire='int4' to go on"),
     ("last_k", "x", "last_k 'x' of the state is not an integer >= 0"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import time
 import types
@@ -138,6 +139,20 @@ def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) ->
     optimizer.close()
     with pytest.raises(TypeError, match="optimizer is a generator, not a torch optimizer"):
         DistributedOptimizer(network().parameters(), comm)
+
+
+def test_an_error_of_a_second_wrapper_does_not_keep_the_first_one(
+    comm: MPI.Intracomm, left_open: list[Any]
+) -> None:
+    inner = sgd(network())
+    first = DistributedOptimizer(inner, comm)
+    with pytest.raises(ValueError, match="is around this optimizer already") as caught:
+        DistributedOptimizer(inner, comm)
+    left_open.clear()
+    del first
+    gc.collect()
+    DistributedOptimizer(inner, comm).close()
+    assert caught.value.args  # as a notebook keeps it
 
 
 def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(
