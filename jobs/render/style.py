@@ -22,6 +22,7 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "gtopk": ("gTopk", COLOURS[4], 0),
     "gaussiank": ("Gaussiank", COLOURS[5], 2),
     "union": ("Union", "#332288", 3),
+    "union-updates": ("Union of updates", "#DDCC77", 1),
     "nccl": ("NCCL", "#999999", 0),
     "ddp": ("DDP", "#882255", 1),
     "powersgd": ("PowerSGD", "#117733", 2),
