@@ -36,9 +36,8 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
 def of_rank(state: Any) -> Any:
     """A rank's own state without the key that has its rank; what has no such key, as of `redistribute`, is returned as it is.
 
-    Of `OkTopkState.state_dict()`, and of "reducer" and "tables" in
-    `DistributedOptimizer.state_dict()`, which are `{"rank-0": (state,)}` on rank 0: `torch.distributed.checkpoint` keeps one of
-    the values that ranks have under equal keys.
+    Of `OkTopkState.state_dict()`, and of "reducer" and "tables" in `DistributedOptimizer.state_dict()`, which are
+    `{"rank-0": (state,)}` on rank 0: `torch.distributed.checkpoint` keeps one of the values that ranks have under equal keys.
     """
     if isinstance(state, dict) and len(state) == 1:
         ((key, held),) = state.items()

@@ -476,9 +476,7 @@ class OkTopkState:
             **arguments,
         )
         register_reducer(self, every)
-        self._look_around(
-            every, warn=reducer.transport.rank == 0 and not (self._settled or loading or self._goes_on)
-        )
+        self._look_around(every, warn=reducer.transport.rank == 0 and not (self._settled or loading))
         for bucket in reducer.buckets if self._settled else ():
             bucket.renumber(self._dense_steps, 0)
         self._dtype = GRADIENT_TYPES[arguments["gradient_type"]]
