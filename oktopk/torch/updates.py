@@ -44,6 +44,12 @@ _MOST_UNSEEN = 1e19
 LEAST_BETA2 = 0.998
 """Of Adam's second moments of a replica that is not the only one."""
 
+BETA1_POWER = 7
+"""0.9 becomes 0.48."""
+
+ADAM_SHARE = 0.05
+"""Of the residual, in parameters of a replica that steps by Adam and is not the only one, where each step is exchanged."""
+
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
@@ -61,13 +67,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         reference := decay · (reference - u / P)
         parameters := round(reference - local_share · residual)
 
-    So a rank's own parameters hold a share of what it has not sent yet, by default 1/P, as much as it will count, and differ a
-    little from those of other ranks. Without it a rank computes a hundred gradients before it sees what the first of them did.
+    So a rank's own parameters hold a share of what it has not sent yet, and differ a little from those of other ranks. Without it
+    a rank computes a hundred gradients before it sees what the first of them did. By default the share is 1/P, as much as the
+    rank's updates will count; with optimizers of Adam's kind that exchange each step it is 0.05, if that is less.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
 
-    - beta1 becomes beta1^2 where `local_share` is below 1 and `every` is 1: an entry comes late by itself;
+    - beta1 becomes beta1^7 where `local_share` is below 1 and `every` is 1: the residual averages in place of momentum;
     - beta2 becomes beta2^(1/P), and at least 0.998, but in RAdam;
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
       squared norm of the ranks' gradients, see `SampledRatio`.
@@ -96,7 +103,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
 
     With hosts, H of them, read 1/H for 1/P where betas, the ratio and the default of `local_share` are meant. Where hosts have
-    unlike numbers of ranks, w = ranks / P, betas take the sum over hosts of w^2 for it, and the default of `local_share` is w.
+    unlike numbers of ranks, w = ranks / P, betas take the sum over hosts of w^2 for it, the default of `local_share` w.
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
     whole host. With "summed" the ranks of a host compare the norms of their gradients, in the first 20 exchanges and in every
     tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
@@ -168,17 +175,23 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         self._interval: int = self._arguments["every"]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        share, size, group = self._arguments["local_share"], self.reducer.transport.size, self.reducer.group
-        # the residual is in sums over ranks
-        whole = share == 1
-        share = 1 / size if share is None else share / (1 if group is None else group.host.size)
+        size, group = self.reducer.transport.size, self.reducer.group
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
-        self._overshoots = not whole and self._interval == 1
+        here = 1 if group is None else group.host.size
+        share = self._arguments["local_share"]
+        if share is None:
+            share = here / size
+            if _adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
+                share = min(share, ADAM_SHARE)
+        self._averages = share < 1 and self._interval == 1
         self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
+        # the residual is in sums over ranks
+        self._reference = Reference(
+            self._parameters, self.reducer, self._memory, share / here, self._as_wrapped
+        )
         self._selecting = self._new_selecting_step()
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
@@ -437,7 +450,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     group["weight_decay"] = 0.0
                 if self._ratio is not None and "betas" in group:
                     group["betas"] = betas_of_replica(
-                        group["betas"], self._equal_replicas, self._overshoots, least
+                        group["betas"], self._equal_replicas, self._averages, least
                     )
             with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
                 self._selected = self._selecting is not None and self._selecting.run()
@@ -809,19 +822,20 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
 
 def betas_of_replica(
-    betas: Sequence[float], replicas: float, overshoots: bool, least: float
+    betas: Sequence[float], replicas: float, averages: bool, least: float
 ) -> tuple[float, float]:
     """Adam's betas for a replica that steps on gradients of its own; as they are where it is the only one.
 
     - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least `least`. Longer was
       better with P = 4; 0.995 and 0.998 were a tie.
-    - beta1^2 where a step selects and a replica's own parameters hold a part of what it has not sent, measured for a quarter:
-      momentum and the time that an entry waits add up, and the replica goes too far. With every = 2 it gained nothing.
+    - beta1^7 where the residual averages in place of momentum: an entry waits until the sum of its updates is among the largest,
+      which takes some hundred steps at a density of 1 %. With momentum beside that a replica goes too far. With every = 2 a
+      shorter beta1 gained nothing.
 
     Args:
         betas: of the dense step.
         replicas: P, one over the sum of squares of the replicas' shares.
-        overshoots: the share is below 1, and each step is exchanged.
+        averages: the share is below 1, and each step is exchanged.
         least: of the second beta.
 
     Source: own, docs/results/updates.md.
@@ -829,7 +843,7 @@ def betas_of_replica(
     first, second = float(betas[0]), float(betas[1])
     if replicas == 1:
         return first, second
-    return first**2 if overshoots else first, max(second ** (1 / replicas), least)
+    return first**BETA1_POWER if averages else first, max(second ** (1 / replicas), least)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

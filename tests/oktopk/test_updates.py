@@ -426,17 +426,17 @@ def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: 
 
 def test_betas_are_those_of_a_replicas_own_gradients() -> None:
     assert betas_of_replica((0.9, 0.95), 1, True, 0.998) == (0.9, 0.95)
-    assert betas_of_replica([0.9, 0.95], 4, True, 0.998) == (0.9**2, 0.998)
-    assert betas_of_replica((0.9, 0.999), 4, True, 0.998) == (0.9**2, 0.999**0.25)
+    assert betas_of_replica([0.9, 0.95], 4, True, 0.998) == (0.9**7, 0.998)
+    assert betas_of_replica((0.9, 0.999), 4, True, 0.998) == (0.9**7, 0.999**0.25)
     assert betas_of_replica((0.9, 0.95), 2.5, False, 0.0) == (0.9, 0.95**0.4)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
-        (torch.optim.AdamW, {}, (0.81, 0.998)),
-        (torch.optim.NAdam, {"method": "union"}, (0.81, 0.998)),
-        (torch.optim.RAdam, {}, (0.81, None)),
+        (torch.optim.AdamW, {}, (0.9**7, 0.998)),
+        (torch.optim.NAdam, {"method": "union"}, (0.9**7, 0.998)),
+        (torch.optim.RAdam, {}, (0.9**7, None)),
         (torch.optim.Adam, {"every": 2}, (0.9, 0.998)),
         (torch.optim.AdamW, {"local_share": 1.0}, (0.9, 0.998)),
     ],

@@ -24,6 +24,9 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      sh: in every sh-th exchange alone
   stop: steps, after which the run ends with its next evaluation
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
+     dith=p: an entry is chosen with the probability min(1, |unsent| over the threshold)^p; rot=1: by a number that each element draws in turn
+     also=K: a rotating 1/K of all elements is sent beside them, as alsow says (int4 to start with)
+     fl=K, flw: each K-th exchange sends all elements, as flw says
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
   lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
@@ -324,6 +327,7 @@ def exchange_masked(unsent, d, wire, kind, turn, weight=None, chunk=0):
         q = turn % P
         mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
     elif weight is not None:
+        weight = weight.expand(P, n)
         t = thresholds_of(unsent, weight, d * n / P * 1.05, min(400_000, n))
         mask = (unsent.abs() * weight >= t).any(0, keepdim=True)
     else:
@@ -357,6 +361,16 @@ def settle_by(unsent, sent, s, weight, tg):
 @compiled
 def share_of(unsent, tau, low, power: float):
     return low + (1 - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
+
+
+def dither(power, turn, rotating):
+    """Weights [n] by which the probability to be chosen is a power of the size."""
+    if rotating:
+        draw = torch.arange(n, device=dev, dtype=torch.float64) * 0.7548776662466927 + turn * 0.5698402909980532
+        draw = (draw % 1).float()
+    else:
+        draw = torch.rand(n, device=dev)
+    return draw.clamp(min=1e-6).pow(-1 / power)
 
 
 def exchange_weighted(unsent, d, weight):
@@ -648,6 +662,9 @@ def run(spec):
     kept = zeros(1)[0] if wm == "s" else None  # by owners in a start by slices
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
+    dith, also, fl = f("dith", 0), int(f("also", 0)), int(f("fl", 0))
+    alsow, flw = o.get("alsow", "int4"), o.get("flw", "int4")
+    alsow, flw = ({"int4": "linear4"}.get(x, x) for x in (alsow, flw))
     full = torch.zeros(0, dtype=torch.long, device=dev)
     if "full" in o:
         parts, at = [], 0
@@ -683,7 +700,7 @@ def run(spec):
         by_slices = starting and wm == "s"
         if by_slices:
             dd = f("ws", 0.5)
-        if dw and s < dw * steps:
+        if dw and s < dw * steps and not by_slices:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
         with torch.no_grad():
             if name == "updates" and (since or lv):
@@ -851,9 +868,15 @@ def run(spec):
                 if imp and dd < 1:
                     weight = (v * c2 + 1e-20).pow(imp / 2)
                     weight /= weight.mean()
+                if dith and dd < 1:
+                    draws = dither(dith, turn, int(f("rot", 0)))[None]
+                    weight = draws if weight is None else weight * draws
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
-                if by_slices:
+                if fl and dd < 1 and turn % fl == fl - 1:
+                    u = exchange(unsent, 1, flw, 0, 0)
+                    sent_bytes += STRIDE[flw] - mult * dd * MASKED.get(wire, 0)  # in place of what is counted below
+                elif by_slices:
                     start_wire = o.get("wws", "sign")
                     u = exchange(unsent, dd, start_wire, 0, turn, kept)
                     sent_bytes += dd * STRIDE[start_wire]
@@ -882,6 +905,9 @@ def run(spec):
                     u[full] = dense_part
                 if low is not None:
                     u = u + low
+                if also and dd < 1 and not by_slices:
+                    u = u + exchange(unsent, 1 / also, alsow, 0, turn)
+                    sent_bytes += STRIDE[alsow] / also
                 if flow is not None:
                     flow.mul_(f("sube", 0.9)).add_(u)
                 if mm:
