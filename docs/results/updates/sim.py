@@ -366,7 +366,9 @@ def share_of(unsent, tau, low, power: float):
 def dither(power, turn, rotating):
     """Weights [n] by which the probability to be chosen is a power of the size."""
     if rotating:
-        draw = torch.arange(n, device=dev, dtype=torch.float64) * 0.7548776662466927 + turn * 0.5698402909980532
+        draw = (
+            torch.arange(n, device=dev, dtype=torch.float64) * 0.7548776662466927 + turn * 0.5698402909980532
+        )
         draw = (draw % 1).float()
     else:
         draw = torch.rand(n, device=dev)
@@ -875,7 +877,9 @@ def run(spec):
                     tau = thresholds(unsent, dd * n)
                 if fl and dd < 1 and turn % fl == fl - 1:
                     u = exchange(unsent, 1, flw, 0, 0)
-                    sent_bytes += STRIDE[flw] - mult * dd * MASKED.get(wire, 0)  # in place of what is counted below
+                    sent_bytes += STRIDE[flw] - mult * dd * MASKED.get(
+                        wire, 0
+                    )  # in place of what is counted below
                 elif by_slices:
                     start_wire = o.get("wws", "sign")
                     u = exchange(unsent, dd, start_wire, 0, turn, kept)
