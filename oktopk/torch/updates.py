@@ -133,6 +133,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     """
 
     reducer: GradientAllreduce
+    local_share: float
+    """Of its residual that a replica's own parameters hold."""
 
     _method = "union"
 
@@ -184,6 +186,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             share = here / size
             if _adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
                 share = min(share, ADAM_SHARE)
+        self.local_share = float(share)
         self._averages = share < 1 and self._interval == 1
         self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
@@ -818,7 +821,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __repr__(self) -> str:
         one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
-        return f"{super().__repr__()[:-1]}, replica={self.replica!r}{one_pass})"
+        return f"{super().__repr__()[:-1]}, replica={self.replica!r}, local_share={self.local_share:.3g}{one_pass})"
 
 
 def betas_of_replica(

@@ -81,7 +81,7 @@ class Oracle:
         scale = 1.0
         if self.squares[1]:
             scale = 1 / math.sqrt(min(max(self.ratio, 1 / len(self.ranks)), 1))
-        one, other = 0.3 if self.replicas == 1 else 0.3**2, 0.5 ** (1 / self.replicas)
+        one, other = 0.8 if self.replicas == 1 else 0.8**7, 0.5 ** (1 / self.replicas)
         self.first = one * self.first + (1 - one) * gradient
         self.second = other * self.second + (1 - other) * gradient**2
         root = np.sqrt(self.second / (1 - other**self.steps)) + 20
@@ -94,7 +94,8 @@ class Oracle:
         self.residual[:, order] = found.residuals
         self.reference[order] -= found.update / len(self.hosts)
         self.reference *= 1 - 0.05 * 0.1 if self.adam else 1
-        self.held = self.reference - self.residual / len(self.hosts)
+        share = np.minimum(self.weights, 0.05 if self.adam and len(self.ranks) > 1 else 1)
+        self.held = self.reference - share / self.ranks * self.residual
         mean = (self.weights * gradient).sum(axis=0)
         new = np.array([(mean**2).sum(), (self.weights * gradient**2).sum()])
         self.squares = new if self.steps == 1 else 0.8 * self.squares + 0.2 * new
@@ -115,10 +116,10 @@ def test_steps_of_replicas_are_the_oracles(
     with torch.no_grad():
         model.weight.copy_(torch.from_numpy(start)[None])
     adam = kind is torch.optim.AdamW
-    # a large eps: else all elements move alike, and the largest are a matter of rounding; small betas, so that what replicas make
-    # of them shows
+    # a large eps: else all elements move alike, and the largest are a matter of rounding; a small beta2, so that what replicas
+    # make of it shows
     inner = kind(
-        model.parameters(), **(ADAMW | {"lr": 0.05, "eps": 20, "betas": (0.3, 0.5)} if adam else SGD)
+        model.parameters(), **(ADAMW | {"lr": 0.05, "eps": 20, "betas": (0.8, 0.5)} if adam else SGD)
     )
     settings: dict[str, Any] = {"ranks_per_host": per_host, "density": 0.1, "threshold_interval": 1}
     optimizer = DistributedOptimizer(inner, comm, "oktopk", sends="updates", replica="host", **settings)

@@ -457,6 +457,37 @@ def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
     optimizer.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        (torch.optim.AdamW, {}, 0.05),
+        (torch.optim.RAdam, {"method": "oktopk"}, 0.05),
+        (torch.optim.AdamW, {"every": 2}, None),
+        (torch.optim.AdamW, {"local_share": 0.7}, 0.7),
+        (torch.optim.SGD, {"sends": "updates"}, None),
+    ],
+)
+def test_parameters_hold_a_share_of_what_was_not_sent(
+    comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], expected: float | None
+) -> None:
+    """By default a P-th, and at most a twentieth by Adam's kind in each step; all of it on one rank."""
+    model = network()
+    optimizer = DistributedOptimizer(kind(model.parameters(), lr=1e-2), comm, density=0.05, **settings)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+    share = 1 / comm.size if expected is None else expected
+    if comm.size == 1 and "local_share" not in settings:
+        share = 1.0
+    held = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    residual = optimizer.reducer.residual
+    assert np.abs(residual).max() > 1e-3
+    assert np.allclose(held, optimizer._reference.vector.numpy() - share * residual, atol=1e-7)
+    assert optimizer.local_share == share and f"local_share={share:.3g}" in repr(optimizer)
+    optimizer.close()
+
+
 def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:
     """float64[n]: the reference less the mean residual, where training stands."""
     residual = comm.allreduce(optimizer.reducer.residual.astype(np.float64)) / comm.size
