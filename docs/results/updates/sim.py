@@ -41,6 +41,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      split: as sig, by a mean over 1/(1-b2) steps of the squared momentum
      sig: what is noise in v, by a slower mean of the worker's own gradients, counts a P-th
   vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
+  va: the ratio of an element is that of applied to sent squares of the exchanges that had it, with the measured one counted as va exchanges
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
   pr, pl: a shared prediction of the mean movement is applied in every step and taken from what is unsent: w = pl (w + pr u)
      frozen: exact until the share fz of the steps; pool: (own + (P-1) mean of all)/P^2 + signal
@@ -687,6 +688,8 @@ def run(spec):
     rho = torch.ones(n, device=dev)
     vs, slow = int(f("vs", 0)), zeros(P) if vmode in ("sig", "split") else None
     sums = torch.zeros(2, len(sizes), device=dev)
+    va_decay = f("vad", 0.9)
+    va, applied, sent2, unit = f("va", 0), zeros(1), zeros(P if "va" in o else 1), 0.0
     Ks = int(f("K", 50))
     sl = -(-n // Ks)
     stride, turn = int(f("stride", 0)), 0
@@ -835,7 +838,10 @@ def run(spec):
                     rho = torch.repeat_interleave(
                         (both[0] / both[1].clamp(min=1e-30)).clamp(1 / P, 1), torch.tensor(sizes, device=dev)
                     )
-                step_scaled(m, v, rho, unsent, lrt, c1t, c2t)
+                factor = rho
+                if va and unit:
+                    factor = ((applied + va * unit * rho) / (sent2 + va * unit)).clamp(1 / P, 1)
+                step_scaled(m, v, factor, unsent, lrt, c1t, c2t)
             else:
                 step_of(m, v, unsent, lrt, c1t, c2t)
             ref.mul_(1 - lr * decays)
@@ -846,7 +852,7 @@ def run(spec):
                 if pr:
                     unsent.sub_(pred)
                     ref.sub_(pred)
-                before = unsent.clone() if mm else None
+                before = unsent.clone() if mm or va else None
                 if len(full) and dd < 1:
                     dense_part = unsent[:, full].mean(0)
                     unsent[:, full] = 0.0
@@ -916,6 +922,16 @@ def run(spec):
                     flow.mul_(f("sube", 0.9)).add_(u)
                 if mm:
                     m.mul_(before == unsent)
+                if va:
+                    gone = before - unsent
+                    some = (u != 0)[None]
+                    applied = torch.where(some, va_decay * applied + u.square() / lr**2, applied)
+                    sent2 = torch.where(some, va_decay * sent2 + gone.square() / lr**2, sent2)
+                    size = (
+                        float(torch.where(some, gone.square(), 0.0).sum() / (some.sum() * P).clamp(min=1))
+                        / lr**2
+                    )
+                    unit = size if not unit else 0.9 * unit + 0.1 * size
                 since = 0
                 turn += 1
                 coded_as = STRIDE if stride else MASKED if mask else BYTES

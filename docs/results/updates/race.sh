@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Runs of sim.py on all GPUs of a host at once: race.sh FOLDER OUT SECONDS
+#
+# FOLDER/g0, FOLDER/g1, ...: a SPEC a line, run one after the other on that GPU; lines of OUT are those of sim.py. After SECONDS no
+# run begins, and what still runs is ended a minute later. DATA, STEPS, P, L and D are as for sim.py.
+set -u
+here=$(dirname "$0")
+for list in "$1"/g*; do
+    gpu=${list##*/g}
+    CUDA_VISIBLE_DEVICES=$gpu LIMIT=$3 timeout $(($3 + 60)) \
+        xargs -a "$list" python3 "$here/sim.py" >"$2.$gpu" 2>"$2.$gpu.err" &
+done
+wait
+cat "$2".[0-9] >"$2"
+rm "$2".[0-9]
