@@ -65,7 +65,7 @@ class Reference:
         share: float,
         as_wrapped: AsWrapped,
     ) -> None:
-        self._parameters, self._share, self._as_wrapped = parameters, share, as_wrapped
+        self._parameters, self.share, self._as_wrapped = parameters, share, as_wrapped
         self._reducer, self._memory = reducer, memory
         self.vector = torch.zeros(reducer.length, device=parameters[0].device)
         self._array = memory.array(self.vector)
@@ -123,7 +123,7 @@ class Reference:
             return layout.extract(whole, shard, whole.new_empty(group.shard_length))
 
         held = part(self.flat())
-        shown = (part(self.vector) - part(self.residual) * self._share).to(held.dtype)
+        shown = (part(self.vector) - part(self.residual) * self.share).to(held.dtype)
         vector = self._memory.tensor(moved.vector)
         torch.sub(shown.float(), held.float(), out=vector)
         vector.mul_(group.host.size)
@@ -240,9 +240,11 @@ class Reference:
         torch._foreach_copy_(dense_views(whole, self.views), held)
         return whole
 
-    def hold(self, flat: Tensor) -> None:
-        """Make the parameters what `flat` returned."""
+    def hold(self, flat: Tensor, share: float) -> None:
+        """Make the parameters what `flat` returned where they held `share` of the residual, for the share that they hold here."""
         self.look()
+        if share != self.share:
+            flat = flat.float().add(self.residual, alpha=share - self.share)
         torch._foreach_copy_(self._held, dense_views(flat, self.views))
         self.watch()
 
@@ -414,7 +416,7 @@ class Reference:
 
     def _shown(self, number: int, residual: Tensor) -> Tensor:
         """round(reference - share · residual) of one parameter, as kernels compute it: each operation is rounded by itself."""
-        return (self.views[number] - residual * self._share).to(self._held[number].dtype)
+        return (self.views[number] - residual * self.share).to(self._held[number].dtype)
 
 
 def _sample(tensor: Tensor, view: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     So a rank's own parameters hold a share of what it has not sent yet, and differ a little from those of other ranks. Without it
     a rank computes a hundred gradients before it sees what the first of them did. By default the share is 1/P, as much as the
-    rank's updates will count; with optimizers of Adam's kind that exchange each step it is 0.05, if that is less.
+    rank's updates will count; with several replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
@@ -103,10 +103,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
 
     With hosts, H of them, read 1/H for 1/P where betas, the ratio and the default of `local_share` are meant. Where hosts have
-    unlike numbers of ranks, w = ranks / P, betas take the sum over hosts of w^2 for it, the default of `local_share` w.
-    `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite on one rank is not on its
-    whole host. With "summed" the ranks of a host compare the norms of their gradients, in the first 20 exchanges and in every
-    tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica` and `repr` say which it is.
+    unlike numbers of ranks, w = ranks / P, betas take the sum over hosts of w^2 for it, and the default of `local_share` is w,
+    with Adam's kind at most 0.05. `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not
+    finite on one rank is not on its whole host. With "summed" the ranks of a host compare the norms of their gradients, in the
+    first 20 exchanges and in every tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica`
+    and `repr` say which it is.
 
     Ranks that shard one model agree in each step on whether all gradients are finite, else none of them steps; on the norm for
     `clip_norm`, which is that of the whole gradient; on the ratio; and on how an exchange ended: an error of one rank is raised
@@ -661,6 +662,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "reference": self._reference.vector.cpu().clone(),
             "marked": {number: mask.cpu().clone() for number, mask in self._reference.marked.items()},
             "local": self._reference.flat(self._kept).cpu(),
+            "share": self._reference.share,
             "steps": self._steps,
             "exchanges": self._exchanges,
             "present": list(self._present),
@@ -732,7 +734,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if own["local"] is None:
             self._reference.show()
         else:
-            self._reference.hold(own["local"].to(self._reference.vector.device))
+            self._reference.hold(own["local"].to(self._reference.vector.device), own["share"])
 
     def _state_problem(self, own: Any) -> str:
         """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
@@ -753,6 +755,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     return f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
             counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
             own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
+            float(own["share"])
             own["optimizer"]["state"], own["optimizer"]["param_groups"]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             return f"the state of updates is damaged: {type(error).__name__} {error}"

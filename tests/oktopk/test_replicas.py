@@ -58,6 +58,7 @@ class Oracle:
         layout, places = Layout(tuple(hosts), len(start)), np.arange(len(start), dtype=np.float32)
         shards = [layout.extract(places, shard) for shard in range(layout.shards)]
         self.order = np.concatenate(shards).astype(np.int64)  # in which ties are shared out
+        self.share = np.minimum(self.weights, 0.05 if adam and len(sizes) > 1 else 1)
         self.squares = np.zeros(2)
         self.steps = 0
 
@@ -94,8 +95,7 @@ class Oracle:
         self.residual[:, order] = found.residuals
         self.reference[order] -= found.update / len(self.hosts)
         self.reference *= 1 - 0.05 * 0.1 if self.adam else 1
-        share = np.minimum(self.weights, 0.05 if self.adam and len(self.ranks) > 1 else 1)
-        self.held = self.reference - share / self.ranks * self.residual
+        self.held = self.reference - self.share / self.ranks * self.residual
         mean = (self.weights * gradient).sum(axis=0)
         new = np.array([(mean**2).sum(), (self.weights * gradient**2).sum()])
         self.squares = new if self.steps == 1 else 0.8 * self.squares + 0.2 * new
@@ -140,6 +140,7 @@ def test_steps_of_replicas_are_the_oracles(
     hosts = len(expected.ranks)
     assert hosts == 1 or not adam or 1 / hosts + 0.05 < expected.ratio < 0.95
     assert optimizer.replica == "host" and "replica='host'" in repr(optimizer)
+    assert optimizer.local_share == expected.share[optimizer.hosts[comm.rank], 0]
     assert (optimizer.report.levels, optimizer.report.replicas) == ("hosts", hosts)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
+from oktopk.torch import updates
 from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica
 from tests.replicas import OPTIMIZERS, Replicas
@@ -457,6 +458,21 @@ def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
     optimizer.close()
 
 
+class SignsOfMomentum(torch.optim.Optimizer):
+    """As Lion: it has `betas`, and is no Adam."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["betas"] == (0.9, 0.99)
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter -= group["lr"] * torch.sign(mean.lerp_(parameter.grad, 0.1))
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
@@ -465,12 +481,20 @@ def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
         (torch.optim.AdamW, {"every": 2}, None),
         (torch.optim.AdamW, {"local_share": 0.7}, 0.7),
         (torch.optim.SGD, {"sends": "updates"}, None),
+        (SignsOfMomentum, {}, None),
+        (torch.optim.AdamW, {"most": 0.9}, None),
     ],
 )
 def test_parameters_hold_a_share_of_what_was_not_sent(
-    comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], expected: float | None
+    comm: MPI.Intracomm,
+    kind: Any,
+    settings: dict[str, Any],
+    expected: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By default a P-th, and at most a twentieth by Adam's kind in each step; all of it on one rank."""
+    settings = dict(settings)
+    monkeypatch.setattr(updates, "ADAM_SHARE", settings.pop("most", updates.ADAM_SHARE))
     model = network()
     optimizer = DistributedOptimizer(kind(model.parameters(), lr=1e-2), comm, density=0.05, **settings)
     for step in range(4):
@@ -486,6 +510,42 @@ def test_parameters_hold_a_share_of_what_was_not_sent(
     assert np.allclose(held, optimizer._reference.vector.numpy() - share * residual, atol=1e-7)
     assert optimizer.local_share == share and f"local_share={share:.3g}" in repr(optimizer)
     optimizer.close()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_state_loads_with_another_share_and_nothing_is_lost(comm: MPI.Intracomm, every: int) -> None:
+    """Between exchanges, too: what the parameters have moved since the last one is the same."""
+    model, ends = network(), []
+    settings: dict[str, Any] = {"density": 0.05, "every": every, "sends": "updates"}
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=0.5, **settings
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+    saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    optimizer.close()
+    for share in (0.5, 0.1):
+        again = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=share, **settings
+        )
+        model.load_state_dict(weights)
+        again.load_state_dict(copy.deepcopy(saved))
+        for group in again.param_groups:
+            group["lr"] = 0.0
+        again.zero_grad()
+        loss(model, comm.rank, 5).backward()
+        again.step()
+        assert again.report is not None  # it has exchanged
+        held = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+        residual = again.reducer.residual
+        assert np.allclose(held, again._reference.vector.numpy() - share * residual, atol=1e-7)
+        ends.append((again._reference.vector.clone().numpy(), residual.copy()))
+        again.close()
+    assert np.abs(ends[0][1]).max() > 1e-3
+    for one, other in zip(*ends, strict=True):
+        assert np.allclose(one, other, atol=1e-6)
 
 
 def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:

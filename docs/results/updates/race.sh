@@ -5,11 +5,13 @@
 # run begins, and what still runs is ended a minute later. DATA, STEPS, P, L and D are as for sim.py.
 set -u
 here=$(dirname "$0")
+outs=()
 for list in "$1"/g*; do
     gpu=${list##*/g}
+    outs+=("$2.$gpu")
     CUDA_VISIBLE_DEVICES=$gpu LIMIT=$3 timeout $(($3 + 60)) \
         xargs -a "$list" python3 "$here/sim.py" >"$2.$gpu" 2>"$2.$gpu.err" &
 done
 wait
-cat "$2".[0-9] >"$2"
-rm "$2".[0-9]
+cat "${outs[@]}" >"$2"
+rm "${outs[@]}"
