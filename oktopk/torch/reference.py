@@ -241,7 +241,7 @@ class Reference:
         return whole
 
     def hold(self, flat: Tensor, share: float) -> None:
-        """Make the parameters what `flat` returned where they held `share` of the residual, for the share that they hold here."""
+        """Make the parameters what `flat` returned. They held `share` of the residual then, and hold `self.share` of it now."""
         self.look()
         if share != self.share:
             flat = flat.float().add(self.residual, alpha=share - self.share)

@@ -181,10 +181,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         size, group = self.reducer.transport.size, self.reducer.group
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
-        here = 1 if group is None else group.host.size
+        ranks_here = 1 if group is None else group.host.size
         share = self._arguments["local_share"]
         if share is None:
-            share = here / size
+            share = ranks_here / size
             if _adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
                 share = min(share, ADAM_SHARE)
         self.local_share = float(share)
@@ -192,10 +192,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        # the residual is in sums over ranks
-        self._reference = Reference(
-            self._parameters, self.reducer, self._memory, share / here, self._as_wrapped
-        )
+        share /= ranks_here  # the residual is in sums over ranks
+        self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
         self._selecting = self._new_selecting_step()
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`

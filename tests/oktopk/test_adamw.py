@@ -157,8 +157,9 @@ def test_moments_steps_and_moves_are_those_of_torchs_adamw(comm: MPI.Intracomm, 
             assert all(torch.allclose(one.float(), other, rtol=2e-2, atol=2e-2) for one, other in pairs)
         else:
             assert_torchs(mine, theirs)
-    # where weights decay, an entry that one of the two sends a step earlier decays by another value
-    tolerance = {"bfloat16": 1e-3, "groups, decay, frozen": 1e-4}.get(name, 2e-6)
+    tolerance = np.full(len(ours.moved), 1e-3 if name == "bfloat16" else 2e-6)
+    if name == "groups, decay, frozen":  # what one of the two sends a step earlier decays by another value
+        tolerance[: ours.held[0].numel()] = 5e-5
     assert np.abs(ours.moved).max() > 1e-3
     assert np.allclose(ours.moved, torchs.moved, rtol=1e-4, atol=tolerance)
     for run in runs:

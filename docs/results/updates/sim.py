@@ -24,9 +24,6 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      sh: in every sh-th exchange alone
   stop: steps, after which the run ends with its next evaluation
   mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
-     dith=p: an entry is chosen with the probability min(1, |unsent| over the threshold)^p; rot=1: by a number that each element draws in turn
-     also=K: a rotating 1/K of all elements is sent beside them, as alsow says (int4 to start with)
-     fl=K, flw: each K-th exchange sends all elements, as flw says
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
   lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
@@ -41,7 +38,6 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      split: as sig, by a mean over 1/(1-b2) steps of the squared momentum
      sig: what is noise in v, by a slower mean of the worker's own gradients, counts a P-th
   vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
-  va: the ratio of an element is that of applied to sent squares of the exchanges that had it, with the measured one counted as va exchanges
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
   pr, pl: a shared prediction of the mean movement is applied in every step and taken from what is unsent: w = pl (w + pr u)
      frozen: exact until the share fz of the steps; pool: (own + (P-1) mean of all)/P^2 + signal
@@ -328,7 +324,6 @@ def exchange_masked(unsent, d, wire, kind, turn, weight=None, chunk=0):
         q = turn % P
         mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
     elif weight is not None:
-        weight = weight.expand(P, n)
         t = thresholds_of(unsent, weight, d * n / P * 1.05, min(400_000, n))
         mask = (unsent.abs() * weight >= t).any(0, keepdim=True)
     else:
@@ -362,18 +357,6 @@ def settle_by(unsent, sent, s, weight, tg):
 @compiled
 def share_of(unsent, tau, low, power: float):
     return low + (1 - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
-
-
-def dither(power, turn, rotating):
-    """Weights [n] by which the probability to be chosen is a power of the size."""
-    if rotating:
-        draw = (
-            torch.arange(n, device=dev, dtype=torch.float64) * 0.7548776662466927 + turn * 0.5698402909980532
-        )
-        draw = (draw % 1).float()
-    else:
-        draw = torch.rand(n, device=dev)
-    return draw.clamp(min=1e-6).pow(-1 / power)
 
 
 def exchange_weighted(unsent, d, weight):
@@ -665,9 +648,6 @@ def run(spec):
     kept = zeros(1)[0] if wm == "s" else None  # by owners in a start by slices
     imp, mm = f("imp", 0), int(f("mm", 0))
     lvp, tau = f("lvp", 0), None
-    dith, also, fl = f("dith", 0), int(f("also", 0)), int(f("fl", 0))
-    alsow, flw = o.get("alsow", "int4"), o.get("flw", "int4")
-    alsow, flw = ({"int4": "linear4"}.get(x, x) for x in (alsow, flw))
     full = torch.zeros(0, dtype=torch.long, device=dev)
     if "full" in o:
         parts, at = [], 0
@@ -688,8 +668,6 @@ def run(spec):
     rho = torch.ones(n, device=dev)
     vs, slow = int(f("vs", 0)), zeros(P) if vmode in ("sig", "split") else None
     sums = torch.zeros(2, len(sizes), device=dev)
-    va_decay = f("vad", 0.9)
-    va, applied, sent2, unit = f("va", 0), zeros(1), zeros(P if "va" in o else 1), 0.0
     Ks = int(f("K", 50))
     sl = -(-n // Ks)
     stride, turn = int(f("stride", 0)), 0
@@ -838,10 +816,7 @@ def run(spec):
                     rho = torch.repeat_interleave(
                         (both[0] / both[1].clamp(min=1e-30)).clamp(1 / P, 1), torch.tensor(sizes, device=dev)
                     )
-                factor = rho
-                if va and unit:
-                    factor = ((applied + va * unit * rho) / (sent2 + va * unit)).clamp(1 / P, 1)
-                step_scaled(m, v, factor, unsent, lrt, c1t, c2t)
+                step_scaled(m, v, rho, unsent, lrt, c1t, c2t)
             else:
                 step_of(m, v, unsent, lrt, c1t, c2t)
             ref.mul_(1 - lr * decays)
@@ -852,7 +827,7 @@ def run(spec):
                 if pr:
                     unsent.sub_(pred)
                     ref.sub_(pred)
-                before = unsent.clone() if mm or va else None
+                before = unsent.clone() if mm else None
                 if len(full) and dd < 1:
                     dense_part = unsent[:, full].mean(0)
                     unsent[:, full] = 0.0
@@ -876,17 +851,9 @@ def run(spec):
                 if imp and dd < 1:
                     weight = (v * c2 + 1e-20).pow(imp / 2)
                     weight /= weight.mean()
-                if dith and dd < 1:
-                    draws = dither(dith, turn, int(f("rot", 0)))[None]
-                    weight = draws if weight is None else weight * draws
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
-                if fl and dd < 1 and turn % fl == fl - 1:
-                    u = exchange(unsent, 1, flw, 0, 0)
-                    sent_bytes += STRIDE[flw] - mult * dd * MASKED.get(
-                        wire, 0
-                    )  # in place of what is counted below
-                elif by_slices:
+                if by_slices:
                     start_wire = o.get("wws", "sign")
                     u = exchange(unsent, dd, start_wire, 0, turn, kept)
                     sent_bytes += dd * STRIDE[start_wire]
@@ -915,23 +882,10 @@ def run(spec):
                     u[full] = dense_part
                 if low is not None:
                     u = u + low
-                if also and dd < 1 and not by_slices:
-                    u = u + exchange(unsent, 1 / also, alsow, 0, turn)
-                    sent_bytes += STRIDE[alsow] / also
                 if flow is not None:
                     flow.mul_(f("sube", 0.9)).add_(u)
                 if mm:
                     m.mul_(before == unsent)
-                if va:
-                    gone = before - unsent
-                    some = (u != 0)[None]
-                    applied = torch.where(some, va_decay * applied + u.square() / lr**2, applied)
-                    sent2 = torch.where(some, va_decay * sent2 + gone.square() / lr**2, sent2)
-                    size = (
-                        float(torch.where(some, gone.square(), 0.0).sum() / (some.sum() * P).clamp(min=1))
-                        / lr**2
-                    )
-                    unit = size if not unit else 0.9 * unit + 0.1 * size
                 since = 0
                 turn += 1
                 coded_as = STRIDE if stride else MASKED if mask else BYTES
