@@ -241,7 +241,7 @@ class Reference:
         return whole
 
     def hold(self, flat: Tensor, share: float) -> None:
-        """Make the parameters what `flat` returned. They held `share` of the residual then, and hold `self.share` of it now."""
+        """Make the parameters what `flat` returned, with `self.share` of the residual for `share`."""
         self.look()
         if share != self.share:
             flat = flat.float().add(self.residual, alpha=share - self.share)

@@ -48,7 +48,7 @@ BETA1_POWER = 7
 """0.9 becomes 0.48."""
 
 ADAM_SHARE = 0.05
-"""Of the residual, in parameters of a replica that steps by Adam and is not the only one, where each step is exchanged."""
+"""At most, of the residual in a replica's own parameters, with Adam's kind and each step exchanged."""
 
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
@@ -67,14 +67,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         reference := decay · (reference - u / P)
         parameters := round(reference - local_share · residual)
 
-    So a rank's own parameters hold a share of what it has not sent yet, and differ a little from those of other ranks. Without it
-    a rank computes a hundred gradients before it sees what the first of them did. By default the share is 1/P, as much as the
-    rank's updates will count; with several replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05.
+    So a rank's own parameters hold a share of what it has not sent yet, and differ a little from
+    those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
+    of them did. By default the share is 1/P, as much as the rank's updates will count; with several
+    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
 
-    - beta1 becomes beta1^7 where `local_share` is below 1 and `every` is 1: the residual averages in place of momentum;
+    - beta1 becomes beta1^7 where `local_share` is below 1 and `every` is 1: the residual averages in
+      place of momentum;
     - beta2 becomes beta2^(1/P), and at least 0.998, but in RAdam;
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
       squared norm of the ranks' gradients, see `SampledRatio`.
@@ -822,7 +824,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __repr__(self) -> str:
         one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
-        return f"{super().__repr__()[:-1]}, replica={self.replica!r}, local_share={self.local_share:.3g}{one_pass})"
+        shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}{one_pass}"
+        return f"{super().__repr__()[:-1]}, {shown})"
 
 
 def betas_of_replica(
@@ -832,9 +835,9 @@ def betas_of_replica(
 
     - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least `least`. Longer was
       better with P = 4; 0.995 and 0.998 were a tie.
-    - beta1^7 where the residual averages in place of momentum: an entry waits until the sum of its updates is among the largest,
-      which takes some hundred steps at a density of 1 %. With momentum beside that a replica goes too far. With every = 2 a
-      shorter beta1 gained nothing.
+    - beta1^7 where the residual averages in place of momentum: an entry waits until the sum of its
+      updates is among the largest, some hundred steps at a density of 1 %. With momentum beside that
+      a replica goes too far. With every = 2 a shorter beta1 gained nothing.
 
     Args:
         betas: of the dense step.

@@ -4,7 +4,7 @@
 
 kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same with these hooks of torch), updates, gradients (the
   library's optimizer with that `sends`), alone (no exchange).
-keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; in lines of library.jsonl before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
+keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
 TIMED (wait for the GPU in each step, and evaluate nothing).
 Batches, schedule, clipping and decay are those of sim.py.
