@@ -104,12 +104,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
       "auto", and `optimizer.replica` is "shards". Each rank exchanges its shards with the ranks that hold the same ones.
     - `replica="auto"`: "host" where there are several hosts with several ranks each and the method reduces shards, else "rank".
 
-    With hosts, H of them, read 1/H for 1/P where betas, the ratio and the default of `local_share` are meant. Where hosts have
-    unlike numbers of ranks, w = ranks / P, betas take the sum over hosts of w^2 for it, and the default of `local_share` is w,
-    with Adam's kind at most 0.05. `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not
-    finite on one rank is not on its whole host. With "summed" the ranks of a host compare the norms of their gradients, in the
-    first 20 exchanges and in every tenth. A parameter has a gradient where any rank of the host has one. `optimizer.replica`
-    and `repr` say which it is.
+    With hosts, H of them, read 1/H for 1/P where betas, the ratio and the default of `local_share`
+    are meant. Where hosts have unlike numbers of ranks, w = ranks / P, betas take the sum over
+    hosts of w^2 for it, and the default of `local_share` is w, with Adam's kind at most 0.05.
+    `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite
+    on one rank is not on its whole host. With "summed" the ranks of a host compare the norms of
+    their gradients, in the first 20 exchanges and in every tenth. A parameter has a gradient where
+    any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
     Ranks that shard one model agree in each step on whether all gradients are finite, else none of them steps; on the norm for
     `clip_norm`, which is that of the whole gradient; on the ratio; and on how an exchange ended: an error of one rank is raised
