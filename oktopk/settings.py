@@ -26,8 +26,8 @@ SELECTION_CAP = 1.25
 MOST_TIMEOUT = 1e9
 """Seconds; kernels count 2^64 nanoseconds."""
 
-DENSITY_STAGES = 4
-"""A density warm-up falls from DENSE_ABOVE to the target in this many equal stages."""
+LEAST_STAGES = 4
+"""A density falls in so many stages at least; as many as there are threshold intervals, if these are more."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class Settings:
         boundary_interval: steps between new region boundaries (tau), >= 1. Before the first interval ends, steps of a
             `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
-        density_warmup_steps: steps after those in which the density falls to `density` by stages, >= 0.
+        density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,
+            >= 0; a whole run, if you like. It falls every `threshold_interval` steps, as a new k makes a
+            step exact, or in four stages, if there are fewer of these.
+        first_density: density of the first of these steps, in (0, 1]. None falls below `density`.
         nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
             raise leaves the residual as before to rounding. A skip leaves it bit for bit, as every step copies it before it
             changes it: n words more memory and 8n bytes more memory traffic. A deferred step that is
@@ -73,6 +76,7 @@ class Settings:
     boundary_interval: int = 64
     dense_warmup_steps: int = 0
     density_warmup_steps: int = 0
+    first_density: float = DENSE_ABOVE
     nonfinite: Literal["raise", "skip"] = "raise"
     balance_trigger: float = 4.0
     bucket_rounds: int = 8
@@ -106,6 +110,7 @@ class Settings:
             raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
+            ("first_density", "in (0, 1]", 0 < self.first_density <= 1),
             ("balance_trigger", ">= 1", self.balance_trigger >= 1),
             ("drift_tolerance", "in [0, 0.25]", 0 <= self.drift_tolerance <= 0.25),
             ("timeout", f"in (0, {MOST_TIMEOUT:.0e}]", 0 < self.timeout <= MOST_TIMEOUT),
@@ -117,11 +122,11 @@ class Settings:
         """Density of step `step`, counted from 0; 1.0 while the dense warm-up lasts."""
         if step < self.dense_warmup_steps:
             return 1.0
-        into = step - self.dense_warmup_steps
-        if into >= self.density_warmup_steps or self.density >= DENSE_ABOVE:
+        into, falls = step - self.dense_warmup_steps, self.density_warmup_steps
+        if into >= falls or self.density >= self.first_density:
             return self.density
-        stage = into * DENSITY_STAGES // self.density_warmup_steps
-        return float(DENSE_ABOVE * (self.density / DENSE_ABOVE) ** (stage / DENSITY_STAGES))
+        into -= into % min(self.threshold_interval, -(-falls // LEAST_STAGES))
+        return float(self.first_density * (self.density / self.first_density) ** (into / falls))
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:

@@ -316,6 +316,7 @@ class ReductionConfig(Section):
     boundary_interval: int = _setting("boundary_interval")
     dense_warmup_steps: int = _setting("dense_warmup_steps")
     density_warmup_steps: int = _setting("density_warmup_steps")
+    first_density: float = _setting("first_density")
     nonfinite: Literal["raise", "skip"] = _setting("nonfinite")
     balance_trigger: float = _setting("balance_trigger")
     bucket_rounds: int = _setting("bucket_rounds")

@@ -48,7 +48,10 @@ BETA1_POWER = 7
 """0.9 becomes 0.48."""
 
 ADAM_SHARE = 0.05
-"""At most, of the residual in a replica's own parameters, with Adam's kind and each step exchanged."""
+"""At most, of the residual in a replica's own parameters, with Adam's kind and each step exchanged: of `SHARED_BY` replicas."""
+
+SHARED_BY = 4
+"""Replicas; of more the share is less by the root of their number, as the noise in their residuals is larger by it."""
 
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
@@ -70,7 +73,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     So a rank's own parameters hold a share of what it has not sent yet, and differ a little from
     those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
     of them did. By default the share is 1/P, as much as the rank's updates will count; with several
-    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05.
+    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, of more than
+    four replicas 0.1 over the root of their number.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
@@ -106,7 +110,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     With hosts, H of them, read 1/H for 1/P where betas, the ratio and the default of `local_share`
     are meant. Where hosts have unlike numbers of ranks, w = ranks / P, betas take the sum over
-    hosts of w^2 for it, and the default of `local_share` is w, with Adam's kind at most 0.05.
+    hosts of w^2 for it, and the default of `local_share` is w, with Adam's kind at most as above.
     `reducer.residual` is then a shard of the host's, times its ranks. A gradient that is not finite
     on one rank is not on its whole host. With "summed" the ranks of a host compare the norms of
     their gradients, in the first 20 exchanges and in every tenth. A parameter has a gradient where
@@ -185,14 +189,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
         ranks_here = 1 if group is None else group.host.size
+        self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         share = self._arguments["local_share"]
         if share is None:
             share = ranks_here / size
             if _adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
-                share = min(share, ADAM_SHARE)
+                share = min(share, most_share(self._equal_replicas))
         self.local_share = float(share)
         self._averages = share < 1 and self._interval == 1
-        self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
         share /= ranks_here  # the residual is in sums over ranks
@@ -852,6 +856,20 @@ def betas_of_replica(
     if replicas == 1:
         return first, second
     return first**BETA1_POWER if averages else first, max(second ** (1 / replicas), least)
+
+
+def most_share(replicas: float) -> float:
+    """The largest default of `local_share` for Adam's kind, where each step is exchanged.
+
+    A share lets a replica see what it has not sent, so that it does not overshoot; and it moves the
+    replica by its own noise. 0.05 was best with P = 4, 0.02 of 0.01, 0.02 and 0.05 with P = 16.
+
+    Args:
+        replicas: P, as for `betas_of_replica`.
+
+    Source: own, docs/results/updates.md.
+    """
+    return ADAM_SHARE * min(1.0, (SHARED_BY / replicas) ** 0.5)
 
 
 def _adaptive(optimizer: torch.optim.Optimizer) -> bool:

@@ -110,6 +110,22 @@ def test_warmups_run_dense_then_ever_sparser(comm: MPI.Intracomm, method: str) -
     assert np.array_equal(put_in, left + applied)
 
 
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+def test_a_density_falls_over_a_run_and_on_from_a_state(comm: MPI.Intracomm, method: str) -> None:
+    """It falls where thresholds are exact anyway."""
+    settings = {"density": 0.01, "first_density": 0.16, "density_warmup_steps": 12, "threshold_interval": 3}
+    reducer = GradientAllreduce(comm, 2000, method, **settings)
+    again = GradientAllreduce(comm, 2000, method, **settings)
+    reports = []
+    for step, gradient in enumerate(gradients(comm, 2000, 15)):
+        if step == 7:
+            again.load_state_dict(reducer.state_dict())
+        reports.append((again if step > 6 else reducer).step(gradient))
+    stages = [0.16, 0.08, 0.04, 0.02, 0.01]
+    assert [report.k for report in reports] == [entries_kept(each, 2000) for each in stages for _ in range(3)]
+    assert all(report.exact for report in reports[::3])
+
+
 def test_a_skipped_exact_step_is_made_up_for_at_once(comm: MPI.Intracomm) -> None:
     reducer = GradientAllreduce(comm, 3000, "oktopk", density=0.02, threshold_interval=100, nonfinite="skip")
     first, second, third = gradients(comm, 3000, 3)

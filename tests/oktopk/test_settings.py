@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.settings import DENSE_ABOVE, DENSITY_STAGES, Settings, entries_kept, selection_cap
+from oktopk.settings import DENSE_ABOVE, LEAST_STAGES, Settings, entries_kept, selection_cap
 
 
 @pytest.mark.parametrize(
     ("name", "value", "bound"),
     [
         *[("density", value, "is not in (0, 1]") for value in (0.0, -0.1, 1.0001, math.nan, math.inf)],
+        *[("first_density", value, "is not in (0, 1]") for value in (0.0, 1.0001, math.nan)],
         *[("balance_trigger", value, "is not >= 1") for value in (0.99, -1.0, math.nan)],
         *[("drift_tolerance", value, "is not in [0, 0.25]") for value in (-0.01, 0.26, math.nan)],
         *[
@@ -73,17 +74,27 @@ def test_density_is_one_in_the_dense_warmup_then_the_target() -> None:
 def test_density_falls_by_equal_stages_of_equal_ratio() -> None:
     settings = Settings(density=DENSE_ABOVE / 81, dense_warmup_steps=2, density_warmup_steps=8)
     densities = [settings.density_at(step) for step in range(12)]
-    stages = [DENSE_ABOVE / 3**stage for stage in range(DENSITY_STAGES) for _ in range(2)]
+    stages = [DENSE_ABOVE / 3**stage for stage in range(LEAST_STAGES) for _ in range(2)]
     assert densities == pytest.approx([1, 1, *stages, DENSE_ABOVE / 81, DENSE_ABOVE / 81])
 
 
-@given(st.floats(1e-6, 1), st.integers(0, 5), st.integers(0, 40))
-def test_density_never_rises_and_ends_at_the_target(density: float, dense: int, warmup: int) -> None:
-    settings = Settings(density=density, dense_warmup_steps=dense, density_warmup_steps=warmup)
+def test_density_falls_over_a_whole_run_where_thresholds_are_exact() -> None:
+    settings = Settings(0.0005, threshold_interval=10, density_warmup_steps=40, first_density=0.008)
+    densities = [settings.density_at(step) for step in range(41)]
+    stages = [0.008 / 2**stage for stage in range(4) for _ in range(10)]
+    assert densities == pytest.approx([*stages, 0.0005])
+
+
+@given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.integers(0, 5), st.integers(0, 40), st.integers(1, 50))
+def test_density_never_rises_and_ends_at_the_target(
+    density: float, first: float, dense: int, warmup: int, interval: int
+) -> None:
+    falls = {"dense_warmup_steps": dense, "density_warmup_steps": warmup, "first_density": first}
+    settings = Settings(density, interval, **falls)  # type: ignore[arg-type]
     densities = [settings.density_at(step) for step in range(dense + warmup + 2)]
     assert densities == sorted(densities, reverse=True)
     assert densities[-2:] == [density, density]
-    assert all(0 < value <= max(density, DENSE_ABOVE) for value in densities[dense:])
+    assert all(0 < value <= max(density, first) for value in densities[dense:])
 
 
 @pytest.mark.parametrize(

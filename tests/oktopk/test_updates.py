@@ -18,7 +18,7 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import updates
 from oktopk.torch.reference import Reference
-from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica
+from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica, most_share
 from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, loss, network, train
 
@@ -430,6 +430,7 @@ def test_betas_are_those_of_a_replicas_own_gradients() -> None:
     assert betas_of_replica([0.9, 0.95], 4, True, 0.998) == (0.9**7, 0.998)
     assert betas_of_replica((0.9, 0.999), 4, True, 0.998) == (0.9**7, 0.999**0.25)
     assert betas_of_replica((0.9, 0.95), 2.5, False, 0.0) == (0.9, 0.95**0.4)
+    assert [most_share(replicas) for replicas in (2, 4, 16)] == [0.05, 0.05, 0.025]
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      applied, that loses so much an exchange, which all workers know; subk: exchanges with the same basis
      sh: in every sh-th exchange alone
   stop: steps, after which the run ends with its next evaluation
-  mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th),
-     clock (those of the largest pace times age, which all workers know: the pace is a mean over exchanges of what an entry moved by
-     over its age, which counts exchanges since; pk: what of the pace stays, pf: its least over its mean, ap: a power of the age)
-  ag: entries of union are chosen by |unsent| over a power of the age, the exchanges since they were sent
+  mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
   imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
   full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
   lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
@@ -420,34 +417,6 @@ def exchange(unsent, d, wire, chunk, stride=None, server=None, cont=False, secon
     return u[0] / P
 
 
-def exchange_clocked(unsent, d, wire, pace, age, power, turn, keep=0.5, floor=0.1):
-    """All workers know who goes next: those of the largest pace times age^power. Without indices."""
-    age.add_(1)
-    due = pace * (age if power == 1 else age.pow(power))
-    at = (due >= thresholds(due[None], d * n, 1_600_000)[0]).nonzero()[:, 0]
-    part = unsent[:, at]
-    top = LINEAR[wire]
-    sent = plain_linear(part, top)
-    unsent[:, at] = part - sent
-    mean = sent.mean(0, keepdim=True)
-    v = plain_linear(mean, top)
-    unsent[turn % P].index_add_(0, at, (mean - v)[0] * P)
-    u = torch.zeros(n, device=dev)
-    u[at] = v[0]
-    size = mean[0].abs() / (age[at] if power == 1 else age[at].pow(power))
-    pace[at] = pace[at] * keep + size * (1 - keep)
-    low = float(pace.mean()) * floor
-    pace.clamp_(min=low)
-    age[at] = 0
-    return u, len(at) / n
-
-
-def plain_linear(x, top):
-    y = F.pad(x, (0, -x.shape[-1] % 128)).view(*x.shape[:-1], -1, 128)
-    unit = y.abs().amax(-1, keepdim=True) / top + 1e-30
-    return ((y / unit).round() * unit).view(*x.shape[:-1], -1)[..., : x.shape[-1]]
-
-
 @compiled
 def orthogonal(matrix):
     """Gram-Schmidt, as PowerSGD does it."""
@@ -672,8 +641,6 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
-    pace = age = None
-    ag = f("ag", 0)
     sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
     subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
     subm, flow, mult = int(f("subm", 0)), zeros(1) if "sube" in o else None, int(f("mult", 1))
@@ -884,11 +851,6 @@ def run(spec):
                 if imp and dd < 1:
                     weight = (v * c2 + 1e-20).pow(imp / 2)
                     weight /= weight.mean()
-                if ag and dd < 1:
-                    if age is None:
-                        age = torch.zeros(n, device=dev)
-                    age.add_(1)
-                    weight = age.pow(-ag).expand(P, n)
                 if lvp and dd < 1:
                     tau = thresholds(unsent, dd * n)
                 if by_slices:
@@ -899,18 +861,8 @@ def run(spec):
                         unsent[0] += P * kept
                 elif weight is not None and dd < 1 and not mask:
                     u = exchange_weighted(unsent, dd, weight)
-                elif mask == "clock" and dd < 1:
-                    if pace is None:
-                        age = torch.rand(n, device=dev) / dd
-                        pace = torch.full((n,), 1e-5, device=dev)
-                    keep, floor = f("pk", 0.5), f("pf", 0.1)
-                    u, share = exchange_clocked(unsent, dd, wire, pace, age, f("ap", 1), turn, keep, floor)
-                    if turn % 500 == 0:
-                        chosen += [round(share, 5), round(float(age.max()))]
                 elif mask and dd < 1:
                     u, share = exchange_masked(unsent, dd, wire, mask, turn, weight, chunk)
-                    if ag:
-                        age.mul_(u == 0)
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
@@ -936,7 +888,7 @@ def run(spec):
                     m.mul_(before == unsent)
                 since = 0
                 turn += 1
-                coded_as = STRIDE if stride or mask == "clock" else MASKED if mask else BYTES
+                coded_as = STRIDE if stride else MASKED if mask else BYTES
                 sent_bytes += not by_slices and (
                     mult * dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2
                     if dd < 1 or stride
