@@ -43,7 +43,7 @@ class Settings:
         density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,
             >= 0; a whole run, if you like. It falls every `threshold_interval` steps, as a new k makes a
             step exact, or in four stages, if there are fewer of these.
-        first_density: density of the first of these steps, in (0, 1]. None falls below `density`.
+        first_density: density of the first of these steps, in (0, 1], at least `density`.
         nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
             raise leaves the residual as before to rounding. A skip leaves it bit for bit, as every step copies it before it
             changes it: n words more memory and 8n bytes more memory traffic. A deferred step that is
@@ -117,6 +117,13 @@ class Settings:
         ):
             if not valid:
                 raise ValueError(f"{name} {getattr(self, name)} is not {bound}")
+        first, falls = self.first_density, self.density_warmup_steps
+        if first != DENSE_ABOVE and not falls:
+            raise ValueError(
+                f"first_density {first} is for steps in which it falls: set density_warmup_steps"
+            )
+        if falls and first < min(self.density, DENSE_ABOVE):
+            raise ValueError(f"first_density {first} is below density {self.density}: nothing would fall")
 
     def density_at(self, step: int) -> float:
         """Density of step `step`, counted from 0; 1.0 while the dense warm-up lasts."""

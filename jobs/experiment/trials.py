@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.config.modes import DENSE_OVLP
 from jobs.experiment.experiments import Experiment
-from oktopk import METHODS
+from oktopk import METHODS, Settings
 
 SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
 KINDS = ("train", "sweep", "speed")
@@ -104,7 +104,9 @@ def overlapped_dense(method: str) -> dict[str, Any]:
 
 def _speed_trial(name: str, method: str, size: int, steps: int, settings: Mapping[str, Any]) -> Trial:
     """A run that is compared by its speed: what is measured is the method, not how it starts."""
-    start = {"reduction.dense_warmup_steps": 0, "reduction.density_warmup_steps": 0, "run.measure_every": 0}
+    start: dict[str, Any] = {"run.measure_every": 0}
+    start |= {"reduction.dense_warmup_steps": 0, "reduction.density_warmup_steps": 0}
+    start["reduction.first_density"] = Settings.first_density
     if method == "powersgd":
         start["reduction.powersgd_start"] = 2  # the least
     return _trial(name, "speed", method, size, 0, {**_short(steps), **settings, **start})

@@ -85,10 +85,29 @@ def test_density_falls_over_a_whole_run_where_thresholds_are_exact() -> None:
     assert densities == pytest.approx([*stages, 0.0005])
 
 
-@given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.integers(0, 5), st.integers(0, 40), st.integers(1, 50))
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"first_density": 0.1},
+            "first_density 0.1 is for steps in which it falls: set density_warmup_steps",
+        ),
+        (
+            {"density": 0.1, "first_density": 0.01, "density_warmup_steps": 9},
+            "first_density 0.01 is below density 0.1: nothing would fall",
+        ),
+    ],
+)
+def test_a_density_that_would_not_fall_is_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        Settings(**settings)
+
+
+@given(st.floats(1e-6, 1), st.floats(1, 50), st.integers(0, 5), st.integers(1, 40), st.integers(1, 50))
 def test_density_never_rises_and_ends_at_the_target(
-    density: float, first: float, dense: int, warmup: int, interval: int
+    density: float, fall: float, dense: int, warmup: int, interval: int
 ) -> None:
+    first = min(1.0, density * fall)
     falls = {"dense_warmup_steps": dense, "density_warmup_steps": warmup, "first_density": first}
     settings = Settings(density, interval, **falls)  # type: ignore[arg-type]
     densities = [settings.density_at(step) for step in range(dense + warmup + 2)]
