@@ -1,6 +1,9 @@
-"""A language model under AdamW, of the bytes of any file, sparsely or --dense.
+"""A language model under AdamW, of the bytes of a large file, sparsely or --dense.
 
 torchrun --nproc-per-node 4 examples/language_model.py FILE [--dense] [--steps 3000] ...
+
+Both ways take the same batches. Sparsely each rank clips its own gradient, densely their mean.
+A small file is soon memorised: 3,000 steps draw 98 MB.
 """
 
 import argparse
@@ -57,6 +60,8 @@ ranks = dist.get_world_size()
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
 text = torch.frombuffer(bytearray(Path(args.file).read_bytes()), dtype=torch.uint8)
 text, held = text[: -len(text) // 50], text[-len(text) // 50 :]  # the last 50th is held out
+if len(held) <= args.length or args.batch < ranks:
+    parser.error("give each rank a sequence of a batch, and a file of 51 sequences at least")
 
 torch.manual_seed(0)
 model = GPT().to(device)
@@ -96,6 +101,8 @@ for step in range(args.steps):
             mean = sum(loss_of(held, same) for _ in range(8)) / 8
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            sent = "" if args.dense else f", {optimizer.report.bytes} bytes sent"
+            sent = "" if args.dense else f", {optimizer.report.bytes} bytes sent in the step"
             print(f"step {step + 1}: held-out loss {mean.item() / ranks:.3f}{sent}", flush=True)
+if not args.dense:
+    optimizer.close()
 dist.destroy_process_group()

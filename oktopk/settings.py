@@ -27,7 +27,7 @@ MOST_TIMEOUT = 1e9
 """Seconds; kernels count 2^64 nanoseconds."""
 
 LEAST_STAGES = 4
-"""A density falls in so many stages at least; as many as there are threshold intervals, if these are more."""
+"""Of a density that falls, at least, where there are as many steps; one an interval of thresholds, if these are more."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Settings:
             `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,
-            >= 0; a whole run, if you like. It falls every `threshold_interval` steps, as a new k makes a
-            step exact, or in four stages, if there are fewer of these.
-        first_density: density of the first of these steps, in (0, 1], at least `density`.
+            >= 0; a whole run, if you like. With updates and `every` a step is an exchange. It falls every
+            `threshold_interval` steps, as a new k makes a step exact, or more often, so that it falls
+            in four stages at least.
+        first_density: density of the first of these steps, in (0, 0.25], at least `density`.
         nonfinite: what a NaN or Inf in a gradient leads to: "raise" an error on all ranks, or "skip" the step on all of them. A
             raise leaves the residual as before to rounding. A skip leaves it bit for bit, as every step copies it before it
             changes it: n words more memory and 8n bytes more memory traffic. A deferred step that is
@@ -110,7 +111,7 @@ class Settings:
             raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
-            ("first_density", "in (0, 1]", 0 < self.first_density <= 1),
+            ("first_density", f"in (0, {DENSE_ABOVE}]", 0 < self.first_density <= DENSE_ABOVE),
             ("balance_trigger", ">= 1", self.balance_trigger >= 1),
             ("drift_tolerance", "in [0, 0.25]", 0 <= self.drift_tolerance <= 0.25),
             ("timeout", f"in (0, {MOST_TIMEOUT:.0e}]", 0 < self.timeout <= MOST_TIMEOUT),
@@ -132,7 +133,7 @@ class Settings:
         into, falls = step - self.dense_warmup_steps, self.density_warmup_steps
         if into >= falls or self.density >= self.first_density:
             return self.density
-        into -= into % min(self.threshold_interval, -(-falls // LEAST_STAGES))
+        into -= into % min(self.threshold_interval, max(1, falls // LEAST_STAGES))
         return float(self.first_density * (self.density / self.first_density) ** (into / falls))
 
 

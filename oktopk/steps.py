@@ -316,11 +316,11 @@ class Steps:
                     )
             return self._instance("dense"), self.length
         chosen = self._instance(self.method), self._entries(density)
+        # that of the warm-up, whose windows take more memory than all else
+        if self._methods.pop("dense", None) is not None:
+            self._executors.pop("dense").close()
         if step >= warmup + settings.density_warmup_steps:
             self._final = chosen
-            # that of the warm-up, whose windows take more memory than all else
-            if self._methods.pop("dense", None) is not None:
-                self._executors.pop("dense").close()
         return chosen
 
     def _instance(self, name: str) -> Method:

@@ -254,7 +254,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     large = above_dense(98_032_128, 4, of_four + "/lr=8.5e-4", "8.5e-4", seeds=(1, 1))
     many = above_dense(17_135_616, 16, rule + "b1=.478/lr=1.4e-3/lv=.02", "2e-3", seeds=(1, 3))
     assert f"ends [{-large:.1f} % below]" in readme and f"17.1 M {-small:.1f} % below" in readme
-    assert f"it ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
+    assert f"ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 
 
 def above_dense(length: int, ranks: int, rule: str, rate: str, seeds: tuple[int, int]) -> float:

@@ -24,7 +24,7 @@ LONG = {
     "transformer",
 }  # other tests start such ranks, or test what they show
 STARTS_RANKS = "starts ranks; `make test` has tests of what it shows"
-OF_BYTES = "CHANGELOG.md --steps 120 --layers 2 --hidden 64 --length 64 --batch 16 --rate 3e-3"
+OF_BYTES = "CHANGELOG.md --steps 240 --layers 2 --hidden 64 --length 64 --batch 16 --rate 3e-3"
 LIBRARIES = {
     "accelerate_hook": "accelerate",
     "accelerate_loop": "accelerate",
@@ -72,7 +72,9 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     if path.stem == "language_model":
         densely = run_torchrun(ranks, str(path), *given, "--dense")
         dense = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", densely.stdout)]
-        assert len(losses) == len(dense) == 4 and losses[-1] < 1.06 * dense[-1] < 3.3, done.stdout
+        assert densely.returncode == 0, densely.stderr
+        # 3.2 is what frequencies of bytes alone give
+        assert len(losses) == len(dense) == 4 and losses[-1] < 1.06 * dense[-1] < 2.9, done.stdout
         return
     assert len(losses) == 2 and losses[1] < 0.7 * losses[0], done.stdout
     if "ddp_hook" in "".join(lines):

@@ -111,7 +111,7 @@ class DistributedOptimizer(WrappedOptimizer):
         every: steps between two exchanges of updates, >= 1.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
-            `every` of 1 and several replicas, and 0.1 over the root of their number, if they are more than 4.
+            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number.
         replica: with updates, what steps on a gradient of its own. "rank": each rank. "host": the ranks of a host together, on
             the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
             there are several hosts with several ranks each, else "rank".

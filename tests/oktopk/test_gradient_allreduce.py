@@ -112,7 +112,7 @@ def test_warmups_run_dense_then_ever_sparser(comm: MPI.Intracomm, method: str) -
 
 @pytest.mark.parametrize("method", ["oktopk", "union"])
 def test_a_density_falls_over_a_run_and_on_from_a_state(comm: MPI.Intracomm, method: str) -> None:
-    """It falls where thresholds are exact anyway."""
+    """It falls every `threshold_interval` steps, in which thresholds are exact."""
     settings = {"density": 0.01, "first_density": 0.16, "density_warmup_steps": 12, "threshold_interval": 3}
     reducer = GradientAllreduce(comm, 2000, method, **settings)
     again = GradientAllreduce(comm, 2000, method, **settings)

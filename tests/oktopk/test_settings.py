@@ -19,7 +19,7 @@ from oktopk.settings import DENSE_ABOVE, LEAST_STAGES, Settings, entries_kept, s
     ("name", "value", "bound"),
     [
         *[("density", value, "is not in (0, 1]") for value in (0.0, -0.1, 1.0001, math.nan, math.inf)],
-        *[("first_density", value, "is not in (0, 1]") for value in (0.0, 1.0001, math.nan)],
+        *[("first_density", value, "is not in (0, 0.25]") for value in (0.0, 0.2501, math.nan)],
         *[("balance_trigger", value, "is not >= 1") for value in (0.99, -1.0, math.nan)],
         *[("drift_tolerance", value, "is not in [0, 0.25]") for value in (-0.01, 0.26, math.nan)],
         *[
@@ -103,17 +103,18 @@ def test_a_density_that_would_not_fall_is_refused(settings: dict[str, Any], sent
         Settings(**settings)
 
 
-@given(st.floats(1e-6, 1), st.floats(1, 50), st.integers(0, 5), st.integers(1, 40), st.integers(1, 50))
+@given(st.floats(1e-6, 0.2), st.floats(1.01, 50), st.integers(0, 5), st.integers(1, 40), st.integers(1, 50))
 def test_density_never_rises_and_ends_at_the_target(
     density: float, fall: float, dense: int, warmup: int, interval: int
 ) -> None:
-    first = min(1.0, density * fall)
+    first = min(DENSE_ABOVE, density * fall)
     falls = {"dense_warmup_steps": dense, "density_warmup_steps": warmup, "first_density": first}
     settings = Settings(density, interval, **falls)  # type: ignore[arg-type]
     densities = [settings.density_at(step) for step in range(dense + warmup + 2)]
     assert densities == sorted(densities, reverse=True)
     assert densities[-2:] == [density, density]
-    assert all(0 < value <= max(density, first) for value in densities[dense:])
+    assert all(0 < value <= first for value in densities[dense:])
+    assert len(set(densities[dense:-2])) >= min(LEAST_STAGES, warmup)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -477,39 +478,41 @@ class SignsOfMomentum(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
-        (torch.optim.AdamW, {}, 0.05),
-        (torch.optim.RAdam, {"method": "oktopk"}, 0.05),
-        (torch.optim.AdamW, {"every": 2}, None),
-        (torch.optim.AdamW, {"local_share": 0.7}, 0.7),
-        (torch.optim.SGD, {"sends": "updates"}, None),
-        (SignsOfMomentum, {}, None),
-        (torch.optim.AdamW, {"most": 0.9}, None),
+        (torch.optim.AdamW, {}, most_share),
+        (torch.optim.RAdam, {"method": "oktopk"}, most_share),
+        (torch.optim.AdamW, {"shared_by": 1}, lambda ranks: 0.05 / ranks**0.5),
+        (torch.optim.AdamW, {"every": 2}, lambda ranks: 1 / ranks),
+        (torch.optim.AdamW, {"local_share": 0.7}, lambda ranks: 0.7),
+        (torch.optim.SGD, {"sends": "updates"}, lambda ranks: 1 / ranks),
+        (SignsOfMomentum, {}, lambda ranks: 1 / ranks),
+        (torch.optim.AdamW, {"most": 0.9}, lambda ranks: 1 / ranks),
     ],
 )
 def test_parameters_hold_a_share_of_what_was_not_sent(
     comm: MPI.Intracomm,
     kind: Any,
     settings: dict[str, Any],
-    expected: float | None,
+    expected: Callable[[int], float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By default a P-th, and at most a twentieth by Adam's kind in each step; all of it on one rank."""
+    """By default a P-th, by Adam's kind in each step at most `most_share`; all of it on one rank."""
     settings = dict(settings)
     monkeypatch.setattr(updates, "ADAM_SHARE", settings.pop("most", updates.ADAM_SHARE))
+    monkeypatch.setattr(updates, "SHARED_BY", settings.pop("shared_by", updates.SHARED_BY))
     model = network()
     optimizer = DistributedOptimizer(kind(model.parameters(), lr=1e-2), comm, density=0.05, **settings)
     for step in range(4):
         optimizer.zero_grad()
         loss(model, comm.rank, step).backward()
         optimizer.step()
-    share = 1 / comm.size if expected is None else expected
+    share = expected(comm.size)
     if comm.size == 1 and "local_share" not in settings:
         share = 1.0
     held = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
     residual = optimizer.reducer.residual
     assert np.abs(residual).max() > 1e-3
     assert np.allclose(held, optimizer._reference.vector.numpy() - share * residual, atol=1e-7)
-    assert optimizer.local_share == share and f"local_share={share:.3g}" in repr(optimizer)
+    assert optimizer.local_share == pytest.approx(share) and f"local_share={share:.3g}" in repr(optimizer)
     optimizer.close()
 
 

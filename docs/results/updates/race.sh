@@ -11,11 +11,12 @@ begun=$(date +%s)
 outs=()
 race() {
     local workers layers channels specs left
-    while read -r workers layers channels specs; do
+    while read -r workers layers channels specs || [ -n "$workers" ]; do
         left=$(($2 - $(date +%s) + begun))
         [ "$left" -gt 0 ] || continue
         # shellcheck disable=SC2086  # specs have no blanks
-        P=$workers L=$layers D=$channels LIMIT=$left timeout $((left + 60)) python3 "$here/sim.py" $specs
+        P=$workers L=$layers D=$channels LIMIT=$left timeout $((left + 60)) \
+            python3 "$here/sim.py" $specs </dev/null
     done <"$1"
 }
 for list in "$1"/g*; do

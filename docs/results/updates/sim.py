@@ -643,6 +643,8 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
+    if mask not in (None, "leader", "union"):
+        raise ValueError(f"mask {mask}")
     sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
     subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
     subm, flow, mult = int(f("subm", 0)), zeros(1) if "sube" in o else None, int(f("mult", 1))
@@ -806,7 +808,7 @@ def run(spec):
                         )
                         few = g[:, spot.view(-1)]
                         new = [x.view(-1, rk).mean(1) for x in (few.mean(0).square(), few.square().mean(0))]
-                        sent_bytes += rk * len(row_at) / n  # in bfloat16
+                        sent_bytes += 2 * (rk + 1) * len(row_at) / n  # of each row a mean of squares, too
                     else:
                         whole = [g.mean(0).square(), g.square().mean(0)]
                         new = [
