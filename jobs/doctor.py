@@ -14,4 +14,4 @@ JOBS = Optional(
 )
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m jobs.doctor", optional=[JOBS]))
+    sys.exit(main(prog="python -m jobs.doctor", optional=JOBS))

@@ -1,4 +1,4 @@
-"""Start the doctor's probes in processes of their own, and say in a sentence how they ended."""
+"""What the doctor tries, in processes of its own, and in a sentence how they ended."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from oktopk.launch import LaunchError, find_mpiexec, launch_environment, mpiexec_command
 
@@ -21,62 +22,98 @@ ROOT = Path(__file__).parents[2]
 PROBE = ("-m", "oktopk.doctor.probe")
 
 
-def find_launcher() -> str:
-    """Path of what starts ranks: mpiexec, or srun inside a Slurm allocation where there is none.
+@dataclass(frozen=True)
+class Try:
+    """An exchange between two processes.
+
+    Attributes:
+        title: of its line on the screen.
+        starter: what starts the processes: "mpi" or "torch"; "" for the first of them that works.
+        probe: a name in `EXCHANGES` of `oktopk.doctor.probe`.
+        aware: value of OKTOPK_CUDA_AWARE_MPI; "" for the doctor's own.
+    """
+
+    title: str
+    starter: str
+    probe: str
+    aware: str = ""
+
+
+TRIES = {
+    "host": Try("host memory, MPI", "mpi", "host"),
+    "gloo": Try("host memory, torch", "torch", "host"),
+    "device": Try("device memory, MPI", "mpi", "device", aware="1"),
+    "staged": Try("device memory, staged", "mpi", "device", aware="0"),
+    "nccl": Try("device memory, torch", "torch", "device"),
+    "peer": Try("peer memory, CUDA IPC", "", "peer", aware="0"),
+}
+"""In the order in which they are tried. Messages of the last one go through host memory."""
+
+Starter: TypeAlias = tuple[list[str], dict[str, str]]
+"""Command and environment that run ranks of the Python program whose name follows."""
+
+
+def alone() -> Starter:
+    """One rank, of no job."""
+    return [sys.executable], dict(os.environ)
+
+
+def mpi_starter() -> Starter:
+    """mpiexec, or srun inside a Slurm allocation where there is none.
 
     Raises:
-        LaunchError: neither is there; the message says what to do.
+        LaunchError: neither is there, or it does not run; the message says what to do.
     """
     try:
-        return find_mpiexec()
+        mpiexec = find_mpiexec()
     except LaunchError as missing:
         srun = shutil.which("srun")
         if srun is None:
             raise LaunchError(f"{missing}; there is no srun either") from None
         if "SLURM_JOB_ID" not in os.environ:
             raise LaunchError(f"{missing}; {srun} needs an allocation: salloc -n 2 oktopk-doctor") from None
-        return srun
+        # --overlap: the step may share what the shell's own step holds
+        command = [srun, "--overlap", "-n", "2", sys.executable, "-m", "mpi4py"]
+        return command, launch_environment(2, "srun")
+    return mpiexec_command(2, [], mpiexec=mpiexec)
 
 
-def command_for_two(launcher: str, module_args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Command and environment that run two ranks.
-
-    Raises:
-        LaunchError: the launcher does not run.
-    """
-    if Path(launcher).name != "srun":
-        return mpiexec_command(2, module_args, mpiexec=launcher)
-    # --overlap: the step may share what the shell's own step holds
-    command = [launcher, "--overlap", "-n", "2", sys.executable, "-m", "mpi4py", *module_args]
-    return command, launch_environment(2, "srun")
+def torch_starter() -> Starter:
+    """torchrun, which needs no MPI."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return command, launch_environment(2, "torchrun")
 
 
-def one(what: str, timeout: float, probe: Sequence[str] = PROBE) -> dict[str, Any]:
-    """What one process found; `problem` says how it failed, if it did."""
-    return _result(
-        lambda path: ([sys.executable, *probe, what, path], as_given(os.environ)), timeout, ranks=1
-    )
-
-
-def two(
-    launcher: str,
+def attempt(
+    starter: Starter,
     what: str,
     timeout: float,
-    extra: Mapping[str, str] | None = None,
+    ranks: int = 2,
     probe: Sequence[str] = PROBE,
 ) -> dict[str, Any]:
-    """What rank 0 of two found in an exchange of `oktopk.doctor.probe`; `problem` says how they failed, if they did.
+    """What rank 0 of a probe found; `problem` says how the ranks failed, if they did.
 
     Args:
-        timeout: seconds until both are ended.
-        extra: environment variables on top of this process's.
+        what: a name in `ALONE` or `EXCHANGES` of `oktopk.doctor.probe`.
+        timeout: seconds until all ranks are ended.
+        ranks: that the starter starts; each writes its findings to a file of its own.
     """
-
-    def job(path: str) -> tuple[list[str], dict[str, str]]:
-        command, environment = command_for_two(launcher, [*probe, what, path])
-        return command, as_given(environment) | dict(extra or {})
-
-    return _result(job, timeout, ranks=2)
+    command, environment = starter
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        path = f"{folder}/found"
+        try:
+            ended = _ended([*command, *probe, what, path], as_given(environment), timeout)
+        except OSError as error:
+            return {"problem": str(error)}
+        found = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
+    # a rank's own words first: the other one, and the launcher, only say that it ended
+    for rank, each in enumerate(found):
+        if problem := each.get("problem"):
+            return each | {"problem": f"rank {rank}: {problem}" if ranks > 1 and ended else problem}
+    silent = [rank for rank, each in enumerate(found) if not each]
+    if silent and not ended:
+        ended = f"rank(s) {silent} ended without a word"
+    return found[0] | {"problem": ended}
 
 
 def as_given(environment: Mapping[str, str]) -> dict[str, str]:
@@ -86,36 +123,11 @@ def as_given(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if put.get(name) != value}
 
 
-def _result(
-    job: Callable[[str], tuple[list[str], dict[str, str]]], timeout: float, ranks: int
-) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        path = Path(folder) / "result"
-        try:
-            command, environment = job(str(path))
-            ended = _ended(command, environment, timeout)
-        except (LaunchError, OSError) as error:
-            return {"problem": str(error)}
-        results = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
-    # a rank's own words first: the other one, and the launcher, only say that it ended
-    for rank, result in enumerate(results):
-        if result and result.get("problem"):
-            where = f"rank {rank}: " if ranks > 1 and ended else ""
-            return result | {"problem": where + result["problem"]}
-    if ended:
-        return (results[0] or {}) | {"problem": ended}
-    missing = [rank for rank, result in enumerate(results) if result is None]
-    if missing:
-        return {"problem": f"rank(s) {missing} ended without a word"}
-    assert results[0] is not None
-    return results[0]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return None  # it died before, or while it wrote
+        return {}  # it died before, or while it wrote
 
 
 def _ended(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> str:
@@ -160,15 +172,18 @@ def how_it_ended(status: int, output: str) -> str:
     """
     if not status:
         return ""
-    announced = re.search(r"\b(?:on|by|with|from)?\s*signal[: ]+(\d+)", output)
-    number = (
-        -status if status < 0 else status - 128 if status > 128 else int(announced[1]) if announced else 0
-    )
+    number = -status if status < 0 else status - 128
+    # a SIGTERM is how a launcher ends the other ranks; torchrun names the first cause last
+    announced = re.findall(r"\bsignal[: ]+(?!15\b)(\d+)", output, re.IGNORECASE)
+    if 0 < status <= 128 and announced:
+        number = int(announced[-1])
     if number in set(signal.Signals):
         name = signal.Signals(number).name
         meaning = " (a segmentation fault)" if number == signal.SIGSEGV else ""
         return f"a process died of {name}{meaning}"
     lines = [line.strip() for line in output.splitlines() if line.strip(" -=*\t")]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*:", line)]
+    # not torchrun's own, which follows that of a rank
+    error = re.compile(r"(?!.*ChildFailedError)[\w.]*(Error|Exception|Exit)\b.*:")
+    errors = [line for line in lines if error.match(line)]
     last_line = (errors or lines or ["nothing"])[-1]
     return f"ended with status {status}: {last_line[:200]}"

@@ -42,6 +42,11 @@ def _vector_bits() -> int | None:
     return next((bits for flag, bits in widths.items() if flag in flags), None)
 
 
+def has_driver() -> bool:
+    """Whether this host has an NVIDIA driver, hence a GPU."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def host() -> str:
     """This machine's name."""
     return socket.gethostname()

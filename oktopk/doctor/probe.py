@@ -1,7 +1,8 @@
 """What the doctor tries in processes of its own, so that a crash or a hang there is a finding and no more.
 
-    python -m oktopk.doctor.probe gpus FILE                        one process; also mpi, cpu
-    mpiexec -n 2 python -m mpi4py -m oktopk.doctor.probe host FILE     also device, staged, peer
+    python -m oktopk.doctor.probe gpus FILE                            one process; also mpi, cpu
+    mpiexec -n 2 python -m mpi4py -m oktopk.doctor.probe host FILE     also device, peer
+    torchrun --nproc-per-node 2 -m oktopk.doctor.probe host FILE       as well, without MPI
 
 Every process writes what it found as JSON: into FILE.0, and FILE.1.
 """
@@ -14,37 +15,49 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from oktopk.launch import library_problem
 
-SIZE = 2**26
-"""Bytes that bandwidth is measured with."""
+LENGTH = 2**24
+"""Elements of a gradient of 64 MiB."""
 _SEEDS = (20220402, 20220406)
+_NOT_TWO = (
+    "the launcher started processes that see {} of each other, not 2: its MPI is not mpi4py's "
+    "(under Slurm try srun --mpi=pmix or --mpi=pmi2; srun --mpi=list)"
+)
 _DEADLINE = 300  # seconds after which a process that nobody ends, ends itself
 
 
 def gpus() -> dict[str, Any]:
-    """The driver, the GPUs, whether they reach each other's memory, and whether our kernels compile for them."""
-    from collectives.cuda import environment as cuda_problems
+    """The GPUs, which pairs have no peer access, and whether our kernels compile for them."""
+    from collectives.cuda.environment import driver_version, first_line, gpu_problem
+    from oktopk.devices import GRADIENT_TYPES, make_backend
 
-    problem = cuda_problems.gpu_problem()
-    result: dict[str, Any] = {"driver": cuda_problems.driver_version(), "problem": problem}
+    if problem := gpu_problem():
+        return {"problem": problem}
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    numbers = range(runtime.getDeviceCount())
+    devices = [_described(runtime.getDeviceProperties(number)) for number in numbers]
+    pairs = [(one, other) for one in numbers for other in numbers if one != other]
+    denied = [f"{one}-{other}" for one, other in pairs if not runtime.deviceCanAccessPeer(one, other)]
+    result: dict[str, Any] = {"problem": "", "devices": devices, "no_access": denied}
+    result |= {"driver": driver_version(), "runtime": runtime.runtimeGetVersion()}
     try:
-        import cupy
+        for gradient_type in GRADIENT_TYPES["cuda"]:
+            make_backend("cuda", gradient_type, None)
+    except (RuntimeError, MemoryError) as error:
+        result["problem"] = first_line(error)
+    return result
 
-        runtime = cupy.cuda.runtime
-        result["runtime"] = runtime.runtimeGetVersion()
-        numbers = range(runtime.getDeviceCount())
-        result["devices"] = [_properties(runtime.getDeviceProperties(number)) for number in numbers]
-        result["peer_access"] = [
-            [one == other or bool(runtime.deviceCanAccessPeer(one, other)) for other in numbers]
-            for one in numbers
-        ]
-    except Exception as error:  # of a CuPy that is missing or broken, which gpu_problem has a sentence for
-        result["problem"] = problem or cuda_problems.first_line(error)
-    return result if result["problem"] else result | _compile()
+
+def _described(properties: dict[str, Any]) -> str:
+    name, gibibytes = properties["name"], properties["totalGlobalMem"] / 2**30
+    text = name.decode() if isinstance(name, bytes) else name
+    capability = f"{properties['major']}.{properties['minor']}"
+    return f"{text}, {gibibytes:.0f} GiB, compute capability {capability}"
 
 
 def mpi() -> dict[str, Any]:
@@ -53,205 +66,86 @@ def mpi() -> dict[str, Any]:
 
 
 def cpu() -> dict[str, Any]:
-    """Compiles the kernels of CPU ranks into Numba's cache, and counts those that it lacked."""
+    """Compiles the kernels of CPU ranks into Numba's cache."""
     from collectives.cpu.compiled import cache_problem
     from oktopk.cpu import compile_kernels
 
-    uncached = cache_problem()
-    return {"problem": "", "uncached": uncached, "compiled": 0 if uncached else compile_kernels()}
+    if uncached := cache_problem():
+        return {"problem": f"compiled code is not kept: {uncached}"}
+    return {"problem": "", "compiled": compile_kernels()}
 
 
-def _compile() -> dict[str, Any]:
-    """Whether our kernels compile, and how long that takes."""
-    import mpi4py
+def sums(comm: Any, device: str, peer_memory: bool | None) -> dict[str, Any]:
+    """Sums of two gradients by the library, compared bit by bit, then timed.
 
-    from collectives.cuda.environment import kernel_problem
+    Args:
+        comm: of two ranks. Collective.
+        device: "cpu" or "cuda".
+        peer_memory: False, or None for peer memory alone.
 
-    mpi4py.rc(initialize=False)
-    try:
-        from collectives.cuda import dense_algorithms, device, rows
-        from collectives.cuda import kernels as device_kernels
-        from collectives.cuda import launch as launches
-        from oktopk.cuda import kernels as gradient_kernels
-        from oktopk.devices import GRADIENT_TYPES
-    except (ImportError, RuntimeError):  # no MPI library, which the exchanges will say
-        return {}
-    began = time.perf_counter()
-    try:
-        gpu = device.Device()
-        device_kernels.DeviceKernels(gpu)
-        for gradient_type in GRADIENT_TYPES["cuda"]:
-            _ = gradient_kernels.DeviceKernels(gpu, gradient_type).shard_sum_kernels
-            rows.DeviceRowKernels(gpu, gradient_type)
-            dense_algorithms.dense_kernels(gradient_type, 2)
-        for source in _untyped_sources(device_kernels, gradient_kernels):
-            launches.compiled(source).compile()
-    except Exception as error:
-        return {"problem": kernel_problem(error)}
-    return {"kernel_seconds": time.perf_counter() - began}
-
-
-def _untyped_sources(*modules: ModuleType) -> list[Path]:
-    """The `.cu` files beside these modules that know no type of gradient."""
-    folders = [Path(str(module.__file__)).parent for module in modules]
-    sources = [source for folder in folders for source in sorted(folder.glob("*.cu"))]
-    return [source for source in sources if "GRADIENT" not in source.read_text(encoding="utf-8")]
-
-
-def _properties(properties: dict[str, Any]) -> dict[str, Any]:
-    name = properties["name"]
-    return {
-        "name": name.decode() if isinstance(name, bytes) else name,
-        "bytes": int(properties["totalGlobalMem"]),
-        "capability": f"{properties['major']}.{properties['minor']}",
-    }
-
-
-def host(comm: Any) -> dict[str, Any]:
-    """Host memory through MPI; and what MPI says of itself."""
-    import numpy as np
-    from mpi4py import MPI
-
-    from collectives.cuda.ucx import device_memory_problem
-    from collectives.mpi import connect
-
-    library = " ".join(MPI.Get_library_version().split()).split(", ")[0]
-    result = {"library": library[:60], "device_memory_problem": device_memory_problem()}
-    return result | _measure(connect(comm), np.copy, np.copy, lambda: None)
-
-
-def device(comm: Any) -> dict[str, Any]:
-    """Device memory, given to MPI."""
-    from collectives.mpi_cuda import CudaMpiTransport
-
-    return _on_gpus(comm, CudaMpiTransport)
-
-
-def staged(comm: Any) -> dict[str, Any]:
-    """Device memory through pinned host memory."""
-    from collectives.mpi_cuda import StagedCudaTransport
-
-    return _on_gpus(comm, StagedCudaTransport)
-
-
-def _on_gpus(comm: Any, transport_of: Callable[..., Any]) -> dict[str, Any]:
-    import cupy
-
-    from collectives.cuda.device import Device
-    from collectives.mpi_cuda import select_device
-
-    number = select_device(comm)
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        device = Device(stream)
-
-        def place(array: Any) -> Any:
-            placed = device.allocate(
-                array.size, array.dtype
-            )  # of the kind of memory that the library sends from
-            placed.set(array, stream=stream)
-            stream.synchronize()
-            return placed
-
-        result = _measure(
-            transport_of(comm, device), place, lambda array: array.get(stream=stream), device.synchronize
-        )
-    return result | {"devices": comm.allgather(number)}
-
-
-def peer(comm: Any) -> dict[str, Any]:
-    """Device memory of the other process, opened by CUDA IPC and read; and why the library would not use it."""
-    import cupy
+    Returns:
+        problem: what failed, or why the library does not use peer memory.
+        library: what carries messages, of an MPI its version.
+        device_memory_problem: why MPI does not move device memory, in the library's words.
+        gpus: number of each rank's GPU.
+        latency: seconds of a sum of 8 bytes.
+        bandwidth: bytes of a gradient in a second, for 64 MiB.
+    """
     import numpy as np
 
-    from collectives.cuda.device import Device
-    from collectives.mpi import connect
-    from collectives.mpi_cuda import select_device
-    from collectives.symmetric_memory import symmetric_memory_problem
+    from collectives.connect import connect
+    from oktopk import GradientAllreduce
 
-    number, other = select_device(comm), 1 - comm.rank
-    runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
-    device = Device(stream)
-    mine, copied = device.allocate(SIZE // 8, np.uint64), device.allocate(SIZE // 8, np.uint64)
-    mine.set(_random(comm.rank), stream=stream)
-    stream.synchronize()
-    theirs = runtime.ipcOpenMemHandle(
-        comm.sendrecv(runtime.ipcGetMemHandle(mine.data.ptr), other, 0, None, other)
-    )
-    comm.Barrier()
+    transport = connect(comm)
+    result: dict[str, Any] = {"problem": "", "library": transport.library}
+    place = np.asarray
+    if transport.library == "MPI":
+        result |= _about_mpi()
+    if device == "cuda":
+        import cupy
 
-    def copy(nbytes: int, times: int) -> float:
-        began = time.perf_counter()
-        for _ in range(times):
-            device.copy(copied.data.ptr, theirs, nbytes)
-            device.synchronize()
-        return (time.perf_counter() - began) / times
-
-    copy(SIZE, 1)
-    equal = bool(np.array_equal(copied.get(stream=stream), _random(other)))
-    copy(8, 20)
-    latency = copy(8, 200)
-    comm.Barrier()
-    if comm.rank == 0:  # one direction at a time, as the others
-        bandwidth = SIZE / copy(SIZE, 10)
-    comm.Barrier()
-    runtime.ipcCloseMemHandle(theirs)
-    comm.Barrier()
-    problem = "" if equal else "the bytes that were read are not those that were written"
-    result = {"problem": problem, "refused": symmetric_memory_problem(connect(comm))}
-    if comm.rank == 0:
-        result |= {"latency": latency, "bandwidth": bandwidth}  # type: ignore[dict-item]
-    return result | {"devices": comm.allgather(number)}
-
-
-def _measure(
-    transport: Any, place: Callable[[Any], Any], fetch: Callable[[Any], Any], finish: Callable[[], Any]
-) -> dict[str, Any]:
-    """Check 64 MiB bit by bit, both ways at once; then time one way, the mean of many there and back."""
-    import numpy as np
-
-    rank, other = transport.rank, 1 - transport.rank
-    outgoing, incoming = place(_random(rank)), place(np.zeros(SIZE // 8, np.uint64))
-    transport.wait(transport.receive(incoming, other) + transport.send(outgoing, other))
-    finish()
-    if not np.array_equal(fetch(incoming), _random(other)):
-        return {"problem": "the bytes that arrived are not those that were sent"}
-
-    def one_way(count: int, times: int) -> float:
-        sent, received = outgoing[:count], incoming[:count]
+        number = transport.rank % cupy.cuda.runtime.getDeviceCount()
+        cupy.cuda.Device(number).use()
+        result["gpus"] = transport.allgather_objects(number)
+        place = cupy.asarray
+    for length, times in ((2, 200), (LENGTH, 10)):
+        gradients = [np.random.default_rng(seed).integers(0, 2**23, length) for seed in _SEEDS]
+        reducer = GradientAllreduce(transport, length, "dense", device=device, peer_memory=peer_memory)
+        gradient = place(gradients[transport.rank].astype(np.float32))
+        for _ in range(3):
+            reducer.step(gradient)
+        if peer_memory is None and reducer.p2p_unavailable_reason:
+            return result | {"problem": reducer.p2p_unavailable_reason}
+        if not np.array_equal(reducer.backend.to_host(reducer.update), sum(gradients) / 2):
+            return result | {"problem": "the sum is not that of the gradients"}
         transport.barrier()
         began = time.perf_counter()
         for _ in range(times):
-            if rank == 0:
-                transport.wait(transport.send(sent, other))
-                transport.wait(transport.receive(received, other))
-            else:
-                transport.wait(transport.receive(received, other))
-                transport.wait(transport.send(sent, other))
-        finish()
-        return (time.perf_counter() - began) / (2 * times)
-
-    one_way(1, 50)
-    latency = one_way(1, 500)
-    one_way(SIZE // 8, 2)
-    return {"problem": "", "latency": latency, "bandwidth": SIZE / one_way(SIZE // 8, 10)}
+            reducer.step(gradient)
+        reducer.backend.wait()
+        seconds = (time.perf_counter() - began) / times
+        result |= {"bandwidth": 4 * length / seconds} if length == LENGTH else {"latency": seconds}
+        reducer.close()
+    return result
 
 
-def _random(rank: int) -> Any:
-    """uint64 of 64 MiB that only this rank has."""
-    import numpy as np
+def _about_mpi() -> dict[str, Any]:
+    from mpi4py import MPI
 
-    return np.random.default_rng(_SEEDS[rank]).integers(0, 2**64, SIZE // 8, np.uint64)
+    from collectives.cuda.ucx import device_memory_problem
+
+    library = " ".join(MPI.Get_library_version().split()).split(", ")[0][:60]
+    return {"library": library, "device_memory_problem": device_memory_problem()}
 
 
 ALONE: dict[str, Callable[[], dict[str, Any]]] = {"gpus": gpus, "mpi": mpi, "cpu": cpu}
 """What one process can try."""
-EXCHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "host": host,
-    "device": device,
-    "staged": staged,
-    "peer": peer,
+EXCHANGES: dict[str, tuple[str, bool | None]] = {
+    "host": ("cpu", False),
+    "device": ("cuda", False),
+    "peer": ("cuda", None),
 }
-"""What two processes can try."""
+"""What two processes can try: arguments of `sums`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,28 +155,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if what in ALONE:
         Path(f"{path}.0").write_text(json.dumps(ALONE[what]()), encoding="utf-8")
         return 0
+    rank, result = 0, {}
+    try:
+        comm, rank, size = _all_ranks(what)
+        result = {"problem": _NOT_TWO.format(size)}
+        if size == 2:
+            result = sums(comm, *EXCHANGES[what])
+    except Exception as error:
+        from collectives.cuda.environment import first_line
+
+        result = {"problem": f"{type(error).__name__}: {first_line(error)}"}
+        raise  # the runner ends the other process
+    finally:
+        Path(f"{path}.{rank}").write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _all_ranks(what: str) -> tuple[Any, int, int]:
+    """The communicator of all ranks, torch's under torchrun, else MPI's; this rank; their number."""
     import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 
     # isort: split
-    from mpi4py import MPI
+    import os
 
-    comm = MPI.COMM_WORLD
-    if comm.size != 2:
-        text = f"the launcher started processes that see {comm.size} of each other, not 2: its MPI is not mpi4py's"
-        result: dict[str, Any] = {
-            "problem": f"{text} (under Slurm try srun --mpi=pmix or --mpi=pmi2; srun --mpi=list)"
-        }
-    else:
-        try:
-            result = EXCHANGES[what](comm)
-        except Exception as error:
-            from collectives.cuda.environment import first_line
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        from mpi4py import MPI
 
-            result = {"problem": f"{type(error).__name__}: {first_line(error)}"}
-            Path(f"{path}.{comm.rank}").write_text(json.dumps(result), encoding="utf-8")
-            raise  # the runner ends the other process
-    Path(f"{path}.{comm.rank}").write_text(json.dumps(result), encoding="utf-8")
-    return 0
+        return MPI.COMM_WORLD, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if what == "device" else "gloo")
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
 if __name__ == "__main__":

