@@ -263,7 +263,7 @@ def test_a_machine_without_gpu_is_told_that_its_cpu_works(tmp_path: Path) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,  # where the cache of kernels is empty
+        timeout=150,  # where the cache of kernels is empty
         check=False,
     )
     assert done.returncode == BEST, done.stdout + done.stderr
