@@ -36,7 +36,7 @@ def screen(findings: dict[str, Any]) -> str:
         settings = " ".join(f"{name}={value}" for name, value in findings["environment"].items())
         lines += _entry("", "set: " + (settings if len(settings) < 240 else settings[:240] + " ..."))
     if tried:
-        lines += ["", f"{'tried with two processes':26}{'works':8}{'8 bytes':>12}{'64 MiB':>16}"]
+        lines += ["", f"{'a sum by two processes':26}{'works':8}{'8 bytes':>12}{'64 MiB':>16}"]
     for name, result in tried.items():
         lines += _tried(TRIES[name].title, result)
     lines += ["", *textwrap.wrap(f"path: {findings['path']} ({_MEANING[findings['status']]})", WIDTH)]
