@@ -15,6 +15,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      three, four (likewise: so many levels)
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange);
      auto: the squared norm of the mean residual over the mean squared norm of the workers', measured every ten steps
+  ls: in place of lv, the share is ls times the root of the density of now over P
   mult: slices that one exchange sends
   sub: rank of a basis that all workers share, for each matrix but those whose names begin with a word of subout (e+p): in every
      exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected; sr, sw: another rank for
@@ -633,7 +634,7 @@ def run(spec):
         int(f("chunk", 0)),
     )
     w, wm, wh = f("w", 0), o.get("wm", "u"), int(f("wh", 1))
-    dr, dw = f("dr", 0), f("dw", 0)
+    dr, dw, ls = f("dr", 0), f("dw", 0), f("ls", 0)
     S, factors = 1 if name in ("dense", "gradients", "powersgd") else P, []
     idx = batches(seed, steps)
     ref = start_weights(seed).to(dev)
@@ -698,6 +699,8 @@ def run(spec):
             dd = f("ws", 0.5)
         if dw and s < dw * steps and not by_slices:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
+        if ls:
+            lv = ls * math.sqrt(dd / P)
         with torch.no_grad():
             if name == "updates" and (since or lv):
                 if lvp and tau is not None:
