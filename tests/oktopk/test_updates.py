@@ -552,6 +552,25 @@ def test_a_state_loads_with_another_share_and_nothing_is_lost(comm: MPI.Intracom
         assert np.allclose(one, other, atol=1e-6)
 
 
+def test_a_density_falls_and_the_references_stay_equal(comm: MPI.Intracomm) -> None:
+    model = network()
+    falls: dict[str, Any] = {"first_density": 0.16, "density_warmup_steps": 12, "threshold_interval": 3}
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = DistributedOptimizer(inner, comm, density=0.01, **falls)
+    kept = []
+    for step in range(15):
+        optimizer.zero_grad()
+        loss(model, comm.rank, step).backward()
+        optimizer.step()
+        kept.append(optimizer.report.k)
+    stages = (0.16, 0.08, 0.04, 0.02, 0.01)
+    assert kept == pytest.approx([share * optimizer.length for share in stages for _ in range(3)], abs=1)
+    with optimizer.agreed():
+        held = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    assert all(np.array_equal(held, other) for other in comm.allgather(held))
+    optimizer.close()
+
+
 def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:
     """float64[n]: the reference less the mean residual, where training stands."""
     residual = comm.allreduce(optimizer.reducer.residual.astype(np.float64)) / comm.size
