@@ -21,7 +21,7 @@ from pathlib import Path
 
 from collectives.connect import INSTALL_MPI, mpi_problem
 
-# Left by a surrounding MPI job. A job started inside it would take itself for one of its ranks.
+# Left by a surrounding job of MPI or torchrun. A job started inside it would take itself for one of its ranks.
 _INHERITED = (
     "PMIX_",
     "PMI_",
@@ -32,6 +32,7 @@ _INHERITED = (
     "OMPI_UNIVERSE_",
     "OMPI_FILE_",
     "PRTE_LAUNCHED",
+    "TORCHELASTIC_",
 )
 
 

@@ -29,6 +29,7 @@ def test_a_command_goes_through_the_runner() -> None:
 
 def test_the_environment_has_what_is_needed_and_no_more() -> None:
     base = {"PATH": "/bin", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "1", "PMI_SIZE": "4"}
+    base["TORCHELASTIC_RUN_ID"] = "none"
     plain = {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     local = {"OMPI_MCA_btl": "^tcp"}  # no ports
