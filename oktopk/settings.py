@@ -27,7 +27,7 @@ MOST_TIMEOUT = 1e9
 """Seconds; kernels count 2^64 nanoseconds."""
 
 LEAST_STAGES = 4
-"""Of a density that falls, at least, where there are as many steps; one an interval of thresholds, if these are more."""
+"""A density falls in at least so many stages, if it has as many steps to fall in."""
 
 
 @dataclass(frozen=True)

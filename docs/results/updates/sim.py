@@ -38,8 +38,7 @@ keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
      pools/K=..: pool from a rotating 1/K of the workers' v and m, averaged densely in 8 bits (stale by up to K steps)
      split: as sig, by a mean over 1/(1-b2) steps of the squared momentum
      sig: what is noise in v, by a slower mean of the worker's own gradients, counts a P-th
-     rows: as ratio, of each row of a matrix, each vector being one row: from rk random elements of a row (0: from all, not counted),
-     every rgap steps; rl: weight of a measurement beside those before, rkap: how many rows of mean size the ratio of all counts for
+     rows: as ratio, of each row of a matrix, each vector being one row: from rk random elements of a row (0: from all, not counted)
   vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
   pr, pl: a shared prediction of the mean movement is applied in every step and taken from what is unsent: w = pl (w + pr u)
@@ -686,7 +685,7 @@ def run(spec):
         row_sizes = torch.cat([torch.full((count,), size, device=dev) for count, size in rows])
         row_at = row_sizes.cumsum(0) - row_sizes
         row_of = torch.repeat_interleave(torch.arange(len(row_at), device=dev), row_sizes)
-        squares, rk, rgap = torch.zeros(2, len(row_at), device=dev), int(f("rk", 0)), int(f("rgap", 10))
+        squares, rk = torch.zeros(2, len(row_at), device=dev), int(f("rk", 0))
     out, sent_bytes, t0, since, losses, info = [], 0.0, time.time(), 0, torch.zeros((), device=dev), {}
     for s in range(steps):
         lr = lr0 * min(1, (s + 1) / (0.05 * steps)) * (0.1 + 0.45 * (1 + math.cos(math.pi * s / steps)))
@@ -802,7 +801,7 @@ def run(spec):
                 msh[part] = m[:, part].mean(0) * c1
                 step_pools(m, v, vsh, msh, unsent, lrt, c1t, c2t)
             elif vmode == "rows":
-                if s % rgap == 0 or s < 20:
+                if s % 10 == 0 or s < 20:
                     g = gs * clips
                     if rk:
                         spot = (
@@ -818,12 +817,8 @@ def run(spec):
                             torch.zeros_like(row_at, dtype=torch.float).index_add_(0, row_of, x) / row_sizes
                             for x in whole
                         ]
-                    squares.lerp_(torch.stack(new), f("rl", 0.2))
-                    a, b = squares
-                    prior = f("rkap", 0) * b.mean()
-                    both = (a * row_sizes).sum() / (b * row_sizes).sum()
-                    ratio_of_row = (a + prior * both) / (b + prior).clamp(min=1e-30)
-                    rho = ratio_of_row.clamp(1 / P, 1)[row_of]
+                    squares.lerp_(torch.stack(new), 0.2)
+                    rho = (squares[0] / squares[1].clamp(min=1e-30)).clamp(1 / P, 1)[row_of]
                 step_scaled(m, v, rho, unsent, lrt, c1t, c2t)
             elif vmode == "ratio":
                 if s % 10 == 0 or s < 20:
