@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -86,8 +86,8 @@ class DistributedOptimizer(WrappedOptimizer):
             bfloat16 or float16, each dense in memory.
         comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings. Of
             parameters that `fully_shard` made the ranks that hold this rank's shards, `mesh["replicate"].get_group()`.
-        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, and for updates "union", which loses less at 1 % of the
-            bytes and goes over messages, within a host too.
+        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, and for updates of 5 % and more. For updates of a lower
+            density "union", which loses less there and goes over messages, within a host too.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
@@ -148,7 +148,6 @@ class DistributedOptimizer(WrappedOptimizer):
         dict[str, type[DistributedOptimizer]]
     ] = {}  # by what they send; `oktopk.torch.kinds` has all
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
-    _method = "oktopk"  # by default
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
@@ -228,7 +227,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
-        method = self._method if method is None else method
+        method = self._default_method(settings) if method is None else method
         unsaid, sends = sends is None, self._sends if sends is None else sends
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
@@ -307,6 +306,11 @@ class DistributedOptimizer(WrappedOptimizer):
     def _refused(self, settings: dict[str, Any]) -> str:
         """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
         raise NotImplementedError
+
+    @staticmethod
+    def _default_method(settings: Mapping[str, Any]) -> str:
+        """The method, where the user names none."""
+        return "oktopk"
 
     def _selected_type(self) -> str:
         """The type of what is selected, where the user names none."""

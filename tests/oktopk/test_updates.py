@@ -729,6 +729,24 @@ def test_a_density_whose_steps_are_dense_takes_gradients(comm: MPI.Intracomm) ->
         wrap(model, comm, density=0.5)
 
 
+@pytest.mark.parametrize(
+    ("sends", "density", "method"),
+    [
+        ("updates", 0.0125, "union"),
+        ("updates", 0.049, "union"),
+        ("updates", 0.05, "oktopk"),
+        ("gradients", 0.0125, "oktopk"),
+    ],
+)
+def test_the_default_method_is_the_one_that_loses_less_at_the_density(
+    comm: MPI.Intracomm, sends: str, density: float, method: str
+) -> None:
+    adamw = torch.optim.AdamW(network().parameters())
+    optimizer = DistributedOptimizer(adamw, comm, density=density, sends=sends)
+    assert optimizer.reducer.method == method
+    optimizer.close()
+
+
 @pytest.mark.parametrize("kept", [(), ("reducer",)])
 def test_a_state_of_the_wrapped_optimizer_alone_leaves_the_reference_as_it_is(
     comm: MPI.Intracomm, kept: tuple[str, ...]
