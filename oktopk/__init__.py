@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
     from oktopk.methods import METHODS
     from oktopk.results import StepReport
-    from oktopk.settings import Settings
+    from oktopk.settings import Settings, falling_density
     from oktopk.torch.kinds import DistributedOptimizer
     from oktopk.torch.modules import average_buffers, broadcast_parameters
 
@@ -31,6 +31,7 @@ __all__ = [
     "StepReport",
     "average_buffers",
     "broadcast_parameters",
+    "falling_density",
 ]
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _MODULES = {
     "StepReport": "oktopk.results",
     "average_buffers": "oktopk.torch.modules",
     "broadcast_parameters": "oktopk.torch.modules",
+    "falling_density": "oktopk.settings",
 }
 # not in __all__: with `from oktopk import *` they would hide torch and other names of a user's
 _SUBMODULES = ("buckets", "elastic", "rows", "torch")

@@ -8,11 +8,19 @@ import re
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.settings import DENSE_ABOVE, LEAST_STAGES, Settings, entries_kept, selection_cap
+from oktopk.settings import (
+    DENSE_ABOVE,
+    LEAST_STAGES,
+    Settings,
+    entries_kept,
+    falling_density,
+    selection_cap,
+)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,34 @@ def test_density_falls_over_a_whole_run_where_thresholds_are_exact() -> None:
 def test_a_density_that_would_not_fall_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         Settings(**settings)
+
+
+@given(st.floats(1e-6, 0.01), st.integers(1, 400), st.floats(1.01, 20), st.integers(1, 50))
+def test_a_falling_density_has_the_mean_that_was_asked_for(
+    mean: float, steps: int, fall: float, interval: int
+) -> None:
+    falling = falling_density(mean, steps, fall=fall, threshold_interval=interval)
+    settings = Settings(threshold_interval=interval, **falling)
+    assert np.mean([settings.density_at(step) for step in range(steps)]) == pytest.approx(mean)
+    assert settings.density_at(0) == pytest.approx(fall * settings.density_at(steps))
+
+
+@pytest.mark.parametrize(
+    ("mean", "steps", "fall", "sentence"),
+    [
+        (0.01, 0, 10, "steps 0 is not an integer >= 1"),
+        (0.01, 2.5, 10, "steps 2.5 is not an integer >= 1"),
+        (0.01, 9, 1, "fall 1 is not > 1: nothing would fall"),
+        (0.01, 9, math.nan, "fall nan is not > 1: nothing would fall"),
+        (0.2, 3000, 10, "mean 0.2 is not valid: the first density would be 0.505, not in (0, 0.25]"),
+        (0.0, 9, 10, "mean 0.0 is not valid: the first density would be 0, not in (0, 0.25]"),
+    ],
+)
+def test_a_falling_density_refuses_what_cannot_fall(
+    mean: float, steps: Any, fall: float, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        falling_density(mean, steps, fall=fall)
 
 
 @given(st.floats(1e-6, 0.2), st.floats(1.01, 50), st.integers(0, 5), st.integers(1, 40), st.integers(1, 50))
