@@ -142,7 +142,8 @@ def falling_density(
 ) -> dict[str, Any]:
     """Settings of a density that falls over a run by equal ratios, and sends as much as `mean` throughout would.
 
-    As in `DistributedOptimizer(adamw, wire="int4", **falling_density(0.0125, steps=3000))`. The gap to dense training opens early in a run, so that more bytes belong there. A fall of 50 lost what one of 10 had gained.
+    As in `DistributedOptimizer(adamw, wire="int4", **falling_density(0.0125, steps=3000))`. The gap to dense training opens early
+    in a run, so that more bytes belong there. A fall of 50 lost what one of 10 had gained.
 
     Args:
         mean: density in the mean of these steps, > 0; the first one is at most 0.25.
