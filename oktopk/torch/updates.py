@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
+from oktopk.torch.local_step import LocalStep, default_method, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
@@ -40,21 +41,6 @@ _FIRST, _EVERY = 20, 10
 
 _MOST_UNSEEN = 1e19
 """A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
-
-LEAST_BETA2 = 0.998
-"""Of Adam's second moments of a replica that is not the only one."""
-
-BETA1_POWER = 7
-"""0.9 becomes 0.48."""
-
-ADAM_SHARE = 0.05
-"""The most of its residual in a replica's own parameters, with Adam's kind and each step exchanged."""
-
-SHARED_BY = 4
-"""Replicas up to which ADAM_SHARE holds. With more it falls as one over the root of their number."""
-
-UNION_BELOW = 0.05
-"""The density from which Ok-Topk is the default method."""
 
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
@@ -149,9 +135,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     @staticmethod
     def _default_method(settings: Mapping[str, Any]) -> str:
-        """`union` lost less at 1.25 % and below, Ok-Topk at 6.25 % (own, docs/results/updates.md)."""
-        density = settings.get("density", Settings.density)
-        return "oktopk" if isinstance(density, float | int) and density >= UNION_BELOW else "union"
+        return default_method(settings.get("density", Settings.density))
 
     def _refused(self, settings: dict[str, Any]) -> str:
         for name in ("overlap", "bucket_mb", "deferred"):
@@ -196,14 +180,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
         ranks_here = 1 if group is None else group.host.size
-        self._equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
+        equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         share = self._arguments["local_share"]
         if share is None:
             share = ranks_here / size
-            if _adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
-                share = min(share, most_share(self._equal_replicas))
+            if is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
+                share = min(share, most_share(equal_replicas))
         self.local_share = float(share)
-        self._averages = share < 1 and self._interval == 1
+        averages = share < 1 and self._interval == 1
+        self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
         share /= ranks_here  # the residual is in sums over ranks
@@ -212,7 +197,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
         self._ratio: SampledRatio | None = None
-        if _adaptive(self.inner):
+        if is_adaptive(self.inner):
             self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
@@ -254,7 +239,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._broken = False  # a gradient was not finite, and all ranks are to raise
         self._problem = ""  # of a step, for the exchange to raise
         self._present = bytearray(len(self._parameters))  # has had a gradient
-        self._factors = [1.0] * len(self.param_groups)  # of decay
+        self._local.begin_window()
 
     # a step
 
@@ -317,7 +302,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         elif not self._step_with_tables(finite, problem):
             return
         self._steps += 1
-        self._count_decay()
+        self._local.count_decay()
         if self._steps >= self._interval:
             self._exchange(measure, problem or self._own_weights())
         else:
@@ -450,43 +435,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return True
 
     def _step_alone(self) -> None:
-        """The wrapped optimizer's step on this rank's gradient, with what its groups must be for that."""
+        """The wrapped optimizer's step on this rank's gradient."""
         present = [p.grad is not None for p in self._parameters]
         self._present = bytearray(map(operator.or_, self._present, present))
-        held: list[dict[str, Any]] = [
-            {name: group[name] for name in ("betas", "weight_decay") if name in group}
-            for group in self.param_groups
-        ]
-        scale = 1.0 if self._ratio is None else self._ratio.scale
-        # RAdam would take a longer warm-up from a longer beta2
-        least = 0.0 if isinstance(self.inner, torch.optim.RAdam) else LEAST_BETA2
-        try:
-            for group in self.param_groups:
-                if _decays(self.inner, group):
-                    group["weight_decay"] = 0.0
-                if self._ratio is not None and "betas" in group:
-                    group["betas"] = betas_of_replica(
-                        group["betas"], self._equal_replicas, self._averages, least
-                    )
-            with nullcontext() if scale == 1.0 else _scaled_rates(self.param_groups, scale):
-                self._selected = self._selecting is not None and self._selecting.run()
-                if not self._selected:
-                    self.inner.step()
-        finally:
-            for group, before in zip(self.param_groups, held, strict=True):
-                group.update(before)
+        self._local.take(1.0 if self._ratio is None else self._ratio.scale, self._step_wrapped)
 
-    def _count_decay(self) -> None:
-        """Add this step to the decay that is due in the next exchange, whether this rank has stepped or not."""
-        self._factors = self._factors_of_groups()
-        for number, group in enumerate(self.param_groups):
-            if _decays(self.inner, group):
-                self._factors[number] *= 1.0 - float(group["lr"]) * group["weight_decay"]
-
-    def _factors_of_groups(self) -> list[float]:
-        """The decay that is due, of the groups as they are now: a user may have made others of them."""
-        known, groups = len(self._factors), len(self.param_groups)
-        return (self._factors + [1.0] * (groups - known))[:groups]
+    def _step_wrapped(self) -> None:
+        self._selected = self._selecting is not None and self._selecting.run()
+        if not self._selected:
+            self.inner.step()
 
     # an exchange
 
@@ -554,7 +511,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             reference.settle()
             if self.reducer.tokens is not None:  # the ranks' hashes are equal
                 reference.marked.clear()
-            factors = self._decay_of(anywhere)
+            factors = self._local.decay_of(self._replica.parameters, anywhere)
         self._failed = False
         if self._tables is not None:
             report.row_bytes = sum(each.bytes for each in self._tables.reports)
@@ -570,21 +527,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
-
-    def _decay_of(self, anywhere: bytes) -> list[float] | None:
-        """By which factor each parameter decays since the last exchange; None where none does; equal on all ranks."""
-        if all(factor == 1.0 for factor in self._factors):
-            return None
-        factors = {
-            id(p): factor
-            for group, factor in zip(self.param_groups, self._factors, strict=True)
-            for p in group["params"]
-        }
-        owned = self._replica.parameters
-        return [
-            factors.get(id(parameter), 1.0) if here else 1.0
-            for parameter, here in zip(owned, anywhere[: len(owned)], strict=True)
-        ]
 
     # what users write
 
@@ -678,7 +620,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "steps": self._steps,
             "exchanges": self._exchanges,
             "present": list(self._present),
-            "factors": self._factors_of_groups(),
+            "factors": self._local.factors,
             "ratio": None if self._ratio is None else self._ratio.state(),
             "shard": self._replica.shard,
         }
@@ -742,7 +684,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         marked = own.get("marked") or {}  # a distributed checkpoint leaves out what is empty
         self._reference.load(own["reference"].to(self._reference.vector.device), marked)
         self._steps, self._present = own["steps"], bytearray(own["present"])
-        self._factors = list(own["factors"])
+        self._local.factors = list(own["factors"])
         if own["local"] is None:
             self._reference.show()
         else:
@@ -840,60 +782,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return f"{super().__repr__()[:-1]}, {shown})"
 
 
-def betas_of_replica(
-    betas: Sequence[float], replicas: float, averages: bool, least: float
-) -> tuple[float, float]:
-    """Adam's betas for a replica that steps on gradients of its own; as they are where it is the only one.
-
-    - beta2^(1/P), so that a second moment averages over as many batches as in a dense step, and at least `least`. Longer was
-      better with P = 4; 0.995 and 0.998 were a tie.
-    - beta1^7 where the residual averages in place of momentum: an entry waits until the sum of its
-      updates is among the largest, some hundred steps at a density of 1 %. With momentum beside that
-      a replica goes too far. With every = 2 a shorter beta1 gained nothing.
-
-    Args:
-        betas: of the dense step.
-        replicas: P, one over the sum of squares of the replicas' shares.
-        averages: the share is below 1, and each step is exchanged.
-        least: of the second beta.
-
-    Source: own, docs/results/updates.md.
-    """
-    first, second = float(betas[0]), float(betas[1])
-    if replicas == 1:
-        return first, second
-    return first**BETA1_POWER if averages else first, max(second ** (1 / replicas), least)
-
-
-def most_share(replicas: float) -> float:
-    """The largest default of `local_share` for Adam's kind, where each step is exchanged.
-
-    A share lets a replica see what it has not sent, so that it does not overshoot; and it moves the
-    replica by its own noise, which grows as the root of P. With `union` at 1.25 % 0.05 was best with
-    P = 4, and 0.02 with P = 16. At 6.25 % with P = 16 0.05 was better than 0.02.
-
-    Args:
-        replicas: P, as for `betas_of_replica`.
-
-    Source: own, docs/results/updates.md.
-    """
-    return ADAM_SHARE * min(1.0, (SHARED_BY / replicas) ** 0.5)
-
-
-def _adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides by second moments as torch's Adam does."""
-    # before torch 2.7 AdamW is no Adam
-    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
-    return isinstance(optimizer, kinds)
-
-
-def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group has decoupled weight decay: its parameters times 1 - lr · weight_decay in each step."""
-    muon = getattr(torch.optim, "Muon", ())
-    decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, (torch.optim.AdamW, muon))
-    return bool(decoupled and group.get("weight_decay"))
-
-
 def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer cannot step before the exchange, in a sentence; "" if it can."""
     name = type(optimizer).__name__
@@ -915,27 +803,3 @@ def _count(report: StepReport, sent: Traffic) -> None:
     """Add what was sent beside a step to its report."""
     for name in ("words", "messages", "bytes", "bytes_between", "control_words", "control_messages"):
         setattr(report, name, getattr(report, name) + getattr(sent, name))
-
-
-@contextmanager
-def _scaled_rates(groups: Sequence[dict[str, Any]], scale: float) -> Iterator[None]:
-    """Within, the learning rate of each group is times `scale`; one in a tensor, which groups may share, keeps its address."""
-    groups = [group for group in groups if group.get("lr") is not None]
-    before = [group["lr"] for group in groups]
-    tensors = {id(rate): rate for rate in before if isinstance(rate, Tensor)}
-    values = {key: rate.clone() for key, rate in tensors.items()}
-    scaled = before
-    try:
-        for rate in tensors.values():
-            rate.mul_(scale)
-        for group in groups:
-            if not isinstance(group["lr"], Tensor):
-                group["lr"] = group["lr"] * scale
-        scaled = [group["lr"] for group in groups]
-        yield
-    finally:
-        for key, rate in tensors.items():
-            rate.copy_(values[key])
-        for group, was, now in zip(groups, before, scaled, strict=True):
-            if group["lr"] is now:  # else a hook of the optimizer has set another
-                group["lr"] = was

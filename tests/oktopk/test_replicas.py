@@ -22,7 +22,7 @@ from collectives.traffic import step_limit
 from oktopk import DistributedOptimizer, NonFiniteGradientError, levels
 from oktopk.elastic import of_rank, redistribute
 from oktopk.levels import Layout
-from oktopk.torch import updates
+from oktopk.torch import local_step
 from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, loss, network, train
@@ -58,7 +58,7 @@ class Oracle:
         layout, places = Layout(tuple(hosts), len(start)), np.arange(len(start), dtype=np.float32)
         shards = [layout.extract(places, shard) for shard in range(layout.shards)]
         self.order = np.concatenate(shards).astype(np.int64)  # in which ties are shared out
-        most = updates.most_share(1 / (self.weights[:, 0] ** 2).sum())
+        most = local_step.most_share(1 / (self.weights[:, 0] ** 2).sum())
         self.share = np.minimum(self.weights, most if adam and len(sizes) > 1 else 1)
         self.squares = np.zeros(2)
         self.steps = 0
@@ -110,7 +110,7 @@ def test_steps_of_replicas_are_the_oracles(
     comm: MPI.Intracomm, per_host: int, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host counts by its ranks; betas, the rate and the share are those of so many replicas."""
-    monkeypatch.setattr(updates, "LEAST_BETA2", 0.0)
+    monkeypatch.setattr(local_step, "LEAST_BETA2", 0.0)
     rng = np.random.default_rng(6)  # with 5, two entries on four ranks differ by rounding alone
     start = rng.standard_normal(500).astype(np.float32)
     model = nn.Linear(500, 1, bias=False)

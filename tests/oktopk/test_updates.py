@@ -17,9 +17,10 @@ from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
-from oktopk.torch import updates
+from oktopk.torch import local_step
+from oktopk.torch.local_step import betas_of_replica, most_share
 from oktopk.torch.reference import Reference
-from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica, most_share
+from oktopk.torch.updates import UpdatesOptimizer
 from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, loss, network, train
 
@@ -497,8 +498,8 @@ def test_parameters_hold_a_share_of_what_was_not_sent(
 ) -> None:
     """By default a P-th, by Adam's kind in each step at most `most_share`; all of it on one rank."""
     settings = dict(settings)
-    monkeypatch.setattr(updates, "ADAM_SHARE", settings.pop("most", updates.ADAM_SHARE))
-    monkeypatch.setattr(updates, "SHARED_BY", settings.pop("shared_by", updates.SHARED_BY))
+    monkeypatch.setattr(local_step, "ADAM_SHARE", settings.pop("most", local_step.ADAM_SHARE))
+    monkeypatch.setattr(local_step, "SHARED_BY", settings.pop("shared_by", local_step.SHARED_BY))
     model = network()
     optimizer = DistributedOptimizer(kind(model.parameters(), lr=1e-2), comm, density=0.05, **settings)
     for step in range(4):
