@@ -26,11 +26,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from jobs.bench.arguments import parse
-from jobs.bench.bandwidth import rate_of
+from jobs.bench.bandwidth import bandwidth, draw
 from jobs.bench.document import BenchError, read
-from jobs.bench.figures import draw
 from jobs.bench.job import run_all
+from jobs.bench.options import parse
 from jobs.cluster.agreement import Refused, say
 from jobs.render.chart import Bar, Bars
 from jobs.restart.signals import leave
@@ -246,12 +245,13 @@ def bars(documents):
     if not documents or any(document.get("kind") != "hook table" for document in documents):
         raise BenchError("--draw FILE.svg DOCUMENT.json ... takes documents of the table of hooks")
     for own in (document["runs"][0] for document in documents):
+        where = f"{bandwidth(own):g} Gb/s" if "links" in own["network"] else "one host"
         steps = {method["name"]: method for method in own["methods"]}
         alone = steps["compute"]["seconds"]["median"]
         for name, (title, method) in TITLES.items():
             if name in steps:
                 median, series = steps[name]["seconds"]["median"], steps[name]["series"]
-                label = f"{title}, {rate_of(own['network'])}"
+                label = f"{title}, {where}"
                 found.append(Bar(label, method, alone, median - alone, min(series), max(series)))
     own = documents[0]["runs"][0]
     note = f"{own['ranks']} ranks, n = {own['length'] / 1e6:.1f} M, density {100 * own['density']:g} %, "
@@ -270,7 +270,7 @@ def main(words, module="docs.results.hook", rivals=lambda density: {}, comm=MPI.
             return 0
         if other := [word for word in words if word[:2] == "--" and word.partition("=")[0] not in TAKEN]:
             raise BenchError(f"{other[0]} is not for the table of hooks, which takes {', '.join(TAKEN)}")
-        options = replace(parse(words, launched=True), module=module)
+        options = replace(parse(words), module=module)
         if len(options.lengths) != 1:
             raise BenchError("--length: the table of hooks takes one")
     except BenchError as error:
