@@ -22,7 +22,6 @@ from pathlib import Path
 
 from data.command import command_parser, show
 from jobs.launch import run_job
-from jobs.report.headline import SlowLinks
 from jobs.report.summary import read_runs
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
@@ -84,20 +83,20 @@ def train(options: argparse.Namespace, seed: int) -> int:
     return 0
 
 
-def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
+def train_over_links(options: argparse.Namespace, patience: float) -> tuple[list[Path], str]:
     """Train shortly with each method, every rank on a host of its own, between links of 1 Gb/s.
 
     Args:
         patience: seconds for one method.
 
     Returns:
-        The runs, or why there are none: nothing raises.
+        The run files, or none and why: nothing raises.
     """
     if not options.links:
-        return SlowLinks(problem="the demo was started with --no-links")
+        return [], "the demo was started with --no-links"
     if options.ranks < 2:
-        return SlowLinks(problem="one rank sends nothing")
-    paths = []
+        return [], "one rank sends nothing"
+    paths: list[Path] = []
     for method in METHODS:
         show(f"{method} over links of 1 Gb/s", flush=True)
         paths.append(options.output / f"{method}-1gbit.h5")
@@ -112,8 +111,8 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
         if problem:
             problem = f"training with {method}: {problem}"
             show(f"  not possible here: {problem}", flush=True)
-            return SlowLinks(problem=problem)
-    return SlowLinks(paths)
+            return [], problem
+    return paths, ""
 
 
 def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
@@ -185,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         trained.append(0)
         took = time.monotonic() - began
-        links = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
+        slow, problem = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
         for seed in range(1, options.seeds):
             if time.monotonic() - began + took > options.time_limit:
                 show(f"no time for seed {seed}: --time-limit {options.time_limit:g}", flush=True)
@@ -193,18 +192,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             if status := train(options, seed):
                 return status
             trained.append(seed)
+        notes = [f"A step at 1 Gb/s was not measured: {problem}."] if problem else []
         table = report(
             [run_path(options, method, seed) for method in METHODS for seed in trained],
             options.output,
+            slow=slow,
             title="Ok-Topk beside a dense allreduce",
-            links=links,
+            notes_besides=notes,
         )
     except (LaunchError, RunFileError) as error:
         show(f"jobs.demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    show(f"\n{table}\n")
+    show("\n".join(["", table, *notes, ""]))
     show(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
     return 0
 

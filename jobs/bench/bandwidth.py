@@ -189,10 +189,10 @@ def chart(
     )
 
 
-def draw(picture: Any, output: Path) -> None:
+def draw(drawn: Chart, output: Path) -> None:
     """As `jobs.render.draw.save`. Raises BenchError: the file cannot be written."""
     try:
-        save(picture, output)
+        save(drawn, output)
     except (OSError, ValueError) as error:
         raise BenchError(f"{output} cannot be written: {error}") from error
 

@@ -16,7 +16,7 @@ from data.text.file import open_text_file
 from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
 from jobs.experiment.experiments import Experiment, Target, Value
-from jobs.report.groups import Group, by_batch, timed_by_stage
+from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.page import Claim
 from jobs.report.summary import ON_THE_DEVICE
 
@@ -60,7 +60,7 @@ def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Gr
     for target in experiment.targets:
         if target.of == "train":
             found += [_verdict(target, names) for names in _of_training(target, trained, methods)]
-    batches = by_batch(fast) or {0: []}
+    batches = divided(fast, "batch_size") or {0: []}
     for batch, groups in batches.items():
         named = batch and (experiment.speed_batches or len(batches) > 1)
         size = max((group.ranks for group in groups), default=0)

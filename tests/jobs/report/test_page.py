@@ -16,8 +16,8 @@ from matplotlib.text import Annotation
 
 from jobs.render.chart import Chart
 from jobs.render.draw import PAGE, draw, svg
-from jobs.render.style import METHODS, STAGES
-from jobs.report import lines, pictures
+from jobs.render.style import METHODS
+from jobs.report import pictures
 from jobs.report.__main__ import main
 from jobs.report.groups import differences, group_runs
 from jobs.report.page import Claim
@@ -87,7 +87,8 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "out"
     fast = [write_run(tmp_path / f"fast-{ranks}.h5", ranks=ranks) for ranks in (1, 2)]
     claims = [Claim("dense < 90 % & more", "failed", "<89 %>")]
-    report(paths, out, throughput=fast, target=0.9, title="Trial <1>", claims=claims)
+    slow = [write_run(tmp_path / "slow.h5")]
+    report(paths, out, throughput=fast, slow=slow, target=0.9, title="Trial <1>", claims=claims)
     text = (out / "index.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not page.fetched
@@ -107,7 +108,8 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     assert "&lt;89 %&gt;" in page.cells or "<89 %>" in page.cells
     for fact in ("2 x a GPU, 2 cores (a processor)", "0123456789abcdef", "2026-01-01", "python 3.11"):
         assert fact in text
-    assert "jobs.train oktopk-1.toml" in text
+    assert "jobs.train oktopk-1.toml" in text and "jobs.train slow.toml" in text
+    assert "A step on 4 ranks over links of 1 Gb/s" in text and (out / "runs" / "slow-steps.csv").exists()
 
 
 def test_losses_of_text_are_drawn_over_tokens_bytes_and_time(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_losses_of_text_are_drawn_over_tokens_bytes_and_time(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
-    panel = pictures.held_out([group], pictures.STEPS, "accuracy", target=0.9)
+    panel = pictures.chart([group], pictures.held_out("accuracy", 0.9))
     with mpl.rc_context(PAGE):
         axes = Figure().subplots()
         draw(axes, panel)
@@ -232,31 +234,31 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
     groups = group_runs(read_runs(write_experiment(tmp_path)[:5]))
-    panel = pictures.held_out(groups, pictures.STEPS, "accuracy", target=0.9)
+    panel = pictures.chart(groups, pictures.held_out("accuracy", 0.9))
     dense = panel.lines[0]
     assert (dense.x.tolist(), dense.y.tolist()) == ([1.0, 50.0], pytest.approx([0.5, 0.91]))
     assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
     assert panel.rows()[-1] == {"series": "target 90%", "accuracy": 0.9}
-    measured = pictures.measure(groups, "xi").lines
+    measured = pictures.chart(groups, pictures.XI).lines
     assert [line.label for line in measured] == ["Ok-Topk"]
     assert measured[0].x.tolist() == [5.0, 15.0, 25.0]
     assert measured[0].y.tolist() == [1.0, 2.0, 2.0]
     assert (measured[0].low[1], measured[0].high[1]) == (1.5, 2.5)
-    words = pictures.words(groups)
+    words = pictures.chart(groups, pictures.WORDS)
     assert {level.label: level.value for level in words.levels} == {
         "2n(P−1)/P": DENSE_WORDS,
         "6k(P−1)/P": 6 * K * 3 / 4,
         "2k(P−1)/P": 2 * K * 3 / 4,
     }
-    nothing = pictures.selection(groups, "global_threshold")
+    nothing = pictures.chart(groups[:1], pictures.APPLIED)
     assert nothing.lines == ()
     assert nothing.rows() == []
 
 
 def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4800, loss=np.arange(4800.0))]))
-    (line,) = pictures.loss([group], pictures.STEPS).lines
-    assert len(line.x) == lines.POINTS
+    (line,) = pictures.chart([group], pictures.LOSS).lines
+    assert len(line.x) == pictures.POINTS
     assert line.y.mean() == pytest.approx(4799 / 2)
     assert line.x - 1 == pytest.approx(line.y)
     assert line.x[0] == pytest.approx(np.arange(1, 21).mean())
@@ -265,7 +267,7 @@ def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) ->
 def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     loss = np.array([1.0, np.nan, np.inf, 3.0])
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4, loss=loss)]))
-    (line,) = pictures.loss([group], pictures.STEPS).lines
+    (line,) = pictures.chart([group], pictures.LOSS).lines
     assert line.y.tolist() == [1.0, 3.0]
 
 
@@ -294,7 +296,6 @@ def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
 
 def test_a_method_has_one_colour_everywhere() -> None:
     assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
-    assert len({*STAGES.values()}) == len(STAGES)
 
 
 def test_the_command_takes_throughput_runs_alone(tmp_path: Path) -> None:
@@ -329,14 +330,14 @@ def test_an_axis_of_words_has_numbers_even_within_a_decade(tmp_path: Path, growt
     words = np.full(50, 1.2e6 * growth / 49)
     words[0] = 1.2e6
     groups = group_runs(read_runs([write_run(tmp_path / "a.h5", words=words)]))
-    assert len(drawn_ticks(pictures.loss(groups, pictures.BYTES), "x")) >= 2
+    assert len(drawn_ticks(pictures.chart(groups, pictures.LOSS, pictures.BYTES), "x")) >= 2
 
 
-@pytest.mark.parametrize("decades", [0.5, 4.0])
-def test_a_logarithmic_axis_of_thresholds_has_plain_numbers(tmp_path: Path, decades: float) -> None:
-    thresholds = np.geomspace(0.02, 0.02 * 10**decades, 50)
-    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", global_threshold=thresholds)]))
-    ticks = drawn_ticks(pictures.selection(groups, "global_threshold"), "y")
+@pytest.mark.parametrize("decades", [1.5, 4.0])
+def test_a_logarithmic_axis_of_losses_has_plain_numbers(tmp_path: Path, decades: float) -> None:
+    loss = np.geomspace(0.02, 0.02 * 10**decades, 50)
+    groups = group_runs(read_runs([write_run(tmp_path / "a.h5", loss=loss)]))
+    ticks = drawn_ticks(pictures.chart(groups, pictures.LOSS), "y")
     assert len(ticks) >= 2 and all(float(tick) > 0 for tick in ticks)
 
 
