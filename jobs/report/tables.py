@@ -15,17 +15,8 @@ from jobs.run.columns import PHASES
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
-STAGES: tuple[str, ...] = (
-    "step",
-    "select",
-    "boundaries",
-    "clear",
-    "exchange",
-    "reduce",
-    "threshold",
-    "allgather",
-)
-STAGES += ("gather and apply", "allreduce", "apply", "finish", "between")
+STAGES: tuple[str, ...] = ("step", "select", "boundaries", "clear", "exchange", "reduce")
+STAGES += ("threshold", "allgather", "gather and apply", "allreduce", "apply", "finish", "between")
 """Stages of a reduction in the order of their columns; others come behind, then the rest."""
 _REDUCTION = (
     "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds and "
