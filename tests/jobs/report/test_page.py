@@ -112,26 +112,6 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     assert "A step on 4 ranks over links of 1 Gb/s" in text and (out / "runs" / "slow-steps.csv").exists()
 
 
-def test_losses_of_text_are_drawn_over_tokens_bytes_and_time(tmp_path: Path) -> None:
-    more = {"positions": 512, "control_words": np.full(50, 15.0), "row_bytes": np.full(50, 8.0)}
-    paths = [write_run(tmp_path / f"{method}.h5", method=method, **more) for method in ("dense", "oktopk")]
-    report(paths, tmp_path / "out")
-    for curve in ("held-out-loss", "accuracy"):
-        assert [row["tokens"] for row in rows(tmp_path / "out" / f"{curve}-over-tokens.csv")][
-            -1
-        ] == "1638400.0"
-    for curve in ("held-out-loss", "accuracy", "loss"):
-        assert (tmp_path / "out" / f"{curve}-over-time.csv").exists()
-        assert not (tmp_path / "out" / f"{curve}-over-steps.csv").exists()
-    last = rows(tmp_path / "out" / "held-out-loss-over-bytes.csv")[-1]
-    sent = 50 * (4 * (60 + 15) + 8)
-    assert (last["series"], float(last["bytes_sent"]), float(last["loss"])) == ("Ok-Topk", sent, 0.5)
-    # where one run does not tell its tokens, steps are compared
-    report([*paths, write_run(tmp_path / "untold.h5", method="topka")], tmp_path / "steps")
-    assert (tmp_path / "steps" / "loss-over-steps.csv").exists()
-    assert not (tmp_path / "steps" / "loss-over-tokens.csv").exists()
-
-
 @pytest.mark.pictures
 @pytest.mark.filterwarnings("error")
 def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
@@ -271,29 +251,6 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert line.y.tolist() == [1.0, 3.0]
 
 
-def test_throughput_is_that_of_the_median_step(tmp_path: Path) -> None:
-    paths = [write_run(tmp_path / f"{ranks}.h5", ranks=ranks) for ranks in (1, 2, 4)]
-    rates = [group.values("samples_per_second")[0] for group in group_runs(read_runs(paths))]
-    assert sorted(rates) == pytest.approx([16 * ranks / 0.006 for ranks in (1, 2, 4)])
-
-
-def test_speech_is_told_by_its_error_rates(tmp_path: Path) -> None:
-    found = ((0.70, 0.25), (0.72, 0.21))
-    paths = [
-        write_run(tmp_path / f"d{seed}.h5", method="dense", seed=seed, accuracy=a, character_error_rate=c)
-        for seed, (a, c) in enumerate(found)
-    ]
-    unheard = write_run(tmp_path / "t.h5", method="topka", steps=0)
-    report([*paths, unheard], tmp_path / "out", target=0.691)
-    assert "0.2300 ± 0.0283" in (tmp_path / "out" / "index.html").read_text()
-    (row, _) = rows(tmp_path / "out" / "methods.csv")
-    assert [float(row[f"character_error_rate{end}"]) for end in ("", "_least", "_largest")] == pytest.approx(
-        [0.23, 0.21, 0.25]
-    )
-    summary = rows(tmp_path / "out" / "summary.csv")
-    assert [row["character_error_rate"] for row in summary] == ["0.25", "0.21", ""]
-
-
 def test_a_method_has_one_colour_everywhere() -> None:
     assert len({colour for _, colour, _ in METHODS.values()}) == len(METHODS)
 
@@ -352,3 +309,13 @@ def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
     assert "oktopk-0: jobs.experiment --runs oktopk-0" in page
     assert "by-hand: jobs.train by-hand.toml" in page
     assert "plan.json" not in page
+
+
+def test_steps_are_compared_where_one_run_does_not_tell_its_tokens(tmp_path: Path) -> None:
+    paths = [
+        write_run(tmp_path / "told.h5", positions=512),
+        write_run(tmp_path / "untold.h5", method="topka"),
+    ]
+    for files, over in ((paths[:1], "tokens"), (paths, "steps")):
+        drawn = pictures.sections(group_runs(read_runs(files)), None)["Training loss"]
+        assert [panel.name for panel in drawn] == [f"loss-over-{x}" for x in (over, "time", "bytes")]
