@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    show("\n".join(["", table, *notes, ""]))
+    show("\n".join(["", str(table), *notes, ""]))
     show(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
     return 0
 

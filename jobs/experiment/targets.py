@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,11 +18,18 @@ from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
 from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.report.groups import Group, divided, timed_by_stage
-from jobs.report.page import Claim
 from jobs.report.summary import ON_THE_DEVICE
 
 BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the device
 _OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}
+
+
+class Claim(NamedTuple):
+    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
+
+    text: str
+    verdict: Literal["held", "failed", "open"]
+    measured: str
 
 
 class Figures:

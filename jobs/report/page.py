@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -21,15 +20,6 @@ from jobs.report.summary import Run
 COMMIT = 10  # characters of it that are shown
 
 
-@dataclass(frozen=True)
-class Claim:
-    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
-
-    text: str
-    verdict: Literal["held", "failed", "open"]
-    measured: str
-
-
 def render(
     title: str,
     *,
@@ -38,7 +28,6 @@ def render(
     tables: Sequence[Table],
     sections: Mapping[str, Sequence[Chart]],
     notes: Sequence[str] = (),
-    claims: Sequence[Claim] = (),
 ) -> str:
     """The page.
 
@@ -48,7 +37,6 @@ def render(
         tables: above the pictures.
         sections: heading -> pictures.
         notes: what a reader must know first.
-        claims: what the runs were to show.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -62,10 +50,9 @@ def render(
         title=title,
         subtitle=_subtitle(everything),
         notes=notes,
-        claims=claims,
         tables=tables,
         sections={heading: list(map(_picture, panels)) for heading, panels in sections.items()},
-        facts=_facts(runs),
+        facts=facts(runs),
         runs=table(_RUNS, [(group, run) for group in everything for run in group.runs], "Runs"),
         differing=_differences_table(groups),
         commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
@@ -144,7 +131,7 @@ def _command(run: Run) -> str:
     return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment.worker ") else command
 
 
-def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Task, hardware, host, commit, date and software of all runs."""
     versions = [dict(json.loads(run.info.versions)) for run in runs]
     names = dict.fromkeys(name for each in versions for name in each)
@@ -158,8 +145,8 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         "Commit": [run.info.commit or "not a checkout" for run in runs],
         "Date": [run.info.started[:10] for run in runs],
     }
-    facts = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
-    return [*facts, ("Software", software or MISSING)]
+    found = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
+    return [*found, ("Software", software or MISSING)]
 
 
 _RUNS = [

@@ -10,7 +10,7 @@ from jobs.config.modes import OVERLAPPED_MODES
 from jobs.render.style import OURS
 from jobs.render.table import MISSING, Cell, Column, Form, Table, beside, figure, milliseconds, shown, table
 from jobs.report.groups import Group, differences, divided, group_runs, in_words, reads_text, timed_by_stage
-from jobs.report.summary import REST, Run
+from jobs.report.summary import REST
 from jobs.run.columns import PHASES
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
@@ -162,22 +162,23 @@ def _data(group: Group) -> str:
     return f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING
 
 
-def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
+def swept(usual: Sequence[Group], others: Sequence[Group]) -> dict[Group, dict[str, Any]]:
     """Groups of Ok-Topk with the settings in which they differ, in the order of these; empty while they differ in none.
 
     Args:
-        usual: runs with the usual settings, of any method.
-        others: runs that differ from them.
+        usual: of runs with the usual settings, of any method.
+        others: of runs that differ from them.
     """
-    groups = group_runs([*(run for run in usual if run.info.method == OURS), *others]) if others else []
+    found = [*(group for group in usual if group.method == OURS), *others] if others else []
+    groups = group_runs([run for group in found for run in group.runs])
     values = differences(groups)
-    found = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
+    settings = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
 
     def order(value: Any) -> tuple[bool, float, str]:
         number = isinstance(value, int | float)
         return not number, float(value) if number else 0.0, str(value)
 
-    return dict(sorted(found.items(), key=lambda item: list(map(order, item[1].values()))))
+    return dict(sorted(settings.items(), key=lambda item: list(map(order, item[1].values()))))
 
 
 def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> Table:

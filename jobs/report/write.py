@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from data.command import escaped
 from data.durable import own_folder, replaced
 from jobs.render.table import Table, write_columns, write_rows
 from jobs.report.groups import Group, group_runs
-from jobs.report.page import Claim, render
+from jobs.report.page import render
 from jobs.report.pictures import sections
 from jobs.report.summary import Run, figures, read_readable
 from jobs.report.tables import method_figures, methods_table, speed_tables, steps_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
+Groups = Mapping[str, Sequence[Group]]
+"""Kind of runs, "train", "sweep", "speed" or "slow" -> its groups; see report()."""
 PAGE = "index.html"
 SERIES = "runs"
+
+
+class Report(NamedTuple):
+    """What was written: tables, a note on every run that is not what it seems, and the runs."""
+
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    runs: Sequence[Run]
+
+    def __str__(self) -> str:
+        return "\n".join([*(table.turned() for table in self.tables), *self.notes])
 
 
 def report(
@@ -28,9 +42,9 @@ def report(
     slow: Sequence[str | Path] = (),
     target: float | None = None,
     title: str = "",
-    claims: Sequence[Claim] = (),
+    first: Callable[[Groups], Sequence[Table]] = lambda groups: (),
     notes_besides: Sequence[str] = (),
-) -> str:
+) -> Report:
     """Write the page and the CSV files into folder, which is made if need be.
 
     Args:
@@ -39,10 +53,8 @@ def report(
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
-        claims: what the runs were to show; notes_besides: what the files do not say. For the page.
-
-    Returns:
-        The tables, with a note below on every run that is not what it seems.
+        first: further tables of the groups, above all others.
+        notes_besides: what the files do not say, for the page.
 
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
@@ -58,7 +70,8 @@ def report(
     shown = groups["train"] or groups["speed"]
     compared = [group for kind in ("train", "speed") for group in groups[kind]]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
-    pictures, shown_tables, folder = sections(groups["train"], target), tables(runs, target), Path(folder)
+    pictures, folder = sections(groups["train"], target), Path(folder)
+    shown_tables = [*first(groups), *tables(groups, target)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with own_folder(folder / SERIES) as series:
@@ -66,7 +79,7 @@ def report(
                 _write_series(run, series)
         write_rows([figures(run) for found in runs.values() for run in found], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
-        if rows := swept(runs["train"], runs["sweep"]):
+        if rows := swept(groups["train"], groups["sweep"]):
             settings = [settings | method_figures(group) for group, settings in rows.items()]
             write_rows(settings, folder / "sweep.csv")
         for panel in (panel for panels in pictures.values() for panel in panels):
@@ -78,31 +91,24 @@ def report(
             tables=shown_tables,
             sections=pictures,
             notes=[*remarks, *notes_besides],
-            claims=claims,
         )
         with replaced(folder / PAGE) as draft:
             draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return "\n".join([*(table.turned() for table in shown_tables), *remarks])
+    return Report(shown_tables, remarks, [run for found in runs.values() for run in found])
 
 
-def tables(runs: Mapping[str, Sequence[Run]], target: float | None) -> list[Table]:
-    """The tables of a report, those with nothing to show left out.
-
-    Args:
-        runs: "train", "sweep", "speed" and perhaps "slow" -> runs of that kind, see report().
-        target: an accuracy to which times are taken.
-    """
-    groups = group_runs(runs["train"])
-    found = [methods_table(groups, target)] if groups else []
-    if rows := swept(runs["train"], runs["sweep"]):
-        dense = next((group for group in groups if group.method == "dense"), None)
-        found.append(sweep_table(rows, dense))
+def tables(groups: Groups, target: float | None) -> list[Table]:
+    """The tables of a report, those with nothing to show left out; target: an accuracy to which times are taken."""
+    trained = groups["train"]
+    found = [methods_table(trained, target)] if trained else []
+    if rows := swept(trained, groups["sweep"]):
+        found.append(sweep_table(rows, next((group for group in trained if group.method == "dense"), None)))
     # where the time goes: of runs for that alone, else of those that were trained
-    found += speed_tables(group_runs(runs["speed"] or runs["train"]))
-    if slow := group_runs(runs.get("slow", ())):
-        found.append(steps_table(slow, " over links of 1 Gb/s"))
+    found += speed_tables(groups["speed"] or trained)
+    if groups["slow"]:
+        found.append(steps_table(groups["slow"], " over links of 1 Gb/s"))
     return found
 
 

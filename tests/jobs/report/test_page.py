@@ -17,10 +17,10 @@ from matplotlib.text import Annotation
 from jobs.render.chart import Chart
 from jobs.render.draw import PAGE, draw, svg
 from jobs.render.style import METHODS
+from jobs.render.table import Column, table
 from jobs.report import pictures
 from jobs.report.__main__ import main
 from jobs.report.groups import differences, group_runs
-from jobs.report.page import Claim
 from jobs.report.summary import WARM_STEPS, read_runs
 from jobs.report.tables import method_figures
 from jobs.report.write import report
@@ -86,9 +86,15 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
     paths = write_experiment(tmp_path)
     out = tmp_path / "out"
     fast = [write_run(tmp_path / f"fast-{ranks}.h5", ranks=ranks) for ranks in (1, 2)]
-    claims = [Claim("dense < 90 % & more", "failed", "<89 %>")]
+    claims = table(
+        [Column("Claim", str), Column("Long", lambda text: str(len(text)))],
+        ["dense < 90 % & more", "<89 %>"],
+        "Claims",
+    )
     slow = [write_run(tmp_path / "slow.h5")]
-    report(paths, out, throughput=fast, slow=slow, target=0.9, title="Trial <1>", claims=claims)
+    report(
+        paths, out, throughput=fast, slow=slow, target=0.9, title="Trial <1>", first=lambda groups: [claims]
+    )
     text = (out / "index.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not page.fetched
@@ -123,9 +129,8 @@ def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -
     assert axes.get_ylim()[0] < 0.5
     assert axes.get_ylim()[1] > 0.9
     (name,) = axes.texts
-    assert name.get_text() == "target 90%"
     assert isinstance(name, Annotation)
-    assert 0 < name.xy[1] < 1
+    assert (name.get_text(), name.xy[1]) == ("target 90%", 0.9)
     assert "</svg>" in svg(panel)
 
 

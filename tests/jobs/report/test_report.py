@@ -121,7 +121,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_two_runs_make_a_page_csv_files_and_a_table(tmp_path: Path) -> None:
     dense = write_run(tmp_path / "a.h5", method="dense")
     sparse = write_run(tmp_path / "b.h5", steps=80)
-    table = report([dense, sparse], tmp_path / "out" / "deeper")
+    table = str(report([dense, sparse], tmp_path / "out" / "deeper"))
     folder = tmp_path / "out" / "deeper"
     assert sorted(path.name for path in (folder / "runs").iterdir()) == [
         "a-evaluations.csv",
@@ -158,7 +158,7 @@ def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.pictures
 @pytest.mark.parametrize(("steps", "ranks"), [(0, 4), (1, 1), (2, 4)])
 def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:
-    table = report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path)
+    table = str(report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path))
     assert "Ok-Topk" in table
     assert (tmp_path / "index.html").stat().st_size > 5_000
 

@@ -9,14 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.report.groups import group_runs
-from jobs.report.summary import read_runs
-from jobs.report.write import notes, report, tables
+from jobs.report.write import report
 from tests.golden import same_as
 from tests.jobs.report.test_report import DENSE_WORDS, LENGTH, SPARSE_WORDS, K, rows, write_run
 
 STEPS = 50
-KINDS = ("train", "sweep", "speed", "slow")
 Runs = dict[str, Sequence[Path]]
 """Kind -> run files."""
 
@@ -145,13 +142,11 @@ def test_tables_notes_and_figures_are_those_of_the_golden_files(
 ) -> None:
     rendered, figures = [], []
     for title, (paths, target) in sections.items():
-        runs = {kind: read_runs(paths.get(kind, ())) for kind in KINDS}
-        found = [f"### {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables(runs, target)]
-        found += notes(group_runs(runs["train"]))
-        rendered.append("\n\n".join([f"## {title.capitalize()}", *found]) + "\n")
         own = tmp_path / title / "report"
         kinds = {"throughput" if kind == "speed" else kind: files for kind, files in paths.items()}
-        report(kinds.pop("train", ()), own, target=target, **kinds)
+        written = report(kinds.pop("train", ()), own, target=target, **kinds)
+        found = [f"### {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in written.tables]
+        rendered.append("\n\n".join([f"## {title.capitalize()}", *found, *written.notes]) + "\n")
         figures += [f"## {title}, {path.name}\n\n{columns(path)}\n" for path in sorted(own.glob("*.csv"))]
     same_as(Path(__file__).with_name("tables.md"), "\n".join(rendered), tmp_path)
     same_as(Path(__file__).with_name("figures.txt"), "\n".join(figures), tmp_path)
