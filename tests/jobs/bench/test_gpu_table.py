@@ -13,13 +13,11 @@ import pytest
 from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, read
-from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
 from jobs.bench.run import measure_run
-from jobs.bench.summary import device_stages
 from jobs.bench.tables import document_tables
 
 ROOT = Path(__file__).parents[3]
@@ -54,32 +52,6 @@ def test_rows_and_types_of_the_table_can_be_chosen() -> None:
 def test_everyone_is_first_in_turn() -> None:
     orders = [in_turn("abc", step) for step in range(-2, 4)]
     assert ["".join(order) for order in orders] == ["bca", "cab", "abc", "bca", "cab", "abc"]
-
-
-def test_floors_of_narrow_gradients_are_lower() -> None:
-    speeds = Speeds(memory=1000.0, wire=100.0, message=0.5)
-    wide = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), speeds)
-    narrow = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20, gradient_bytes=2), speeds)
-    assert (wide["select"]["memory_bytes"], narrow["select"]["memory_bytes"]) == (12_000, 10_000)
-    assert narrow["select"]["seconds"] == 10.0
-    assert {name: floor for name, floor in narrow.items() if name != "select"} == {
-        name: floor for name, floor in wide.items() if name != "select"
-    }
-    assert stage_floors("nccl", Workload(1000, 4, 1000, 1000), speeds) == {}
-    assert stage_floors("oktopk", Workload(1000, 1, 10, 10), speeds) == {}  # one rank exchanges nothing
-
-
-def test_stages_on_a_device_stand_beside_their_floors() -> None:
-    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), Speeds(1000.0, 100.0, 0.5))
-    ranks = {"select": [13.0, 15.0], "clear": [1.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0, 1.0]}
-    found = device_stages(ranks, floors)
-    assert found["select"] == {"seconds": 14.0, "slowest": 15.0, "floor": 12.0}
-    # 20 entries: one element of 4 bytes each is cleared before, of 28 bytes an entry that `apply` counts
-    assert found["clear"]["floor"] == pytest.approx(20 * 4 / 1000)
-    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"] - found["clear"]["floor"]
-    assert found["gather and apply"] == {"seconds": 6.0, "slowest": 8.0, "floor": pytest.approx(together)}
-    assert found["elsewhere"]["floor"] is None
-    assert device_stages({}, floors) == {}
 
 
 def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from jobs.report.groups import differences, group_runs
 from jobs.report.summary import WARM_STEPS, read_runs
 from jobs.report.tables import method_figures
 from jobs.report.write import report
-from tests.jobs.report.test_report import DENSE_WORDS, K, rows, write_run
+from tests.jobs.report.test_report import rows, write_run
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -215,29 +215,6 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert len(run.warm(run.step_seconds)) == steps - 10
     (long,) = read_runs([write_run(tmp_path / "b.h5", steps=500)])
     assert len(long.warm(long.step_seconds)) == 500 - WARM_STEPS
-
-
-def test_panels_hold_means_and_extremes_over_the_seeds(tmp_path: Path) -> None:
-    groups = group_runs(read_runs(write_experiment(tmp_path)[:5]))
-    panel = pictures.chart(groups, pictures.held_out("accuracy", 0.9))
-    dense = panel.lines[0]
-    assert (dense.x.tolist(), dense.y.tolist()) == ([1.0, 50.0], pytest.approx([0.5, 0.91]))
-    assert (dense.low[-1], dense.high[-1]) == (0.9, 0.92)
-    assert panel.rows()[-1] == {"series": "target 90%", "accuracy": 0.9}
-    measured = pictures.chart(groups, pictures.XI).lines
-    assert [line.label for line in measured] == ["Ok-Topk"]
-    assert measured[0].x.tolist() == [5.0, 15.0, 25.0]
-    assert measured[0].y.tolist() == [1.0, 2.0, 2.0]
-    assert (measured[0].low[1], measured[0].high[1]) == (1.5, 2.5)
-    words = pictures.chart(groups, pictures.WORDS)
-    assert {level.label: level.value for level in words.levels} == {
-        "2n(P−1)/P": DENSE_WORDS,
-        "6k(P−1)/P": 6 * K * 3 / 4,
-        "2k(P−1)/P": 2 * K * 3 / 4,
-    }
-    nothing = pictures.chart(groups[:1], pictures.APPLIED)
-    assert nothing.lines == ()
-    assert nothing.rows() == []
 
 
 def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
