@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.launched import PATIENCE
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     options = ["--ranks", "2", "--width", "0.0625", "--steps", "22", "--output", str(folder), "--no-links"]
-    options += ["--seeds", "1"]
     assert demo(options) == 0
     said = capfd.readouterr().out
     assert "dense on 2 ranks" in said
@@ -61,33 +59,6 @@ def test_whatever_keeps_links_from_being_shaped_is_named(
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
     assert train_over_links(parse(["--ranks", "1"]), 60) == ([], "one rank sends nothing")
-
-
-def test_no_further_seed_is_started_that_would_end_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained: list[tuple[str, str]] = []
-    reported: list[list[str]] = []
-
-    def run_job(ranks: int, words: list[str]) -> int:
-        settings = dict(word.split("=", 1) for word in words if "=" in word)
-        trained.append((settings["training.seed"], Path(json.loads(settings["run.file"])).name))
-        return 0
-
-    def report(paths: list[Path], *_: object, **__: object) -> str:
-        reported.append([path.name for path in paths])
-        return ""
-
-    monkeypatch.setattr("jobs.demo.run_job", run_job)
-    monkeypatch.setattr("jobs.demo.report", report)
-    for limit in ("1000", "-1"):
-        assert demo(["--seeds", "3", "--time-limit", limit, "--no-links", "--output", str(tmp_path)]) == 0
-    first = [("0", "dense.h5"), ("0", "oktopk.h5")]
-    further = [(seed, f"{method}-seed{seed}.h5") for seed in "12" for method in ("dense", "oktopk")]
-    assert trained == [*first, *further, *first]
-    assert ", seed 1" in capsys.readouterr().out
-    assert [len(names) for names in reported] == [6, 2]
-    assert set(reported[0]) == {name for _, name in trained}
 
 
 @pytest.mark.timeout(PATIENCE)
