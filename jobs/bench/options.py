@@ -69,7 +69,24 @@ class _Setting(argparse.Action):
 
 def _option(default: Any, text: str, **how: Any) -> Any:
     """A field with its help text; how: as `add_argument` takes it, with `flag` where that is not the field's name."""
+    text += "" if "default: " in text or "action" in how else f"; default: {default}"
     return field(default=default, metadata={"help": text, **how})
+
+
+_METHODS = (
+    f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but mpi-ring, mpi-rabenseifner and those that begin with "
+    f"oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with oktopk-. Rows such as "
+    "oktopk-hosts-int4 name levels and wire"
+)
+_LENGTHS = (
+    "Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: 14728266, "
+    "those of VGG-16"
+)
+_LINK = (
+    "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and a "
+    "transfer of a step's size shows whether it holds; default: not told"
+)
+_SETTING = "Setting of the reduction for all methods, such as threshold_interval=32; may be repeated"
 
 
 @dataclass(frozen=True)
@@ -85,51 +102,26 @@ class Options:
         module: that the command of the document names.
     """
 
-    methods: tuple[str, ...] = _option(
-        (),
-        f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but mpi-ring, mpi-rabenseifner and those that "
-        f"begin with oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with "
-        "oktopk-. Rows such as oktopk-hosts-int4 name levels and wire",
-        nargs="+",
-        metavar="NAME",
-    )
-    lengths: tuple[int, ...] = _option(
-        (14_728_266,),
-        "Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; "
-        "default: 14728266, those of VGG-16",
-        flag="--length",
-        type=numbers,
-        metavar="N,N",
-    )
+    methods: tuple[str, ...] = _option((), _METHODS, nargs="+", metavar="NAME")
+    lengths: tuple[int, ...] = _option((14_728_266,), _LENGTHS, flag="--length", type=numbers, metavar="N,N")
     density: float = _option(
-        0.01,
-        f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]; default: 0.01",
-        type=float,
+        0.01, f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]", type=float
     )
-    steps: int = _option(
-        64,
-        "Number of steps to measure, at least the threshold interval; default: 64",
-        type=_at_least(1),
-        metavar="STEPS",
-    )
+    steps: int = _option(64, "Number of steps to measure, at least the threshold interval", type=_at_least(1))
     warmup: int = _option(
-        -1,
-        "Number of steps discarded before those, at least 0; default: 2/density, rounded up",
-        type=_at_least(0),
-        metavar="STEPS",
+        -1, "Number of steps discarded before those; default: 2/density, rounded up", type=_at_least(0)
     )
     dense_steps: int = _option(
         -1,
-        "Number of steps to measure of dense methods, from 1 to --steps; default: --steps",
+        "Number of steps to measure of dense methods, at most --steps; default: --steps",
         type=_at_least(1),
-        metavar="STEPS",
     )
     gradients: str = _option(
         "heavy",
         "Kind of the random gradients; default: heavy, with --ablate clustered",
         choices=tuple(PROFILES),
     )
-    seed: int = _option(1, "Seed of the random gradients; default: 1", type=int)
+    seed: int = _option(1, "Seed of the random gradients", type=int)
     device: str = _option(
         "cpu", "Device that gradients lie on; default: cpu, with --table gpu cuda", choices=DEVICES
     )
@@ -140,12 +132,7 @@ class Options:
     )
     settings: dict[str, Any] = field(
         default_factory=dict,
-        metadata={
-            "help": "Setting of the reduction for all methods, such as threshold_interval=32; may be repeated",
-            "flag": "--set",
-            "action": _Setting,
-            "metavar": "NAME=VALUE",
-        },
+        metadata={"help": _SETTING, "flag": "--set", "action": _Setting, "metavar": "NAME=VALUE"},
     )
     ablate: bool = _option(
         False, "Measure Ok-Topk with each of its ideas taken away in turn", action="store_true"
@@ -158,12 +145,9 @@ class Options:
     rows: tuple[int, ...] = _option(
         (), "Numbers of the rows of --table gpu to measure, from 1; default: all", type=numbers, metavar="I,I"
     )
-    commit: str = _option(
-        "", "Commit that is measured, for the record; default: the one that git names", metavar="TEXT"
-    )
+    commit: str = _option("", "Commit that is measured, for the record; default: the one that git names")
     json: Path | None = field(
-        default=None,
-        metadata={"help": "File to write all results to; default: none", "type": Path, "metavar": "FILE"},
+        default=None, metadata={"help": "File to write all results to; default: none", "type": Path}
     )
     memory: bool = _option(
         True,
@@ -171,13 +155,8 @@ class Options:
         flag="--no-memory",
         action="store_false",
     )
-    network: str = _option("", "Network that joins the ranks, in words for the record", metavar="TEXT")
-    link: str = _option(
-        "",
-        "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, "
-        "and a transfer of a step's size shows whether it holds",
-        metavar="RATE",
-    )
+    network: str = _option("", "Network that joins the ranks, in words for the record; default: none")
+    link: str = _option("", _LINK)
     quiet: bool = _option(False, "Print neither tables nor progress on the terminal", action="store_true")
     module: str = "jobs.bench"
 
