@@ -22,6 +22,7 @@ from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.watch import main as watch
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 LENGTH = 1000
 K = 20
 DENSE_WORDS = 1500.0  # 2n(P-1)/P on 4 ranks
@@ -255,3 +256,13 @@ def test_info_has_every_attribute(tmp_path: Path) -> None:
     assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
         field.type for field in dataclasses.fields(RunInfo)
     ]
+
+
+def test_documents_of_the_bench_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [str(RESULTS / f"{name}.json") for name in ("sweep", "hook-2")]
+    assert main([*documents, "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("words per rank") == 6 and "oktopk-mpi" in said
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
