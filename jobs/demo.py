@@ -2,9 +2,8 @@
 
     python -m jobs.demo
 
-Trains with each method on this host, shortly over links of 1 Gb/s where this system can shape some, and from a second seed
-where that ends within the time limit. Writes run files, the page that compares them and the CSV files into demo/, which it may
-replace.
+Trains with each method on this host, and shortly over links of 1 Gb/s where this system can shape some. Writes run files, the
+page that compares them and the CSV files into demo/, which it may replace.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 
 from data.command import command_parser, show
 from jobs.launch import run_job
-from jobs.report.headline import SlowLinks
 from jobs.report.summary import read_runs
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
@@ -60,23 +58,16 @@ def training_arguments(
     return [str(CONFIG), "--set", *overrides]
 
 
-def run_path(options: argparse.Namespace, method: str, seed: int) -> Path:
-    """The run file of a method and a seed."""
-    return Path(options.output, f"{method}.h5" if seed == 0 else f"{method}-seed{seed}.h5")
-
-
-def train(options: argparse.Namespace, seed: int) -> int:
+def train(options: argparse.Namespace) -> int:
     """Train with each method on this host; returns the status of the first job that failed."""
     for method in METHODS:
-        which = f", seed {seed}" if options.seeds > 1 else ""
-        show(f"{method} on {options.ranks} ranks and {available_cores()} cores{which}", flush=True)
+        show(f"{method} on {options.ranks} ranks and {available_cores()} cores", flush=True)
         settings = {
             "training.steps": options.steps,
             "training.eval_every": EVALUATE_EVERY,
-            "training.seed": seed,
             "run.measure_every": 0 if method == "dense" else MEASURE_EVERY,
         }
-        arguments = training_arguments(options, method, run_path(options, method, seed), settings)
+        arguments = training_arguments(options, method, options.output / f"{method}.h5", settings)
         status = run_job(options.ranks, ["-m", "jobs.train", *arguments])
         if status:
             show(f"jobs.demo: training with {method} ended with status {status}", file=sys.stderr)
@@ -84,20 +75,20 @@ def train(options: argparse.Namespace, seed: int) -> int:
     return 0
 
 
-def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
+def train_over_links(options: argparse.Namespace, patience: float) -> tuple[list[Path], str]:
     """Train shortly with each method, every rank on a host of its own, between links of 1 Gb/s.
 
     Args:
         patience: seconds for one method.
 
     Returns:
-        The runs, or why there are none: nothing raises.
+        The run files, or none and why: nothing raises.
     """
     if not options.links:
-        return SlowLinks(problem="the demo was started with --no-links")
+        return [], "the demo was started with --no-links"
     if options.ranks < 2:
-        return SlowLinks(problem="one rank sends nothing")
-    paths = []
+        return [], "one rank sends nothing"
+    paths: list[Path] = []
     for method in METHODS:
         show(f"{method} over links of 1 Gb/s", flush=True)
         paths.append(options.output / f"{method}-1gbit.h5")
@@ -112,8 +103,8 @@ def train_over_links(options: argparse.Namespace, patience: float) -> SlowLinks:
         if problem:
             problem = f"training with {method}: {problem}"
             show(f"  not possible here: {problem}", flush=True)
-            return SlowLinks(problem=problem)
-    return SlowLinks(paths)
+            return [], problem
+    return paths, ""
 
 
 def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
@@ -155,10 +146,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", type=int, default=4, help="Number of ranks, at least 1; default: %(default)s")
     text = "Factor on the channels of VGG-16, in (0, 8]; default: %(default)s"
     add("--width", type=float, default=0.1875, help=text)
-    text = "Number of seeds to train from, as far as the time limit allows; default: %(default)s"
-    add("--seeds", type=int, default=2, help=text)
-    text = "Start no further seed that would end later; the first one always runs; default: %(default)s"
-    add("--time-limit", type=float, default=170.0, metavar="SECONDS", help=text)
     text = "Do not train over links of 1 Gb/s"
     add("--no-links", dest="links", action="store_false", help=text)
     text = "Share of the gradient's entries applied per step, in (0, 1]; default: %(default)s"
@@ -179,32 +166,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     end_on_sigterm()
     began = time.monotonic()
-    trained: list[int] = []
     try:
-        if status := train(options, 0):
+        if status := train(options):
             return status
-        trained.append(0)
         took = time.monotonic() - began
-        links = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
-        for seed in range(1, options.seeds):
-            if time.monotonic() - began + took > options.time_limit:
-                show(f"no time for seed {seed}: --time-limit {options.time_limit:g}", flush=True)
-                break
-            if status := train(options, seed):
-                return status
-            trained.append(seed)
+        slow, problem = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
+        notes = [f"A step at 1 Gb/s was not measured: {problem}."] if problem else []
         table = report(
-            [run_path(options, method, seed) for method in METHODS for seed in trained],
+            [options.output / f"{method}.h5" for method in METHODS],
             options.output,
+            slow=slow,
             title="Ok-Topk beside a dense allreduce",
-            links=links,
+            notes_besides=notes,
         )
     except (LaunchError, RunFileError) as error:
         show(f"jobs.demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    show(f"\n{table}\n")
+    show("\n".join(["", str(table), *notes, ""]))
     show(f"page: {options.output / PAGE}; all of it took {time.monotonic() - began:.0f} s")
     return 0
 

@@ -4,9 +4,9 @@
     python -m jobs.timeline runs/vgg.h5 -o vgg.json.gz
 
 writes vgg.json.gz, Chrome's trace events, to be opened at ui.perfetto.dev or in chrome://tracing: a process for each rank, with
-threads for its steps, for the work between them, for stages, and for each bucket. A stretch that is selected there has the sums
-of its spans. The command prints which rank the others wait for, and what of a reduction in buckets (reduction.overlap) is hidden
-behind the backward pass and what is exposed. The steps are 10 after the first 10, or what run.timeline_after and
+threads for its steps, for the work between them, for stages, and for each bucket, with what of it is exposed after the backward
+pass. A stretch that is selected there has the sums of its spans: a rank that the others wait for has the longest forward and
+backward passes, and the shortest reduction. The steps are 10 after the first 10, or what run.timeline_after and
 run.timeline_steps say.
 
 Phases are measured by device events on a GPU; stages and buckets by the host's clock, where it begins them and waits for them.
@@ -21,19 +21,19 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data.command import command_parser, show
 from data.durable import replaced
-from jobs.run.columns import BETWEEN, BUCKET, Columns
+from jobs.run.columns import BETWEEN, BUCKET, TIMELINE_COLUMNS, Columns
 from jobs.run.file import RunFileError
 from jobs.run.probe import check_readable
 from jobs.run.reader import DAMAGE, RunReader
-from jobs.run.spans import exposed_seconds, overlap_seconds, phase_seconds, rows_of, slow_rank
 
 
 def read_timeline(path: Path) -> tuple[Columns, str]:
@@ -50,6 +50,27 @@ def read_timeline(path: Path) -> tuple[Columns, str]:
         )
     spans["name"] = np.char.decode(spans["name"], errors="backslashreplace")
     return spans, f"{path.name}: {info.method} on {info.ranks} ranks, {info.host}, {info.started}"
+
+
+def rows_of(spans: Columns) -> Iterator[tuple[Any, ...]]:
+    """The spans one by one, each with its values in the order of TIMELINE_COLUMNS."""
+    return zip(*(spans[key].tolist() for key in TIMELINE_COLUMNS), strict=True)
+
+
+def exposed_seconds(spans: Columns) -> NDArray[np.float64]:
+    """float64[spans]: of a bucket, and of a stage of one, what comes after the end of its step's last backward pass; others 0.
+
+    The rest of it is hidden behind the backward pass.
+    """
+    latest: dict[tuple[int, int], float] = {}
+    for step, rank, name, _, start, seconds, _ in rows_of(spans):
+        if name == "backward":
+            latest[step, rank] = max(start + seconds, latest.get((step, rank), -np.inf))
+    keys = zip(spans["step"].tolist(), spans["rank"].tolist(), strict=True)
+    backward_ends = np.array([latest.get(key, np.inf) for key in keys])
+    ends = spans["start"] + spans["seconds"]
+    after = np.maximum(0.0, ends - np.maximum(spans["start"], backward_ends))
+    return np.where(spans["bucket"] >= 0, after, 0.0)
 
 
 def trace(spans: Columns, title: str) -> dict[str, Any]:
@@ -73,28 +94,6 @@ def trace(spans: Columns, title: str) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": title}}
 
 
-def summary(spans: Columns) -> list[str]:
-    """The slow rank, and what is hidden and exposed of buckets, in sentences."""
-    late = slow_rank(spans)
-    said = "No rank is late: none works 10 % longer than the others before its reduction."
-    if late is not None:
-        said = (
-            f"Rank {late.rank} is late: before its reduction it works {1e3 * late.seconds:.2f} ms in a step, the others "
-            f"{1e3 * late.others:.2f} ms. It loses most in the phase {late.phase}."
-        )
-    parts = overlap_seconds(spans)
-    if parts is None:
-        reduction = phase_seconds(spans)["reduction"].mean()
-        hides = f"No buckets are on record: {1e3 * reduction:.2f} ms of reduction in a step are exposed."
-    else:
-        hidden, exposed = parts
-        hides = (
-            f"Buckets are reduced for {1e3 * (hidden + exposed):.2f} ms in a step: {1e3 * hidden:.2f} ms hidden behind the "
-            f"backward pass, {1e3 * exposed:.2f} ms exposed."
-        )
-    return [said, hides]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     title = "Write when each rank of a run did what, as a trace for Perfetto."
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RunFileError, OSError) as error:
         show(f"jobs.timeline: {error}", file=sys.stderr)
         return 2
-    show("\n".join([*summary(spans), str(path)]))
+    show(path)
     return 0
 
 

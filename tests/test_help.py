@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import mpi4py
 import pytest
 
 from jobs.config.config import Config
@@ -32,7 +31,7 @@ COMMANDS = (
     "tests.run",
 )
 # files that make the parser of a command that is in another file
-PARSERS_OF = {"jobs/bench/arguments.py": "jobs.bench", "jobs/experiment/options.py": "jobs.experiment"}
+PARSERS_OF = {"jobs/bench/options.py": "jobs.bench", "jobs/experiment/options.py": "jobs.experiment"}
 
 
 class _ParsedError(Exception):
@@ -51,7 +50,6 @@ def parser_of(command: str, words: Sequence[str] | None = None) -> argparse.Argu
     path = ROOT.joinpath(*command.split("."))
     module = importlib.import_module(f"{command}.__main__" if path.is_dir() else command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi4py.rc, "initialize", mpi4py.rc.initialize)  # jobs.bench --ablate changes it
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
         with pytest.raises(_ParsedError) as caught:
             module.main(list(words or ()))

@@ -16,9 +16,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -26,13 +28,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from jobs.bench.arguments import parse
-from jobs.bench.bandwidth import rate_of
+from jobs.bench.bandwidth import bandwidth
 from jobs.bench.document import BenchError, read
-from jobs.bench.figures import draw
 from jobs.bench.job import run_all
+from jobs.bench.options import parse
 from jobs.cluster.agreement import Refused, say
-from jobs.render.chart import Bar, Bars
+from jobs.render.draw import FILE_WIDTH, PAGE, write
+from jobs.render.style import colour_of
 from jobs.restart.signals import leave
 from jobs.train.placement import find_placement
 from jobs.train.reduce.background import WireError, ring_traffic, start_process_group, stop_process_group
@@ -240,23 +242,40 @@ def run(found, options, comm, device):
     bar.close()
 
 
-def bars(documents):
+def draw(documents, output):
     """A bar for each of TITLES that was measured. BenchError: there is no document, or one is of something else."""
-    found = []
     if not documents or any(document.get("kind") != "hook table" for document in documents):
         raise BenchError("--draw FILE.svg DOCUMENT.json ... takes documents of the table of hooks")
+    bars = []
     for own in (document["runs"][0] for document in documents):
+        where = f"{bandwidth(own):g} Gb/s" if "links" in own["network"] else "one host"
         steps = {method["name"]: method for method in own["methods"]}
-        alone = steps["compute"]["seconds"]["median"]
+        alone = 1e3 * steps["compute"]["seconds"]["median"]
         for name, (title, method) in TITLES.items():
             if name in steps:
-                median, series = steps[name]["seconds"]["median"], steps[name]["series"]
-                label = f"{title}, {rate_of(own['network'])}"
-                found.append(Bar(label, method, alone, median - alone, min(series), max(series)))
+                median, series = 1e3 * steps[name]["seconds"]["median"], 1e3 * np.array(steps[name]["series"])
+                bars.append((f"{title}, {where}", method, alone, median, series.min(), series.max()))
     own = documents[0]["runs"][0]
     note = f"{own['ranks']} ranks, n = {own['length'] / 1e6:.1f} M, density {100 * own['density']:g} %, "
     note += f"{own['device'].upper()}; pale: computation alone; dark: exposed; bars: median; whiskers: least and most"
-    return Bars("hook-steps", "Training steps with communication hooks", note, tuple(found))
+    with mpl.rc_context(PAGE):
+        figure = Figure(figsize=(FILE_WIDTH, 0.9 + 0.5 * len(bars)), layout="constrained")
+        axes = figure.subplots()
+        for place, (_, method, alone, median, least, most) in enumerate(reversed(bars)):
+            axes.barh(place, alone, color=colour_of(method), alpha=0.3)
+            axes.barh(place, median - alone, left=alone, color=colour_of(method))
+            spread = [[median - least], [most - median]]
+            axes.errorbar(median, place, xerr=spread, color="#999999", capsize=3, linewidth=1.2)
+            text, look = (
+                f"{alone:.0f} + {median - alone:.0f} ms",
+                {"textcoords": "offset points", "va": "center"},
+            )
+            axes.annotate(text, (most, place), xytext=(6, 0), **look)
+        axes.set_yticks(range(len(bars)), [bar[0] for bar in reversed(bars)])
+        axes.margins(x=0.4)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("step, ms")
+        write(figure, axes, "Training steps with communication hooks", note, output)
 
 
 def main(words, module="docs.results.hook", rivals=lambda density: {}, comm=MPI.COMM_WORLD):
@@ -266,11 +285,11 @@ def main(words, module="docs.results.hook", rivals=lambda density: {}, comm=MPI.
         return 0
     try:
         if words[:1] == ["--draw"]:
-            draw(bars([read(path) for path in words[2:]]), Path(" ".join(words[1:2])))
+            draw([read(path) for path in words[2:]], Path(" ".join(words[1:2])))
             return 0
         if other := [word for word in words if word[:2] == "--" and word.partition("=")[0] not in TAKEN]:
             raise BenchError(f"{other[0]} is not for the table of hooks, which takes {', '.join(TAKEN)}")
-        options = replace(parse(words, launched=True), module=module)
+        options = replace(parse(words), module=module)
         if len(options.lengths) != 1:
             raise BenchError("--length: the table of hooks takes one")
     except BenchError as error:

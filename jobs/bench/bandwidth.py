@@ -1,163 +1,229 @@
-"""Charts of step time over link bandwidth, and of bytes over ranks per host: `python -m jobs.bench.bandwidth`."""
+"""Charts of the bench's documents: step time over bandwidth, bytes over ranks per host, words over ranks."""
 
 from __future__ import annotations
 
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.command import command_parser, show
-from jobs.bench.document import UNSHAPED, BenchError, Run, bits_per_second, read
-from jobs.bench.figures import draw, look
+from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, Run, bits_per_second, read
 from jobs.render.chart import Axis, Chart, Line
+from jobs.render.draw import save
+from jobs.render.style import COLOURS, DASHES, OURS, colour_of, title_of
 
-Points = dict[str, list[tuple[float, float]]]
-"""Method -> points."""
-
-_RATE = re.compile(r"(\S+) links")
-_HOSTS = re.compile(r"([0-9]+) hosts")
-_NUMBERED = 3  # lines, at most, whose points have their values beside them
-
-_BANDWIDTH = Axis(
-    "bandwidth of each link, Gb/s",
-    "gigabits_per_second",
-    log=10,
-    form=lambda rate: f"{rate:g}" if math.isfinite(rate) else "unshaped",
-    each=True,
+TITLES = {
+    "mpi": "MPI's own",
+    "mpi-ring": "MPI's ring",
+    "mpi-rabenseifner": "MPI's Rabenseifner",
+    "nccl": "NCCL fp32",
+    "nccl-bf16": "NCCL bf16",
+    "oktopk-mpi": "Ok-Topk, MPI alone",
+}
+"""Of rows that are no method; those of methods are in jobs.render.style."""
+_WIRES = dict(
+    zip(("plain", "float32", "bfloat16", "int8", "int4"), (COLOURS[i] for i in (5, 0, 2, 4, 3)), strict=True)
 )
-_SECONDS = Axis("step, ms", "seconds", log=10, form=lambda seconds: f"{1e3 * seconds:g}")
-_RANKS = Axis("ranks per host", "ranks_per_host", each=True)
-_BYTES = Axis("MB that a host sends in a step", "bytes", form=lambda sent: f"{sent / 1e6:g}", zero=True)
+_MARKERS = "osD^vXP"
+_NUMBERED = 3  # lines, at most, whose points have their values beside them
+_BUSIER = 1.1  # times the mean: the busiest rank has a line of its own
+
+
+def look(name: str) -> dict[str, Any]:
+    """Label, colour, dashes of a row's line, and whether it is Ok-Topk's, as `Line` takes them."""
+    if name in HOST_ROWS:
+        levels, wire = HOST_ROWS[name]["levels"], HOST_ROWS[name]["wire"]
+        label = f"{'two levels' if levels == 'hosts' else 'flat'}, {wire}"
+        return {"label": label, "colour": _WIRES[str(wire)], "dashes": DASHES[levels == "flat"]}
+    colour = colour_of("dense" if name.startswith("mpi") else name.removesuffix("-bf16"))
+    label = TITLES.get(name) or title_of(name)
+    return {"label": label, "colour": colour, "dashes": DASHES[name == "nccl-bf16"], "ours": name == OURS}
 
 
 def bandwidth(run: Run) -> float:
     """Gb/s of the links that a run was measured over, infinity for unshaped ones. Raises BenchError: the run names none."""
-    found = _RATE.search(run["network"])
+    found = re.search(r"(\S+) links", run["network"])
     if found is None:
         raise BenchError(f"network {run['network']!r} names no rate of links, as make bench-net writes it")
     rate = bits_per_second(UNSHAPED if found[1] == "unshaped" else found[1])
     return math.inf if rate is None else rate / 1e9
 
 
-def rate_of(network: str) -> str:
-    """The rate of the links in words; "one host" where a run was not between hosts."""
-    if _RATE.search(network) is None:
-        return "one host"
-    rate = bandwidth({"network": network})
-    return f"{rate:g} Gb/s" if math.isfinite(rate) else "unshaped links"
-
-
 def ranks_per_host(run: Run) -> float:
     """Raises BenchError: the run names no hosts."""
-    found = _HOSTS.search(run["network"])
+    found = re.search(r"([0-9]+) hosts", run["network"])
     if found is None:
         raise BenchError(f"network {run['network']!r} names no hosts, as make bench-net writes it")
     return float(run["ranks"] / int(found[1]))
 
 
-def points(documents: Sequence[Run], length: int | None = None, bytes_sent: bool = False) -> Points:
-    """Method -> (Gb/s, mean seconds of a step), in the order of the rates.
-
-    Args:
-        length: of the runs that are taken; None: the documents have one.
-        bytes_sent: in place of these (ranks per host, bytes that a host sends to others in a step), of methods
-            that count them.
-
-    Raises:
-        BenchError: there is no run of that length, or of several; or a run names no links or hosts.
-    """
-    found: Points = {}
-    for run, method in _chosen(documents, length):
-        if not bytes_sent:
-            point = bandwidth(run), method["seconds"]["all"]["mean"]
-        elif method["counted"] and "bytes_between" in method:  # not in the oldest documents
-            point = ranks_per_host(run), ranks_per_host(run) * method["bytes_between"]["mean"]
-        else:
-            continue
-        found.setdefault(method["name"], []).append(point)
-    return {name: sorted(of_method) for name, of_method in found.items()}
+def _host_bytes(run: Run, method: Run) -> float | None:
+    """Bytes that a host sends to others in a step; None where they are not counted, as in the oldest documents."""
+    counted = method["counted"] and "bytes_between" in method
+    return ranks_per_host(run) * method["bytes_between"]["mean"] if counted else None
 
 
-def _chosen(documents: Sequence[Run], length: int | None) -> Iterator[tuple[Run, Run]]:
-    """(run, method) of each run of the length."""
+@dataclass(frozen=True)
+class Kind:
+    """A chart of documents: what its points are, by run and method, and how they are shown."""
+
+    name: str
+    title: str
+    x: Axis
+    y: Axis
+    at: Callable[[Run], float]
+    value: Callable[[Run, Run], float | None]
+    point: Callable[[float], str] | None
+
+
+KINDS = {
+    "times": Kind(
+        "times",
+        "Time of a step between hosts",
+        Axis(
+            "bandwidth of each link, Gb/s",
+            "gigabits_per_second",
+            log=10,
+            form=lambda rate: f"{rate:g}" if math.isfinite(rate) else "unshaped",
+            each=True,
+        ),
+        Axis("step, ms", "seconds", log=10, form=lambda seconds: f"{1e3 * seconds:g}"),
+        bandwidth,
+        lambda run, method: method["seconds"]["all"]["mean"],
+        lambda seconds: f"{1e3 * seconds:,.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}",
+    ),
+    "bytes": Kind(
+        "bytes",
+        "Bytes that a host sends in a step",
+        Axis("ranks per host", "ranks_per_host", each=True),
+        Axis("MB that a host sends in a step", "bytes", form=lambda sent: f"{sent / 1e6:g}", zero=True),
+        ranks_per_host,
+        _host_bytes,
+        lambda sent: f"{sent / 1e6:.2f}",
+    ),
+    "words": Kind(
+        "words-over-ranks",
+        "Words that a rank sends in a step, against the number of ranks",
+        Axis("ranks", "ranks", log=2, each=True),
+        Axis("words per rank and step", "words", log=10, prefixes=True),
+        lambda run: run["ranks"],
+        lambda run, method: method["words"]["mean"],
+        None,
+    ),
+}
+"""What a chart shows -> the chart."""
+
+
+def _runs(documents: Sequence[Run], length: int | None) -> list[Run]:
+    """The runs of the length. Raises BenchError: there is none, or None was given and they have several."""
     runs = [run for document in documents for run in document["runs"]]
     lengths = list(dict.fromkeys(run["length"] for run in runs))
     if length is None and len(lengths) > 1:
         raise BenchError(f"the documents have runs of several lengths: choose one of {lengths} by --length")
     if length not in (None, *lengths):
         raise BenchError(f"length {length} is in none of the documents: {lengths}")
+    return [run for run in runs if length in (None, run["length"])]
+
+
+def points(
+    runs: Sequence[Run], at: Callable[[Run], float], value: Callable[[Run, Run], float | None]
+) -> dict[str, list[tuple[float, float]]]:
+    """Method -> its points from left to right, of the runs that have its value."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for run in runs:
-        if length in (None, run["length"]):
-            yield from ((run, method) for method in run["methods"])
+        for method in run["methods"]:
+            if (y := value(run, method)) is not None:
+                found.setdefault(method["name"], []).append((at(run), y))
+    return {name: sorted(of_method) for name, of_method in found.items()}
 
 
 def chart(
     documents: Sequence[Run],
     methods: Sequence[str] | None = None,
     length: int | None = None,
-    bytes_sent: bool = False,
+    kind: str = "times",
 ) -> Chart:
-    """A line for each method; None: all that were measured. length, bytes_sent: as `points`.
+    """A line for each method.
+
+    Args:
+        methods: those that are drawn; None: all that were measured.
+        length: of the runs that are taken; None: the documents have one.
+        kind: one of KINDS.
 
     Raises:
         BenchError: a method was not measured, a run names no links or hosts, or lengths differ.
     """
-    measured = points(documents, length, bytes_sent)
+    shown, runs = KINDS[kind], _runs(documents, length)
+    measured = points(runs, shown.at, shown.value)
     for name in methods or ():
         if name not in measured:
             raise BenchError(f"method {name!r} is in none of the documents: {', '.join(measured)}")
     lines = []
-    for name in methods or measured:
+    busiest = points(runs, shown.at, lambda run, method: method["words"]["busiest"])
+    for number, name in enumerate(methods or measured):
         x, y = np.array(measured[name], np.float64).T
-        lines.append(Line(x=x, y=y, marker="o", **look(name)))
-    run, _ = next(_chosen(documents, length))
-    note = f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, "
-    note += f"{run['gradients']['name']} gradients"
+        marker = _MARKERS[number % len(_MARKERS)] if kind == "words" else "o"
+        lines.append(line := Line(x=x, y=y, marker=marker, **look(name)))
+        most = np.array(busiest[name], np.float64)[:, 1] if kind == "words" else y
+        if np.any(most > _BUSIER * y):
+            label = f"{line.label}, busiest rank"
+            lines.append(Line(label, x, most, colour=line.colour, dashes=":", marker=marker))
+    if kind == "words":
+        for label, bound in (("2k(P−1)/P", "lower"), ("6k(P−1)/P", "upper")):
+            x, y = np.array(sorted((run["ranks"], run["bounds"][bound]) for run in runs), np.float64).T
+            lines.append(Line(label, x, y, dashes=":"))
+    run = runs[0]
+    note = f"{run['ranks']} ranks, " if kind == "times" else ""
+    note += f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, {run['gradients']['name']} gradients"
     commits = dict.fromkeys((document.get("commit") or "unknown")[:10] for document in documents)
     note += f", commit {', '.join(commits)}"
-    numbered, drawn = len(lines) <= _NUMBERED, tuple(lines)
-    if bytes_sent:
-        title, megabytes = "Bytes that a host sends in a step", _megabytes if numbered else None
-        return Chart("bytes", title, note, _RANKS, _BYTES, drawn, points=megabytes)
-    title, milliseconds = "Time of a step between hosts", _milliseconds if numbered else None
+    few = len(lines) <= _NUMBERED
     return Chart(
-        "times", title, f"{run['ranks']} ranks, {note}", _BANDWIDTH, _SECONDS, drawn, points=milliseconds
+        shown.name, shown.title, note, shown.x, shown.y, tuple(lines), points=shown.point if few else None
     )
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}"
-
-
-def _megabytes(sent: float) -> str:
-    return f"{sent / 1e6:.2f}"
+def draw(drawn: Chart, output: Path) -> None:
+    """As `jobs.render.draw.save`. Raises BenchError: the file cannot be written."""
+    try:
+        save(drawn, output)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{output} cannot be written: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw the documents named on the command line."""
-    title = "Draw the time of a step over the bandwidth of the links, or the bytes that a host sends over the ranks per host, "
-    title += "from documents of make bench-net."
-    times = "100mbit.json 1gbit.json --output bandwidth.svg"
-    sent = "2ranks.json 4ranks.json --bytes --length 14728266 --methods oktopk-flat-plain oktopk-hosts-int4 --output bytes.svg"
-    parser = command_parser("jobs.bench.bandwidth", title, times, sent)
+    parser = command_parser(
+        "jobs.bench.bandwidth",
+        "Draw the time of a step over the bandwidth of the links, the bytes that a host sends over the ranks per host, or the "
+        "words that a rank sends over the ranks, from documents of jobs.bench.",
+        "100mbit.json 1gbit.json --output bandwidth.svg",
+        "2ranks.json 4ranks.json --bytes --length 14728266 --methods oktopk-flat-plain oktopk-hosts-int4 --output bytes.svg",
+        "2.json 4.json 8.json --words --output words.png",
+    )
     add = parser.add_argument
-    text = "Documents that make bench-net wrote, one for each rate or number of ranks."
+    text = "Documents that jobs.bench wrote, one for each rate or number of ranks."
     add("documents", nargs="+", type=Path, metavar="JSON", help=text)
-    text = "Methods to draw, as the bench names them; default: mpi-ring oktopk."
-    add("--methods", nargs="+", default=["mpi-ring", "oktopk"], metavar="NAME", help=text)
+    text = "Methods to draw, as the bench names them; default: mpi-ring oktopk, with --words all."
+    add("--methods", nargs="+", metavar="NAME", help=text)
     text = "Length of the gradient of the runs to draw; default: the one that the documents have."
     add("--length", type=int, metavar="N", help=text)
     text = "Draw the bytes that a host sends to others in a step over the ranks per host."
-    add("--bytes", action="store_true", help=text)
+    add("--bytes", dest="kind", action="store_const", const="bytes", default="times", help=text)
+    text = "Draw the words that a rank sends in a step over the ranks, between Ok-Topk's bounds."
+    add("--words", dest="kind", action="store_const", const="words", help=text)
     add("--output", type=Path, required=True, metavar="FILE", help="Picture to write, SVG or PNG.")
     options = parser.parse_args(arguments)
+    methods = options.methods or (None if options.kind == "words" else ["mpi-ring", "oktopk"])
     try:
         documents = [read(path) for path in options.documents]
-        draw(chart(documents, options.methods, options.length, options.bytes), options.output)
+        draw(chart(documents, methods, options.length, options.kind), options.output)
     except BenchError as error:
         show(f"jobs.bench.bandwidth: {error}", file=sys.stderr)
         return 2

@@ -72,10 +72,9 @@ def bits_per_second(text: str) -> float | None:
     return float(found[1]) * _BITS[found[2]]
 
 
-def command_line(ranks: int | None, module: str) -> str:
-    """The command line of a module of the bench, or of a script; ranks None: started without mpiexec."""
-    launcher = ["python"] if ranks is None else ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py"]
-    return shlex.join([*launcher, "-m", module, *sys.argv[1:]])
+def command_line(ranks: int, module: str) -> str:
+    """The command line of a module of the bench, or of a script."""
+    return shlex.join(["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py", "-m", module, *sys.argv[1:]])
 
 
 def document(kind: str, runs: Sequence[dict[str, Any]], mpi: str, command: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws a new gradient for every step in one pass over the vector, and rows of a table, equal from run to run.
+"""Draws a new gradient for every step in one pass over the vector, equal from run to run.
 
 A gradient is `memory` times the last one plus an innovation, which is the sum of a part that all ranks share and
 a part of this rank's own, each block of BLOCK elements with a scale of its own. The innovations are read from a
@@ -133,28 +133,3 @@ def _advance(vector, pool, memory, common_weights, common_starts, own_weights, o
         common_weight, own_weight = common_weights[block], own_weights[block]
         for i in range(size):
             part[i] = memory * part[i] + common_weight * common[i] + own_weight * (own[i] + second[i])
-
-
-SKEWS = ("uniform", "zipf")
-
-
-class RowSource:
-    """Draws the rows that a rank touches, with repetition: uniformly, or row i with a chance in proportion to 1/(i + 1).
-
-    Args:
-        skew: a name in SKEWS.
-        length: rows of the table.
-        touched: rows drawn a rank and step.
-    """
-
-    def __init__(self, skew: str, length: int, touched: int, seed: int) -> None:
-        self._length, self._touched, self._seed = length, touched, seed
-        self._chances = np.cumsum(1.0 / np.arange(1, length + 1)) if skew == "zipf" else None
-
-    def draw(self, rank: int, step: int) -> NDArray[np.int64]:
-        """int64[touched], not ascending; the same for the same arguments."""
-        rng = np.random.default_rng((self._seed, step, rank))
-        if self._chances is None:
-            return rng.integers(0, self._length, self._touched)
-        drawn = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
-        return np.minimum(drawn, self._length - 1)

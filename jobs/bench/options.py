@@ -1,15 +1,24 @@
-"""The bench's options with their defaults, and which of them the GPU table takes."""
+"""The bench's options: each with its default and its help text, read from the command line and checked as a whole."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from jobs.bench.document import HOST_ROWS, NCCL_ROWS
+from collectives.sparse import check_length
+from jobs.bench.device import DEVICES
+from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
+from jobs.bench.gradients import PROFILES
 from jobs.bench.mpi import ALGORITHMS
 from oktopk import METHODS, Settings
+from oktopk.devices import GRADIENT_TYPES
+from oktopk.settings import DENSE_ABOVE
 
 OVER_MPI = "oktopk-mpi"
 """On a GPU: Ok-Topk kept to MPI where it could do without."""
@@ -18,52 +27,137 @@ KNOWN = {
     "cuda": (*METHODS, OVER_MPI, *NCCL_ROWS, *HOST_ROWS),
 }
 """device -> what `--methods` takes."""
-ABLATION_RANKS = (4, 8)
-JOB = "OKTOPK_BENCH_JOB"
-"""Set in the jobs that a sweep or an ablation starts."""
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of at least 1, for a parser."""
+    try:
+        found = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{min(found)} is not at least 1")
+    return found
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """Reads a number of at least `least`, for a parser."""
+
+    def read(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+        return value
+
+    read.__name__ = "int"
+    return read
+
+
+class _Setting(argparse.Action):
+    """Collects NAME=VALUE words in a dictionary."""
+
+    def __call__(self, parser: Any, namespace: Any, word: Any, option_string: Any = None) -> None:
+        known = [setting.name for setting in fields(Settings) if setting.name != "density"]
+        name, equals, text = word.partition("=")
+        if not equals or name not in known:
+            raise BenchError(f"--set {word!r} is not NAME=VALUE with a name of {', '.join(known)}")
+        try:
+            value = math.inf if text == "inf" else json.loads(text)
+        except ValueError:
+            value = text
+        namespace.settings = {**getattr(namespace, "settings", {}), name: value}
+
+
+def _option(default: Any, text: str, **how: Any) -> Any:
+    """A field with its help text; how: as `add_argument` takes it, with `flag` where that is not the field's name."""
+    text += "" if "default: " in text or "action" in how else f"; default: {default}"
+    return field(default=default, metadata={"help": text, **how})
+
+
+_METHODS = (
+    f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but mpi-ring, mpi-rabenseifner and those that begin with "
+    f"oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with oktopk-. Rows such as "
+    "oktopk-hosts-int4 name levels and wire"
+)
+_LENGTHS = (
+    "Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: 14728266, "
+    "those of VGG-16"
+)
+_LINK = (
+    "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and a "
+    "transfer of a step's size shows whether it holds; default: not told"
+)
+_SETTING = "Setting of the reduction for all methods, such as threshold_interval=32; may be repeated"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options with their defaults, equal on all ranks; `--help` explains those that are not listed here.
+    """The options with their defaults, equal on all ranks; their help texts explain them.
 
     Attributes:
         methods: names in KNOWN[device], each once.
-        lengths: n, of each run; empty for the GPU table, which has its own.
+        lengths: empty for the GPU table, which has its own.
         warmup, dense_steps: -1 until they are known, by the density and the steps.
         gradient_type: a name in GRADIENT_TYPES[device]; "" for both types of the GPU table.
-        settings: keywords of oktopk.Settings besides density, for all methods.
-        ranks: numbers of ranks to start an ablation on; empty: none are started.
-        memory: watch allocations in the last steps of the warm-up.
-        link: rate of each host's link, as `jobs.bench.document.bits_per_second` takes it; "" where it is not given.
-        table: "gpu", or "" for none.
-        rows: numbers of the GPU table's rows from 1, empty for all.
+        rows: empty for all.
         module: that the command of the document names.
     """
 
-    methods: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (14_728_266,)  # of VGG-16
-    density: float = 0.01
-    steps: int = 64
-    warmup: int = -1
-    dense_steps: int = -1
-    gradients: str = "heavy"
-    seed: int = 1
-    device: str = "cpu"
-    gradient_type: str = "float32"
-    settings: dict[str, Any] = field(default_factory=dict)
-    ablate: bool = False
-    ranks: tuple[int, ...] = ()
-    sweep_ranks: tuple[int, ...] = ()
-    json: Path | None = None
-    memory: bool = True
-    network: str = ""
-    link: str = ""
-    quiet: bool = False
-    table: str = ""
-    rows: tuple[int, ...] = ()
-    budget: float = math.inf
-    commit: str = ""
+    methods: tuple[str, ...] = _option((), _METHODS, nargs="+", metavar="NAME")
+    lengths: tuple[int, ...] = _option((14_728_266,), _LENGTHS, flag="--length", type=numbers, metavar="N,N")
+    density: float = _option(
+        0.01, f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]", type=float
+    )
+    steps: int = _option(64, "Number of steps to measure, at least the threshold interval", type=_at_least(1))
+    warmup: int = _option(
+        -1, "Number of steps discarded before those; default: 2/density, rounded up", type=_at_least(0)
+    )
+    dense_steps: int = _option(
+        -1,
+        "Number of steps to measure of dense methods, at most --steps; default: --steps",
+        type=_at_least(1),
+    )
+    gradients: str = _option(
+        "heavy",
+        "Kind of the random gradients; default: heavy, with --ablate clustered",
+        choices=tuple(PROFILES),
+    )
+    seed: int = _option(1, "Seed of the random gradients", type=int)
+    device: str = _option(
+        "cpu", "Device that gradients lie on; default: cpu, with --table gpu cuda", choices=DEVICES
+    )
+    gradient_type: str = _option(
+        "float32",
+        "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types",
+        choices=GRADIENT_TYPES["cuda"],
+    )
+    settings: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": _SETTING, "flag": "--set", "action": _Setting, "metavar": "NAME=VALUE"},
+    )
+    ablate: bool = _option(
+        False, "Measure Ok-Topk with each of its ideas taken away in turn", action="store_true"
+    )
+    table: str = _option(
+        "",
+        "Table to measure in place of one run: gpu, ten cells beside NCCL; default: none",
+        choices=("gpu",),
+    )
+    rows: tuple[int, ...] = _option(
+        (), "Numbers of the rows of --table gpu to measure, from 1; default: all", type=numbers, metavar="I,I"
+    )
+    commit: str = _option("", "Commit that is measured, for the record; default: the one that git names")
+    json: Path | None = field(
+        default=None, metadata={"help": "File to write all results to; default: none", "type": Path}
+    )
+    memory: bool = _option(
+        True,
+        "Skip the measurement of memory, which slows the last steps of the warm-up",
+        flag="--no-memory",
+        action="store_false",
+    )
+    network: str = _option("", "Network that joins the ranks, in words for the record; default: none")
+    link: str = _option("", _LINK)
+    quiet: bool = _option(False, "Print neither tables nor progress on the terminal", action="store_true")
     module: str = "jobs.bench"
 
     @property
@@ -77,19 +171,126 @@ class Options:
         return int(self.settings.get("threshold_interval", Settings.threshold_interval))
 
 
-OF_THE_GPU_TABLE = ("rows", "budget")
-"""Fields of Options that the GPU table alone takes."""
-OF_EVERY_BENCH = ("table", "device", "gradient_type", "seed", "json", "network", "quiet", "commit")
+OPTIONS = {
+    each.name: each.metadata.get("flag", "--" + each.name.replace("_", "-"))
+    for each in fields(Options)
+    if each.metadata
+}
+"""Field -> its flag."""
+OF_THE_TABLE = ("table", "rows", "device", "gradient_type", "seed", "json", "network", "quiet", "commit")
+"""Options that the GPU table takes, "rows" alone."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "ablate": {"methods": ("oktopk",), "gradients": "clustered"},
-    # an allgather of every selection crosses dense at 1/density ranks: within a sweep to 64
-    "sweep": {"methods": tuple(METHODS), "lengths": (100_000,), "density": 0.02, "memory": False},
-    "gpu": {
+    "table": {
         "device": "cuda",
         "lengths": (),
         "gradient_type": "",
         "methods": ("oktopk", OVER_MPI, *NCCL_ROWS),
-        "budget": 300.0,
     },
 }
-""""gpu", "ablate" or "sweep" -> defaults that are not those of Options."""
+"""Option -> the defaults that are not those of Options where it is given."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # not printed from here: every rank may parse, one speaks
+        if match := re.match(r"unrecognized arguments: (-n|-np|--np|--ranks)\b", message):
+            message += (
+                f" ({match[1]} is an option of the launcher: python -m jobs.launch -n RANKS -m jobs.bench)"
+            )
+        raise BenchError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """A parser that raises BenchError and prints nothing."""
+    made = _Parser(
+        prog="python -m jobs.launch -n RANKS -m jobs.bench",
+        description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
+        epilog="examples:\n"
+        "  python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
+        "  python -m jobs.launch -n 8 -m jobs.bench --ablate --json ablation.json\n"
+        "  python -m jobs.launch -n 4 -m jobs.bench --table gpu --json gpu.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # what the words name, and nothing else
+    )
+    for each in fields(Options):
+        if each.name in OPTIONS:
+            how = {name: value for name, value in each.metadata.items() if name != "flag"}
+            made.add_argument(OPTIONS[each.name], dest=each.name, **how)
+    return made
+
+
+def parse(words: Sequence[str]) -> Options:
+    """Check a command line: what follows the program's name.
+
+    Raises:
+        BenchError: it cannot be done; the message names the value and the bound.
+    """
+    values = vars(parser().parse_args(words))
+    table = "table" in values
+    for name in values:
+        if table and name not in OF_THE_TABLE:
+            raise BenchError(f"{OPTIONS[name]} is not for --table gpu: it says how it is measured")
+        if not table and name == "rows":
+            raise BenchError("--rows is for --table gpu")
+    defaults = DEFAULTS["table"] if table else DEFAULTS["ablate"] if "ablate" in values else {}
+    options = Options(**defaults | values)
+    return _checked_table(options) if table else _checked_bench(options)
+
+
+def _checked_table(options: Options) -> Options:
+    """The options of the GPU table, which has its own lengths."""
+    if options.device != "cuda":
+        raise BenchError(f"--table gpu is measured on --device cuda, not {options.device}")
+    if options.gradient_type == "float16":
+        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
+    return options
+
+
+def _checked_bench(options: Options) -> Options:
+    """The options with what depends on others."""
+    device, density, steps = options.device, options.density, options.steps
+    if options.gradient_type not in GRADIENT_TYPES[device]:
+        types = ", ".join(GRADIENT_TYPES[device])
+        raise BenchError(
+            f"gradient type {options.gradient_type!r} is not one of {types} on --device {device}"
+        )
+    methods = _checked_methods(options.methods, device)
+    if options.ablate and methods != ("oktopk",):
+        raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
+    if not 0 < density <= DENSE_ABOVE:
+        raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
+    try:
+        for length in options.lengths:
+            check_length(length)
+        Settings(density=density, **options.settings)
+    except (TypeError, ValueError) as error:
+        raise BenchError(str(error)) from None
+    if options.link:
+        bits_per_second(options.link)
+    interval = options.threshold_interval
+    if steps < interval:
+        raise BenchError(
+            f"steps {steps} is not at least {interval}, the threshold interval: "
+            "no exact step would be sure to be among them (--set threshold_interval=... is the other way out)"
+        )
+    dense_steps = steps if options.dense_steps < 0 else options.dense_steps
+    if dense_steps > steps:
+        raise BenchError(f"dense-steps {dense_steps} is not in [1, {steps}], the steps")
+    warmup = math.ceil(2 / density) if options.warmup < 0 else options.warmup
+    return replace(options, methods=methods, warmup=warmup, dense_steps=dense_steps)
+
+
+def _checked_methods(given: Sequence[str], device: str) -> tuple[str, ...]:
+    known = KNOWN[device]
+    if not given:
+        return (*METHODS, *(NCCL_ROWS if device == "cuda" else ("mpi",)))
+    names = [name for words in given for name in words.split(",") if name]
+    for name in names:
+        if name not in known:
+            where = f" on --device {device}" if any(name in names for names in KNOWN.values()) else ""
+            raise BenchError(f"method {name!r} is not one of {', '.join(known)}{where}")
+    if not names:
+        raise BenchError(f"no method is named; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(names))

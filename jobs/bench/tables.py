@@ -1,9 +1,9 @@
-"""Renders a bench document as text: times, traffic, stages with floors, memory; of a sweep, words."""
+"""Renders a bench document as text: times, traffic, stages with floors, memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jobs.bench.document import BenchError, Run, not_held, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
@@ -12,8 +12,6 @@ REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
 
 NAME = figure("name", "{}")
-BUSIER = 1.1
-"""The busiest rank is worth a word, or a line, when it sends this times the mean."""
 
 
 def run_tables(run: Run, content: Run) -> list[Block]:
@@ -199,26 +197,6 @@ def memory_table(methods: list[Run]) -> Table:
     return table([*columns, Column("n-sized", n_sized)], methods)
 
 
-def sweep_table(runs: Sequence[Run]) -> list[Block]:
-    """Words per rank and step against the number of ranks; the busiest rank in brackets where it differs."""
-    names = list(dict.fromkeys(method["name"] for run in runs for method in run["methods"]))
-
-    def words(run: Run, name: str) -> str:
-        sent = next(method["words"] for method in run["methods"] if method["name"] == name)
-        mean, busiest = shown(sent["mean"]), shown(sent["busiest"])
-        return f"{mean} ({busiest})" if sent["busiest"] > BUSIER * sent["mean"] else mean
-
-    columns = [
-        Column("ranks", lambda run: str(run["ranks"])),
-        Column("2k(P−1)/P", figure("bounds.lower")),
-        Column("6k(P−1)/P", figure("bounds.upper")),
-        *(Column(name, functools.partial(words, name=name)) for name in names),
-    ]
-    first = runs[0]
-    heading = f"words per rank and step (busiest rank), n = {first['length']:,}, density {first['density']:g}"
-    return [heading, table(columns, runs, align=("right", "right"))]
-
-
 _OF_SCRIPTS = {
     "mean": ("seconds.mean", "{:.2f}", 1e3),
     "median": ("seconds.median", "{:.2f}", 1e3),
@@ -298,21 +276,12 @@ def cell_title(run: Run) -> str:
     return f"{length}, {100 * run['density']:g} %, {run['gradient_type']}"
 
 
-def cell_line(run: Run) -> str:
-    """One cell in a line, for whoever waits."""
-    mean = figure("of.oktopk.seconds.all.mean", *US)(_by_name(run))
-    times = f"{_times_of_nccl(_by_name(run))} times faster than {run['baseline']}"
-    return f"{cell_title(run)}: {mean} us, {times}; took {run['seconds_taken']:.0f} s"
-
-
 def document_tables(content: Run) -> str:
     """All tables of a document. Raises BenchError: it is of a kind that has none."""
     kind, runs = content["kind"], content["runs"]
-    if kind == "sweep":
-        return text(sweep_table(runs))
     if kind in ("hook table", "rows table"):
         return text(block for run in runs for block in script_table(run))
-    if kind not in ("bench", "ablation", "gpu table"):
+    if kind not in ("bench", "ablation", "sweep", "gpu table"):
         raise BenchError(f"documents of the kind {kind!r} have no tables here")
     above = [cells_table(content)] if kind == "gpu table" else []
     return text([*above, *(block for run in runs for block in run_tables(run, content))])

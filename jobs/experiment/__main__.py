@@ -19,7 +19,6 @@ asked for cannot be done.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import shutil
@@ -110,10 +109,7 @@ def run_trials(planned: Sequence[Planned], deadline: float | None, folder: Path)
 
 def _launch(planned: Sequence[Planned], seconds: float | None, runs: Path) -> dict[str, Any]:
     """One mpiexec that trains these runs, for so long at most; what its outcome file says."""
-    entries = [
-        {"trial": dataclasses.asdict(each.trial), "document": each.document, "name": each.trial.name}
-        for each in planned
-    ]
+    entries = [{"name": each.trial.name, "document": each.document} for each in planned]
     began = time.time()
     ranks = planned[0].trial.ranks
     # a folder of its own: another job may be at other runs of this table

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,19 @@ from data.text.file import open_text_file
 from data.text.frequencies import frequency_loss
 from data.text.masking import TextEvaluationLoader
 from jobs.experiment.experiments import Experiment, Target, Value
-from jobs.report.groups import Group, by_batch, timed_by_stage
-from jobs.report.page import Claim
+from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.summary import ON_THE_DEVICE
 
 BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the device
 _OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}
+
+
+class Claim(NamedTuple):
+    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
+
+    text: str
+    verdict: Literal["held", "failed", "open"]
+    measured: str
 
 
 class Figures:
@@ -32,8 +40,8 @@ class Figures:
         own: figures that replace its own.
     """
 
-    def __init__(self, group: Group | None, own: Mapping[str, float] | None = None) -> None:
-        self._group, self._own = group, own or {}
+    def __init__(self, group: Group | None, **own: float) -> None:
+        self._group, self._own = group, own
 
     def __getattr__(self, name: str) -> float:
         if name in self._own:
@@ -46,6 +54,10 @@ class Figures:
         return "" if self._group is None else self._group.label
 
 
+Names = Mapping[str, Figures | str]
+"""What a target's value and texts may name: figures by method, and words."""
+
+
 def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
     """Each target with its verdict and what was measured, in the experiment's order, those of speed by size of batches.
 
@@ -53,54 +65,50 @@ def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Gr
         experiment: whose targets.
         trained: groups that were trained to the end; fast: those that are compared by speed.
     """
-    found: list[Claim] = []
-    by_speed = [target for target in experiment.targets if target.of == "speed"]
-    methods = {method: Figures(_only(trained, method)) for method in _methods(experiment)}
-    methods["largest"] = Figures(None, {"waiting_share": _most_waiting(trained)})
-    for target in experiment.targets:
-        if target.of == "train":
-            found += [_verdict(target, names) for names in _of_training(target, trained, methods)]
-    batches = by_batch(fast) or {0: []}
+    methods = [*dict.fromkeys((*experiment.methods, *experiment.fast, "nccl", "ddp"))]
+    names: dict[str, Figures | str] = {method: Figures(_only(trained, method)) for method in methods}
+    waiting = [_waiting_share(group) for group in trained if group.counted[0].complete]
+    names["largest"] = Figures(None, waiting_share=max(waiting, default=math.nan))
+    found = [
+        _verdict(target, own)
+        for target in experiment.targets
+        if target.of == "train"
+        for own in _of_training(target, trained, names)
+    ]
+    batches = divided(fast, "batch_size") or {0: []}
     for batch, groups in batches.items():
+        widest = next(reversed(divided(groups, "ranks").values()), [])
+        names = {method: Figures(_only(widest, method)) for method in methods}
+        staged = (group for group in widest if group.method == "oktopk" and timed_by_stage(group))
+        names["staged"] = Figures(next((each for each in staged if each.counted[0].complete), None))
         named = batch and (experiment.speed_batches or len(batches) > 1)
-        size = max((group.ranks for group in groups), default=0)
-        widest = [group for group in groups if group.ranks == size]
-        methods = {method: Figures(_only(widest, method)) for method in _methods(experiment)}
-        staged = (each for each in widest if each.method == "oktopk" and timed_by_stage(each))
-        methods["staged"] = Figures(next((each for each in staged if each.counted[0].complete), None))
-        words = {
-            "where": f", batches of {batch}" if named else "",
-            "of_type": _type_of(_only(widest, "nccl")),
-        }
-        found += [_verdict(target, methods, words) for target in by_speed]
+        names["where"] = f", batches of {batch}" if named else ""
+        nccl = _only(widest, "nccl")
+        kind = "" if nccl is None else nccl.runs[0].config["reduction"].get("gradient_type") or "float32"
+        names["of_type"] = kind and f" of {kind}"
+        found += [_verdict(target, names) for target in experiment.targets if target.of == "speed"]
     return found
 
 
-def _methods(experiment: Experiment) -> list[str]:
-    return [*dict.fromkeys((*experiment.methods, *experiment.fast, "nccl", "ddp"))]
-
-
-def _of_training(
-    target: Target, groups: Sequence[Group], methods: Mapping[str, Figures]
-) -> Iterator[Mapping[str, Figures]]:
-    """The methods that a target names, once for each time that it is compared with runs."""
+def _of_training(target: Target, groups: Sequence[Group], names: Names) -> Iterator[Names]:
+    """The names of a target, once for each time that it is compared with runs."""
     if target.each:
         for group in groups:
             if group.method != "dense" and group.counted[0].complete:
-                yield {**methods, "each": Figures(group)}
+                yield {**names, "each": Figures(group)}
     elif target.in_equal_time:
         pair = {method: _only(groups, method) for method in target.in_equal_time}
         seconds = min(_figure(group, "training_seconds") for group in pair.values())
-        yield dict(methods) | {
-            method: Figures(group, {"seconds": seconds, "held_out_loss": _loss_after(group, seconds)})
+        yield dict(names) | {
+            method: Figures(group, seconds=seconds, held_out_loss=_loss_after(group, seconds))
             for method, group in pair.items()
         }
     else:
-        yield methods
+        yield names
 
 
-def _verdict(target: Target, names: Mapping[str, Figures], words: Mapping[str, str] | None = None) -> Claim:
-    text = target.text.format_map({**names, **(words or {})})
+def _verdict(target: Target, names: Names) -> Claim:
+    text = target.text.format_map(names)
     value, operands = _value(target, names)
     finite = not any(map(math.isinf, operands))
     if finite and math.isnan(value):
@@ -112,7 +120,7 @@ def _verdict(target: Target, names: Mapping[str, Figures], words: Mapping[str, s
     return Claim(text, "held" if finite and target.holds(value) else "failed", measured)
 
 
-def _value(of: Value, names: Mapping[str, Figures]) -> tuple[float, list[float]]:
+def _value(of: Value, names: Names) -> tuple[float, list[float]]:
     """The value, and the figures it is made of."""
     first, *rest = of.value.split()
     operands = [_operand(word, names) for word in (first, *rest[1::2])]
@@ -123,7 +131,7 @@ def _value(of: Value, names: Mapping[str, Figures]) -> tuple[float, list[float]]
     return value, operands
 
 
-def _operand(word: str, names: Mapping[str, Figures]) -> float:
+def _operand(word: str, names: Names) -> float:
     method, point, name = word.partition(".")
     return float(getattr(names[method], name)) if point and method in names else float(word)
 
@@ -142,10 +150,6 @@ def _figure(group: Group | None, name: str) -> float:
 
 def _waiting_share(group: Group) -> float:
     return _figure(group, "part_data_seconds") / _figure(group, "step_seconds")
-
-
-def _most_waiting(groups: Sequence[Group]) -> float:
-    return max(map(_waiting_share, (g for g in groups if g.counted[0].complete)), default=math.nan)
 
 
 def _frequency_loss(group: Group) -> float:
@@ -180,13 +184,6 @@ def _after_selection_ms(group: Group) -> float:
             on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
             seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
     return 1e3 * float(np.mean(seconds)) if seconds else math.nan
-
-
-def _type_of(group: Group | None) -> str:
-    """The type of NCCL's gradients, in words."""
-    return (
-        "" if group is None else f" of {group.runs[0].config['reduction'].get('gradient_type') or 'float32'}"
-    )
 
 
 FIGURES: dict[str, Callable[[Group], float]] = {

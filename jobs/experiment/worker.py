@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from data.command import show
 from data.durable import replaced
-from jobs.cluster.agreement import decide_on_root, decide_together
+from jobs.cluster.agreement import decide_on_root, decide_together, say
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.trials import Trial
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again, leave
 from jobs.restart.start import checkpoint_folder
 from jobs.train.job import FAULTS, train
@@ -64,19 +62,18 @@ def main(argv: Sequence[str] | None = None, *, comm: MPI.Intracomm = MPI.COMM_WO
     build = functools.partial(build_workload, load=functools.cache(load_images))
     status = 0
     for number, entry in enumerate(plan["trials"], start=1):
-        trial = Trial(**entry["trial"])
-        outcome.current = trial.name
+        outcome.current = name = entry["name"]
         if comm.rank == 0:
             outcome.write(outcome_path)
-            show(f"[{number}/{len(plan['trials'])}] {trial.name}", file=sys.stderr, flush=True)
+        say(comm, f"[{number}/{len(plan['trials'])}] {name}")
         try:
             _train(entry["document"], comm, build)
         except FAULTS as error:
             # of this run alone: the next one can be tried
-            outcome.failed[trial.name] = str(error)
+            outcome.failed[name] = str(error)
             status = 1
         except Interrupted:
-            outcome.stopped = trial.name
+            outcome.stopped = name
             status = EXIT_STATUS
             break
         heed_again()

@@ -25,58 +25,59 @@ from matplotlib.ticker import (
 )
 
 from data.durable import replaced
-from jobs.render.chart import Axis, Bars, Chart, Level, Picture
-from jobs.render.style import GREY, STYLE, colour_of
+from jobs.render.chart import Axis, Chart
+from jobs.render.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1
 FILE_WIDTH = 7.2  # of a picture that is a file of its own
-BAR_HEIGHT, LEGEND_HEIGHT = 0.5, 0.24
+LEGEND_HEIGHT = 0.24
 LEGEND_LINES = 3  # fit below a picture of HEIGHT
 CHARACTERS = 8.3  # of a legend, that fit into an inch
 NOTE_CHARACTERS = 13.0
 ACCURACY_SHOWN = 0.3  # below the best
-LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
 INFINITE = 3.0  # times the largest finite value, on an axis with a tick at each
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
-LABEL: dict[str, Any] = {"va": "center", "fontsize": "small", "color": GREY}
+LABEL: dict[str, Any] = {"va": "center", "ha": "left", "fontsize": "small", "color": GREY}
+LABEL |= {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
 PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
 
 
-def svg(picture: Picture) -> str:
-    """One picture with its legend, as an SVG document without a title: the page has that."""
+def svg(chart: Chart) -> str:
+    """One chart with its legend, as an SVG document without a title: the page has that."""
     text = io.StringIO()
     with mpl.rc_context(PAGE):
-        figure, _ = _figure(picture, WIDTH)
+        figure, _ = _figure(chart, WIDTH)
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
-def save(picture: Picture, output: Path) -> None:
-    """Draw one picture below its title and its note into a file; its suffix is the format.
+def save(chart: Chart, output: Path) -> None:
+    """Draw one chart below its title and its note into a file; its suffix is the format.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: no such format.
     """
+    with mpl.rc_context(PAGE):
+        write(*_figure(chart, FILE_WIDTH), chart.title, chart.note, output)
+
+
+def write(figure: Figure, axes: Axes, title: str, note: str, output: Path) -> None:
+    """Write a figure of FILE_WIDTH below a title and a note, in the style of PAGE; raises as `save`."""
     form = output.suffix.removeprefix(".")
-    with mpl.rc_context(PAGE), replaced(output) as draft:
-        figure, axes = _figure(picture, FILE_WIDTH)
-        axes.set_title(picture.title)
-        lines = textwrap.wrap(picture.note, int(NOTE_CHARACTERS * FILE_WIDTH))
+    with replaced(output) as draft:
+        axes.set_title(title)
+        lines = textwrap.wrap(note, int(NOTE_CHARACTERS * FILE_WIDTH))
         figure.suptitle("\n".join(lines), fontsize=10, color=GREY)
         figure.savefig(draft, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
 
 
-def _figure(picture: Picture, width: float) -> tuple[Figure, Axes]:
-    """A picture without its title, above its legend."""
-    height = 0.9 + BAR_HEIGHT * len(picture.bars) if isinstance(picture, Bars) else HEIGHT
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _figure(chart: Chart, width: float) -> tuple[Figure, Axes]:
+    """A chart without its title, above its legend."""
+    figure = Figure(figsize=(width, HEIGHT), layout="constrained")
     axes = figure.subplots()
-    if isinstance(picture, Bars):
-        _draw_bars(axes, picture)
-    else:
-        draw(axes, picture)
+    draw(axes, chart)
     _legend(figure, axes)
     return figure, axes
 
@@ -109,6 +110,8 @@ def draw(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log", base=chart.y.log)
     for level in chart.levels:
         axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
+        # at the right of the axes, where no curve runs
+        axes.annotate(level.label, (1.01, level.value), **LABEL)
     if chart.x.each:
         form = chart.x.form or "{:g}".format
         axes.set_xticks(list(places.values()), [form(value) for value in places])
@@ -124,7 +127,6 @@ def draw(axes: Axes, chart: Chart) -> None:
     if chart.y.zero:
         axes.set_ylim(bottom=0)
     _count(axes.yaxis, chart.y, axes.get_ylim(), largest)
-    _name_levels(axes, chart.levels)
 
 
 def _ticks(columns: Sequence[Any]) -> dict[float, float]:
@@ -156,45 +158,9 @@ def _count(ticks: AnyAxis, axis: Axis, limits: tuple[float, float], largest: flo
             ticks.set_minor_locator(LogLocator(subs=(2, 5)))
 
 
-def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
-    """Name dotted lines at the right of the axes, where no curve runs; the limits are set."""
-    low, high = axes.get_ylim()
-    transform = axes.transData
-    bottom, top = (float(transform.transform((0, value))[1]) for value in (low, high))
-    lowest = -1.0
-    for level in sorted(levels, key=lambda level: level.value):
-        # a label gives way to the one below it
-        height = (float(transform.transform((axes.get_xlim()[0], level.value))[1]) - bottom) / (top - bottom)
-        lowest = max(height, lowest + LABEL_ROOM)
-        axes.annotate(
-            level.label, (1.01, lowest), xycoords="axes fraction", ha="left", annotation_clip=False, **LABEL
-        )
-
-
-def _draw_bars(axes: Axes, chart: Bars) -> None:
-    """A bar of a step's time for each, the first one on top: computation pale, reduction dark, whiskers."""
-    for place, bar in enumerate(reversed(chart.bars)):
-        compute, reduction = 1e3 * bar.compute, 1e3 * bar.reduction
-        end, colour = compute + reduction, colour_of(bar.method)
-        axes.barh(place, compute, color=colour, alpha=0.3)
-        axes.barh(place, reduction, left=compute, color=colour)
-        if bar.least is not None and bar.most is not None:
-            spread = [[end - 1e3 * bar.least], [1e3 * bar.most - end]]
-            axes.errorbar(end, place, xerr=spread, color="#999999", capsize=3, linewidth=1.2)
-            end = 1e3 * bar.most
-        text = f"{compute:.0f} + {reduction:.0f} ms"
-        axes.annotate(text, (end, place), xytext=(6, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(chart.bars)), [bar.label for bar in reversed(chart.bars)])
-    axes.margins(x=0.4)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("step, ms")
-
-
 def _legend(figure: Figure, axes: Axes) -> None:
     """The legend below the axes; a picture with a long one is higher."""
     handles, labels = axes.get_legend_handles_labels()
-    if not labels:
-        return
     width, height = figure.get_size_inches()
     columns = max(1, min(len(labels), int(CHARACTERS * width) // (max(map(len, labels)) + 4)))
     further = max(0, math.ceil(len(labels) / columns) - LEGEND_LINES)

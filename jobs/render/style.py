@@ -1,4 +1,4 @@
-"""Colours, dashes and order of methods and stages in all pictures."""
+"""Colours, dashes and order of methods in all pictures."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ METHODS: dict[str, tuple[str, str, int]] = {
 
 Methods that compute the same lie on one line: broken ones let the one below show through.
 """
-
-STAGES: dict[str, str] = {
-    "step": "#44AA99",
-    "select": "#0072B2",
-    "boundaries": "#000000",
-    "clear": "#332288",
-    "exchange": "#56B4E9",
-    "reduce": "#009E73",
-    "threshold": "#F0E442",
-    "allgather": "#E69F00",
-    "gather and apply": "#DDCC77",
-    "allreduce": "#D55E00",
-    "apply": "#CC79A7",
-    "finish": "#666633",
-    "between": "#999999",
-}
-"""Stage of a reduction -> its colour in all pictures, in the order in which they are listed."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 11,

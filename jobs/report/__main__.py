@@ -4,7 +4,7 @@
 
 Runs may still be going on, or have been killed; a file that is no run is named and left out. Runs that differ in
 their seed alone are one line of a picture and one row of a table. Documents of jobs.bench (JSON) may stand among
-the runs: each is printed, and sweeps are drawn. Writes into DIR:
+the runs: the tables of each are printed. Writes into DIR:
 
     index.html                          the page: nothing beside it is needed to read it
     summary.csv methods.csv             a row for each run; a row for each method, means over its seeds
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.command import command_parser, show
-from jobs.bench.document import BenchError
-from jobs.bench.figures import report_bench
+from jobs.bench.document import BenchError, read
+from jobs.bench.tables import document_tables
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [path for path in options.runs if path not in documents]
     try:
         for document in documents:
-            show(report_bench(document, options.output))
+            show(document_tables(read(document)))
         if runs or options.throughput:
             show(
                 report(

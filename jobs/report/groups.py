@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.render.style import OURS, STAGES, colour_of, dashes_of, order_of, title_of
-from jobs.report.summary import REST, Run, figures
+from jobs.render.style import colour_of, dashes_of, order_of, title_of
+from jobs.report.summary import Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
 # what may differ between runs of one group, besides everything else in [run] and [checkpoint]
@@ -84,9 +84,8 @@ class Group:
     def _reached(self, accuracy: float, of: Callable[[Run], NDArray[Any]]) -> list[float]:
         found = []
         for run in self.counted:
-            index = run.reached(accuracy)
-            if index is not None:
-                found.append(float(run.at_steps(of(run), run.evaluations["step"][index : index + 1])[0]))
+            there = run.evaluations["step"][run.evaluations["accuracy"] >= accuracy][:1]
+            found += run.at_steps(of(run), there).tolist()
         return found
 
 
@@ -105,29 +104,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups
 
 
-def by_batch(groups: Sequence[Group]) -> dict[int, list[Group]]:
-    """Samples per rank -> the groups that train on as many, labelled by what else tells them apart."""
-    return _divided(groups, lambda run: run.info.batch_size)
-
-
-def by_ranks(groups: Sequence[Group]) -> dict[int, list[Group]]:
-    """Number of ranks -> its groups, labelled by what else tells them apart."""
-    return _divided(groups, lambda run: run.info.ranks)
-
-
-def _divided(groups: Sequence[Group], key: Callable[[Run], int]) -> dict[int, list[Group]]:
-    runs = [run for group in groups for run in group.runs]
-    return {value: group_runs([r for r in runs if key(r) == value]) for value in sorted(set(map(key, runs)))}
-
-
-def stands_out(group: Group, among: Sequence[Group]) -> bool:
-    """Whether the group is of Ok-Topk, beside groups of other methods."""
-    return group.method == OURS and any(other.method != OURS for other in among)
-
-
-def on_most_ranks(groups: Sequence[Group]) -> list[Group]:
-    """Those of the largest number of ranks, labelled by what else tells them apart."""
-    return list(by_ranks(groups).values())[-1] if groups else []
+def divided(groups: Sequence[Group], attribute: str) -> dict[int, list[Group]]:
+    """An attribute of RunInfo, such as "ranks" -> the groups that have it, labelled by what else tells them apart."""
+    runs: dict[int, list[Run]] = {}
+    for run in (run for group in groups for run in group.runs):
+        runs.setdefault(getattr(run.info, attribute), []).append(run)
+    return {value: group_runs(runs[value]) for value in sorted(runs)}
 
 
 def timed_by_stage(group: Group) -> bool:
@@ -135,21 +117,10 @@ def timed_by_stage(group: Group) -> bool:
     return STAGED in settings_of(group.runs[0])
 
 
-def is_captured(group: Group) -> bool:
-    """Whether its steps were replayed as CUDA graphs."""
-    return bool(group.runs[0].config.get("training", {}).get("cuda_graph"))
-
-
 def reads_text(groups: Sequence[Group]) -> bool:
     """Whether all groups train on text, where the held-out loss is compared."""
     data = [run.config.get("data", {}).get("name") for group in groups for run in group.runs]
     return bool(data) and set(data) == {"text"}
-
-
-def ordered_stages(groups: Sequence[Group]) -> list[str]:
-    """The stages of all runs, in the order of STAGES, and the rest."""
-    stages = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-    return [stage for stage in STAGES if stage in stages] + [s for s in stages if s not in STAGES] + [REST]
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -177,26 +148,24 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _labels(together: Sequence[Sequence[Run]]) -> list[str]:
     """The method's title; where several groups have it, with the settings in which they differ."""
+    each = [Group("", runs[0].info.method, "", None, tuple(runs)) for runs in together]
     labels = []
-    for members in together:
-        method = members[0].info.method
-        rivals = [
-            Group("", method, "", None, tuple(others))
-            for others in together
-            if others[0].info.method == method
-        ]
-        differing = differences(rivals)
-        own = {"ranks": members[0].info.ranks, **settings_of(members[0])}
-        named = [
-            _named(name, own.get(name)) for name in differing if name == "ranks" or own.get(name) is not None
-        ]
+    for group in each:
+        rivals = [other for other in each if other.method == group.method]
+        differing = {name: values[rivals.index(group)] for name, values in differences(rivals).items()}
+        named = [_named(name, value) for name, value in differing.items() if value is not None]
         if len(named) > _MOST_NAMED:
-            named = [members[0].stem]
-        labels.append(title_of(method) + (f" ({', '.join(named)})" if named else ""))
+            named = [group.runs[0].stem]
+        labels.append(title_of(group.method) + (f" ({', '.join(named)})" if named else ""))
     return labels
 
 
 def _named(name: str, value: Any) -> str:
     if name == "ranks":
-        return f"{value} rank{'' if value == 1 else 's'}"
+        return in_words(value, "rank")
     return "timed by stage" if name == STAGED else f"{name.rpartition('.')[2]} {value}"
+
+
+def in_words(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from jobs.render.chart import Picture
+from jobs.render.chart import Chart
 from jobs.render.draw import svg
 from jobs.render.table import MISSING, Cell, Column, Table, table
-from jobs.report.groups import Group, differences, settings_of
-from jobs.report.headline import Figure
+from jobs.report.groups import Group, differences, in_words, settings_of
 from jobs.report.summary import Run
 
 COMMIT = 10  # characters of it that are shown
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
-
-    text: str
-    verdict: Literal["held", "failed", "open"]
-    measured: str
-
-
-@dataclass(frozen=True)
-class Section:
-    """Panels under one heading; folded: a sentence that stands for them until a reader opens them, "" for an open section."""
-
-    title: str
-    panels: Sequence[Picture]
-    folded: str = ""
 
 
 def render(
@@ -46,21 +26,17 @@ def render(
     groups: Sequence[Group],
     besides: Sequence[Group] = (),
     tables: Sequence[Table],
-    sections: Sequence[Section],
+    sections: Mapping[str, Sequence[Chart]],
     notes: Sequence[str] = (),
-    claims: Sequence[Claim] = (),
-    headline: Sequence[Figure] = (),
 ) -> str:
     """The page.
 
     Args:
         title: its heading.
         groups: what it compares, one or more; besides: further ones whose provenance it states.
-        tables: above the pictures, or below them where there is a headline.
-        sections: of pictures; one without panels is left out.
+        tables: above the pictures.
+        sections: heading -> pictures.
         notes: what a reader must know first.
-        claims: what the runs were to show.
-        headline: what they come to, above everything else.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -73,16 +49,10 @@ def render(
     return environment.get_template("template.html").render(
         title=title,
         subtitle=_subtitle(everything),
-        headline=headline,
         notes=notes,
-        claims=claims,
         tables=tables,
-        sections=[
-            {"title": each.title, "folded": each.folded, "pictures": list(map(_picture, each.panels))}
-            for each in sections
-            if each.panels
-        ],
-        facts=_facts(runs),
+        sections={heading: list(map(_picture, panels)) for heading, panels in sections.items()},
+        facts=facts(runs),
         runs=table(_RUNS, [(group, run) for group in everything for run in group.runs], "Runs"),
         differing=_differences_table(groups),
         commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
@@ -90,7 +60,7 @@ def render(
     )
 
 
-def _picture(panel: Picture) -> dict[str, str]:
+def _picture(panel: Chart) -> dict[str, str]:
     encoded = base64.b64encode(svg(panel).encode()).decode()
     rows = len(panel.rows())
     return {
@@ -110,14 +80,10 @@ def _subtitle(groups: Sequence[Group]) -> str:
     lengths = {f"n\u00a0=\u00a0{run.info.length:,}" for run in runs}  # not to be broken over lines
     task = f"{config.get('model', {}).get('name', '?')} on {config.get('data', {}).get('name', '?')}"
     return (
-        f"{_counted(len(runs), 'run')} of {_counted(len(methods), 'method')} · {task} · "
+        f"{in_words(len(runs), 'run')} of {in_words(len(methods), 'method')} · {task} · "
         f"{', '.join(map(str, ranks))} {'rank' if ranks == [1] else 'ranks'} · "
         f"{', '.join(sorted(lengths))}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def hardware(run: Run) -> str:
@@ -165,7 +131,7 @@ def _command(run: Run) -> str:
     return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment.worker ") else command
 
 
-def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Task, hardware, host, commit, date and software of all runs."""
     versions = [dict(json.loads(run.info.versions)) for run in runs]
     names = dict.fromkeys(name for each in versions for name in each)
@@ -179,8 +145,8 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         "Commit": [run.info.commit or "not a checkout" for run in runs],
         "Date": [run.info.started[:10] for run in runs],
     }
-    facts = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
-    return [*facts, ("Software", software or MISSING)]
+    found = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
+    return [*found, ("Software", software or MISSING)]
 
 
 _RUNS = [

@@ -183,11 +183,6 @@ class Run:
         # a run that was killed may have a row of steps whose stages were not written any more
         return np.pad(values, (0, self.count - len(values)))
 
-    def reached(self, accuracy: float) -> int | None:
-        """Index of the first evaluation that reaches an accuracy; None if none does."""
-        indices = np.flatnonzero(self.evaluations["accuracy"] >= accuracy)
-        return int(indices[0]) if len(indices) else None
-
 
 def read_readable(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """Read run files, running, killed or complete, and give each a stem of its own.

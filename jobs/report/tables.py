@@ -1,4 +1,4 @@
-"""Tables of the report: methods and sweep."""
+"""Tables of the report: methods, sweep, throughput, phases and stages of a step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from jobs.config.modes import OVERLAPPED_MODES
+from jobs.render.style import OURS
 from jobs.render.table import MISSING, Cell, Column, Form, Table, beside, figure, milliseconds, shown, table
-from jobs.report.groups import Group, differences, group_runs, reads_text, stands_out
-from jobs.report.summary import Run
+from jobs.report.groups import Group, differences, divided, group_runs, in_words, reads_text, timed_by_stage
+from jobs.report.summary import REST
+from jobs.run.columns import PHASES
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
+STAGES: tuple[str, ...] = ("step", "select", "boundaries", "clear", "exchange", "reduce")
+STAGES += ("threshold", "allgather", "gather and apply", "allreduce", "apply", "finish", "between")
+"""Stages of a reduction in the order of their columns; others come behind, then the rest."""
+_REDUCTION = (
+    "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds and "
+    "conversions included"
+)
+_EXPLAINED = {
+    "step": "One stream: selection to applying by kernels, as the host sees it, which does not wait for all of them; the other "
+    "stages where they were timed one by one, which costs a little.",
+    REST: "Rest: what no stage timed; negative where the host waited in a stage for the backward pass.",
+}
+"""Stage -> the note on its column."""
 
 
-def _spread(figure: str, percent: bool, group: Group) -> Cell:
+def _spread(name: str, percent: bool, group: Group) -> Cell:
     """A figure's mean, with its deviation and extremes over the seeds."""
-    mean, spread, values = group.mean(figure), group.spread(figure), group.values(figure)
+    mean, spread, values = group.mean(name), group.spread(name), group.values(name)
     form = "{:.2%}".format if percent else "{:.4f}".format
     if spread is None:
         return Cell(shown(mean, form), "" if mean is None or group.counted[0].complete else "so far")
@@ -26,7 +42,8 @@ def _spread(figure: str, percent: bool, group: Group) -> Cell:
 
 def groups_table(columns: Sequence[Column], groups: Sequence[Group], title: str, note: str = "") -> Table:
     """A row for each group, that of Ok-Topk bold beside others."""
-    return table(columns, groups, title, note, strong=partial(stands_out, among=groups))
+    others = any(group.method != OURS for group in groups)
+    return table(columns, groups, title, note, strong=lambda group: others and group.method == OURS)
 
 
 def runs_in_words(group: Group) -> str:
@@ -38,9 +55,14 @@ def runs_in_words(group: Group) -> str:
     return ", ".join(parts)
 
 
-def pair(first: str, form: Form, second: str, small: Form) -> Callable[[Group], Cell]:
-    """Cells of two figures, the second one small and left out where it is missing."""
-    return beside(figure(first, form), figure(second, small, missing=""))
+def pair(head: str, first: str, form: Form, second: str, small: Form, below: str) -> Column:
+    """A column of two figures, the second one small and left out where it is missing; below: small below the head."""
+    return Column(head, beside(figure(first, form), figure(second, small, missing="")), below)
+
+
+def seconds(head: str, name: str) -> Column:
+    """A column of milliseconds, of a figure that ends in "_seconds"."""
+    return Column(head, figure(f"{name}_seconds", milliseconds), "ms")
 
 
 METHOD = Column("Method", lambda group: Cell(group.label, colour=group.colour))
@@ -48,19 +70,14 @@ _AT_THE_END = "held out, at the end"
 ACCURACY = Column("Accuracy", partial(_spread, "held_out_accuracy", True), _AT_THE_END)
 LOSS = Column("Loss", partial(_spread, "held_out_loss", False), _AT_THE_END)
 SPEECH = [Column(head, partial(_spread, name, False), _AT_THE_END) for name, head in ERROR_RATES.items()]
-WORDS = Column("Words", pair("words", "{:,.0f}", "share_of_dense", "{:.1%} of dense"), "per rank and step")
-BYTES = Column(
-    "MB",
-    pair("megabytes", "{:,.1f}", "share_of_bfloat16_ring", "{:.2%} of a bfloat16 ring's"),
-    "per rank, the whole run",
+WORDS = pair("Words", "words", "{:,.0f}", "share_of_dense", "{:.1%} of dense", "per rank and step")
+_RING = "{:.2%} of a bfloat16 ring's"
+BYTES = pair("MB", "megabytes", "{:,.1f}", "share_of_bfloat16_ring", _RING, "per rank, the whole run")
+STEP = pair("Step, ms", "step_seconds", milliseconds, "step_seconds_median", milliseconds, "mean; median")
+DEVIATION = pair(
+    "|nnz−k|/k", "global_nnz_deviation", "{:.1%}", "local_nnz_deviation", "{:.1%}", "global; local"
 )
-STEP = Column(
-    "Step, ms", pair("step_seconds", milliseconds, "step_seconds_median", milliseconds), "mean; median"
-)
-DEVIATION = Column(
-    "|nnz−k|/k", pair("global_nnz_deviation", "{:.1%}", "local_nnz_deviation", "{:.1%}"), "global; local"
-)
-XI = Column("ξ", pair("xi", "{:.2f}", "xi_largest", "{:.2f}"), "mean; largest")
+XI = pair("ξ", "xi", "{:.2f}", "xi_largest", "{:.2f}", "mean; largest")
 
 
 def method_figures(group: Group, target: float | None = None) -> dict[str, Any]:
@@ -87,33 +104,31 @@ def method_figures(group: Group, target: float | None = None) -> dict[str, Any]:
         result |= {f"{name}_least": min(rates, default=None), f"{name}_largest": max(rates, default=None)}
     result |= {name: group.total(name) for name in group.figure_names if name not in result}
     if target is not None:
-        seconds, steps = group.seconds_to(target), group.steps_to(target)
-        result |= {"target": target, "runs_that_reached_it": len(seconds)}
-        result["seconds_to_target"] = sum(seconds) / len(seconds) if seconds else None
+        spent, steps = group.seconds_to(target), group.steps_to(target)
+        result |= {"target": target, "runs_that_reached_it": len(spent)}
+        result["seconds_to_target"] = sum(spent) / len(spent) if spent else None
         result["steps_to_target"] = sum(steps) / len(steps) if steps else None
     return result
 
 
-def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool = True) -> Table:
-    """Accuracy (of speech its error rates, of text its loss too), time to the target, words, times and perhaps xi."""
+def methods_table(groups: Sequence[Group], target: float | None = None) -> Table:
+    """Accuracy (of speech its error rates, of text its loss too), time to the target, words, times and xi."""
     speech = any(group.values("character_error_rate") for group in groups)
+    text = reads_text(groups)
+    head = "" if target is None else f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
     columns = [
         METHOD._replace(cell=lambda group: Cell(group.label, runs_in_words(group), group.colour)),
-        *(SPEECH if speech else [LOSS, ACCURACY] if reads_text(groups) else [ACCURACY]),
-    ]
-    if target is not None:
-        head = f"To WER {1 - target:.4g}" if speech else f"To {100 * target:.4g}%"
-        columns.append(Column(head, partial(_to_target, target), "training time"))
-    columns += [
+        *(SPEECH if speech else [LOSS, ACCURACY] if text else [ACCURACY]),
+        *([] if target is None else [Column(head, partial(_to_target, target), "training time")]),
         WORDS,
-        *([BYTES] if reads_text(groups) else []),
+        *[BYTES] * text,
         STEP,
-        Column("Compute", figure("part_compute_seconds", milliseconds), "ms"),
-        Column("Selection", figure("part_selection_seconds", milliseconds), "ms"),
+        seconds("Compute", "part_compute"),
+        seconds("Selection", "part_selection"),
         Column("Exchange", _exchange, "ms"),
         Column("Data", _data, "of a step"),
         DEVIATION,
-        *[XI] * xi,
+        XI,
     ]
     evaluated = [run for group in groups for run in group.runs if run.evaluations["step"].size]
     words = max((int(run.evaluations["samples"][-1]) for run in evaluated), default=1)
@@ -122,18 +137,18 @@ def methods_table(groups: Sequence[Group], target: float | None = None, xi: bool
     rates = [column.head for column in columns if column in (ACCURACY, LOSS, *SPEECH)]
     spread = f"{', '.join(rates)}: mean over the seeds ± sample standard deviation. " * seeds
     combined = any(group.mean("part_combined_seconds") for group in groups)
-    both = "Both: selection and exchange in one stream of kernels. " if combined else ""
+    both = "Both: selection and exchange in one stream of kernels. " * combined
     note = f"{spread}Times leave out the first steps, evaluations and measurements. {both}Words: "
     note += f"payload; a share is that of a dense allreduce, 2n(P−1)/P.{heard}"
     return groups_table(columns, groups, "Methods", note)
 
 
 def _to_target(target: float, group: Group) -> Cell:
-    seconds, steps, runs = group.seconds_to(target), group.steps_to(target), len(group.counted)
-    if not seconds:
+    spent, steps, runs = group.seconds_to(target), group.steps_to(target), len(group.counted)
+    if not spent:
         return Cell("not reached")
-    share = "" if len(seconds) == runs else f"{len(seconds)} of {runs} runs; "
-    return Cell(f"{sum(seconds) / len(seconds):,.1f} s", f"{share}{sum(steps) / len(steps):,.0f} steps")
+    share = "" if len(spent) == runs else f"{len(spent)} of {runs} runs; "
+    return Cell(f"{sum(spent) / len(spent):,.1f} s", f"{share}{sum(steps) / len(steps):,.0f} steps")
 
 
 def _exchange(group: Group) -> Cell:
@@ -147,22 +162,23 @@ def _data(group: Group) -> str:
     return f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING
 
 
-def swept(usual: Sequence[Run], others: Sequence[Run]) -> dict[Group, dict[str, Any]]:
+def swept(usual: Sequence[Group], others: Sequence[Group]) -> dict[Group, dict[str, Any]]:
     """Groups of Ok-Topk with the settings in which they differ, in the order of these; empty while they differ in none.
 
     Args:
-        usual: runs with the usual settings, of any method.
-        others: runs that differ from them.
+        usual: of runs with the usual settings, of any method.
+        others: of runs that differ from them.
     """
-    groups = group_runs([*(run for run in usual if run.info.method == "oktopk"), *others]) if others else []
+    found = [*(group for group in usual if group.method == OURS), *others] if others else []
+    groups = group_runs([run for group in found for run in group.runs])
     values = differences(groups)
-    found = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
-    return dict(sorted(found.items(), key=lambda item: [_key(value) for value in item[1].values()]))
+    settings = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
 
+    def order(value: Any) -> tuple[bool, float, str]:
+        number = isinstance(value, int | float)
+        return not number, float(value) if number else 0.0, str(value)
 
-def _key(value: Any) -> tuple[bool, float, str]:
-    number = isinstance(value, int | float)
-    return (not number, float(value) if number else 0.0, str(value))
+    return dict(sorted(settings.items(), key=lambda item: list(map(order, item[1].values()))))
 
 
 def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> Table:
@@ -183,3 +199,95 @@ def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> T
     columns += [LOSS, Column("Above dense's", above), DEVIATION, XI, WORDS, STEP]
     note = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
     return groups_table(columns, list(settings), "Sweep", note)
+
+
+def speed_tables(groups: Sequence[Group]) -> list[Table]:
+    """Tables of runs that are compared by their speed, for each size of batches."""
+    tables = []
+    batches = divided(groups, "batch_size")
+    for batch, alike in batches.items():
+        where = f", batches of {batch}" if len(batches) > 1 else ""
+        sizes = divided(alike, "ranks")
+        if len(sizes) > 1:
+            tables.append(throughput_table([group for group in alike if not timed_by_stage(group)], where))
+        widest = sizes[max(sizes)]
+        tables += [steps_table(widest, where), stages_table(widest, where)]
+    return [each for each in tables if each.rows]
+
+
+def throughput_table(groups: Sequence[Group], where: str = "") -> Table:
+    """Samples per second and step time of each method on each number of ranks; where: what the groups have in common."""
+    sizes = divided(groups, "ranks")
+    by_place = {(group.label, size): group for size, members in sizes.items() for group in members}
+    firsts = {label: group for (label, _), group in reversed(by_place.items())}
+    cell = beside(figure("samples_per_second"), figure("step_seconds", "{:.2f} ms", 1e3))
+
+    def on(size: int, group: Group) -> Cell:
+        there = by_place.get((group.label, size))
+        return Cell(MISSING) if there is None else cell(there)
+
+    columns = [Column(in_words(size, "rank"), partial(on, size), "samples / s") for size in sizes]
+    note = "By the mean step, exact steps included; no evaluations in between."
+    return groups_table([METHOD, *columns], list(firsts.values())[::-1], f"Throughput{where}", note)
+
+
+def steps_table(groups: Sequence[Group], where: str = "") -> Table:
+    """Phases of a step, and what of them stands beside NCCL's where that was measured.
+
+    Args:
+        groups: on one number of ranks, one or more.
+        where: what they have in common, in words.
+    """
+    nccl = next((group for group in groups if group.method == "nccl"), None)
+
+    def beside_nccl(what: str, group: Group) -> str:
+        nccls, own = nccl and nccl.mean(f"{what}_seconds"), group.mean(f"{what}_seconds")
+        hidden = what == "reduction" and group.method in OVERLAPPED_MODES
+        return f"{nccls / own:.2f}" if nccls and own and not hidden else MISSING
+
+    columns = [METHOD, Column("Samples / s", figure("samples_per_second")), STEP]
+    columns += [seconds(phase.capitalize(), phase) for phase in (*PHASES[1:], PHASES[0])]
+    note = _REDUCTION
+    if hidden := list(dict.fromkeys(group.label for group in groups if group.method in OVERLAPPED_MODES)):
+        note += f"; what {', '.join(hidden)} do{'es' * (len(hidden) == 1)} behind backward is in backward"
+    note += "."
+    if nccl is not None:
+        columns += [Column("× NCCL", partial(beside_nccl, what), what) for what in ("step", "reduction")]
+        note += " × NCCL: how many times faster than one flat allreduce by NCCL in the same type."
+    captured = [bool(group.runs[0].config.get("training", {}).get("cuda_graph")) for group in groups]
+    eager = ", ".join(group.label for group, is_one in zip(groups, captured, strict=True) if not is_one)
+    if any(captured):
+        note += f" Steps are replayed as CUDA graphs{f', but for {eager}' if eager else ''}."
+    return groups_table(columns, groups, f"A step on {in_words(groups[0].ranks, 'rank')}{where}", note)
+
+
+def stages_table(groups: Sequence[Group], where: str = "") -> Table:
+    """Stages of the reduction's time for each group; groups, where: as steps_table."""
+
+    def spent(stage: str, group: Group) -> float | None:
+        found = group.mean(f"stage_{stage}_seconds") or 0.0
+        return found if round(1e3 * found, 2) else None  # it would be shown as 0
+
+    def cell(stage: str, group: Group) -> str:
+        return shown(spent(stage, group), milliseconds)
+
+    timed = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
+    order = [
+        *(stage for stage in STAGES if stage in timed),
+        *(stage for stage in timed if stage not in STAGES),
+    ]
+    stages = [stage for stage in (*order, REST) if any(spent(stage, group) for group in groups)]
+    columns = [
+        Column("One stream" if stage == "step" else stage.capitalize(), partial(cell, stage), "ms")
+        for stage in stages
+    ]
+    explained = [text for stage, text in _EXPLAINED.items() if stage in stages]
+    overlaps = (group.runs[0].config.get("reduction", {}).get("overlap") for group in groups)
+    if any(group.method in OVERLAPPED_MODES for group in groups) or any(overlaps):
+        explained.append("Of a reduction behind the backward pass only what is waited for after it.")
+    return groups_table(
+        [METHOD, *columns],
+        [group for group in groups if any(spent(stage, group) for stage in stages)],
+        f"The reduction by stage on {in_words(groups[0].ranks, 'rank')}{where}",
+        " ".join(["Mean over the steps, exact ones included, and the ranks.", *explained]),
+    )

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from data.command import escaped
 from data.durable import own_folder, replaced
 from jobs.render.table import Table, write_columns, write_rows
-from jobs.report import pictures
-from jobs.report.groups import Group, group_runs, reads_text
-from jobs.report.headline import SlowLinks, headline, sentence, xi_sentence
-from jobs.report.headline import notes as headline_notes
-from jobs.report.page import Claim, Section, render
-from jobs.report.speed_tables import speed_tables
+from jobs.report.groups import Group, group_runs
+from jobs.report.page import render
+from jobs.report.pictures import sections
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import method_figures, methods_table, sweep_table, swept
+from jobs.report.tables import method_figures, methods_table, speed_tables, steps_table, sweep_table, swept
 from jobs.run.file import RunFileError
 
+Groups = Mapping[str, Sequence[Group]]
+"""Kind of runs, "train", "sweep", "speed" or "slow" -> its groups; see report()."""
 PAGE = "index.html"
 SERIES = "runs"
+
+
+class Report(NamedTuple):
+    """What was written: tables, a note on every run that is not what it seems, and the runs."""
+
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    runs: Sequence[Run]
+
+    def __str__(self) -> str:
+        return "\n".join([*(table.turned() for table in self.tables), *self.notes])
 
 
 def report(
@@ -29,117 +39,77 @@ def report(
     *,
     throughput: Sequence[str | Path] = (),
     sweep: Sequence[str | Path] = (),
+    slow: Sequence[str | Path] = (),
     target: float | None = None,
     title: str = "",
-    claims: Sequence[Claim] = (),
+    first: Callable[[Groups], Sequence[Table]] = lambda groups: (),
     notes_besides: Sequence[str] = (),
-    links: SlowLinks | None = None,
-) -> str:
+) -> Report:
     """Write the page and the CSV files into folder, which is made if need be.
 
     Args:
         paths: run files; sweep: of Ok-Topk with other settings than in paths; throughput: of runs that are compared by their
-            speed alone.
+            speed alone; slow: of such runs over links of 1 Gb/s.
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
-        claims: what the runs were to show; notes_besides: what the files do not say. For the page.
-        links: adds a headline that compares Ok-Topk with Dense, also over these links.
-
-    Returns:
-        The headline if there is one, and the tables, with a note below it on every run that is not what it seems.
+        first: further tables of the groups, above all others.
+        notes_besides: what the files do not say, for the page.
 
     Raises:
         RunFileError: none of the files is a run; or the folder cannot be written.
     """
-    given = {"train": paths, "sweep": sweep, "speed": throughput}
-    given["slow"] = links.paths if links else ()
     runs: dict[str, list[Run]] = {}
     problems: list[str] = []
-    for kind, files in given.items():
+    for kind, files in {"train": paths, "sweep": sweep, "speed": throughput, "slow": slow}.items():
         runs[kind], unread = read_readable(files)
         problems += unread
     if not (runs["train"] or runs["speed"]):
         raise RunFileError("; ".join(problems) or "no run file was named")
     groups = {kind: group_runs(found) for kind, found in runs.items()}
     shown = groups["train"] or groups["speed"]
-    remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
-    sections = _sections(groups["train"], target, xi_sentence(groups["train"]) if links else "")
-    if links and (bars := pictures.step_bars(groups["train"], groups["slow"], links.rate)):
-        sections.insert(0, Section(f"A step here and over {links.rate}", [bars]))
-    figures_on_top = headline(groups["train"], groups["slow"], links) if links else []
-    if links:
-        remarks += headline_notes(figures_on_top, links, groups["train"], groups["slow"])
     compared = [group for kind in ("train", "speed") for group in groups[kind]]
-    folder, every = Path(folder), [run for found in runs.values() for run in found]
-    shown_tables = tables(runs, target, xi=links is None)
+    remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
+    pictures, folder = sections(groups["train"], target), Path(folder)
+    shown_tables = [*first(groups), *tables(groups, target)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with own_folder(folder / SERIES) as series:
-            for run in every:
+            for run in (run for found in runs.values() for run in found):
                 _write_series(run, series)
-        write_rows([figures(run) for run in every], folder / "summary.csv")
+        write_rows([figures(run) for found in runs.values() for run in found], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
-        if rows := swept(runs["train"], runs["sweep"]):
+        if rows := swept(groups["train"], groups["sweep"]):
             settings = [settings | method_figures(group) for group, settings in rows.items()]
             write_rows(settings, folder / "sweep.csv")
-        for panel in (panel for section in sections for panel in section.panels):
+        for panel in (panel for panels in pictures.values() for panel in panels):
             write_rows(panel.rows(), folder / f"{panel.name}.csv")
         page = render(
             title or "Runs compared",
             groups=shown,
-            besides=[*groups["sweep"], *(group for group in compared if group not in shown), *groups["slow"]],
+            besides=[group for found in groups.values() for group in found if group not in shown],
             tables=shown_tables,
-            sections=sections,
+            sections=pictures,
             notes=[*remarks, *notes_besides],
-            claims=claims,
-            headline=figures_on_top,
         )
         with replaced(folder / PAGE) as draft:
             draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    top = [f"Ok-Topk: {sentence(figures_on_top)}", ""] if figures_on_top else []
-    return "\n".join([*top, *(table.turned() for table in shown_tables), *remarks])
+    return Report(shown_tables, remarks, [run for found in runs.values() for run in found])
 
 
-def tables(runs: Mapping[str, Sequence[Run]], target: float | None, xi: bool = True) -> list[Table]:
-    """The tables of a report, those with nothing to show left out.
-
-    Args:
-        runs: "train", "sweep" and "speed" -> runs of that kind, see report(); others are not looked at.
-        target: an accuracy to which times are taken.
-        xi: in the table of methods.
-    """
-    groups, found = group_runs(runs["train"]), []
-    if groups:
-        found.append(methods_table(groups, target, xi))
-    if rows := swept(runs["train"], runs["sweep"]):
-        dense = next((group for group in groups if group.method == "dense"), None)
-        found.append(sweep_table(rows, dense))
+def tables(groups: Groups, target: float | None) -> list[Table]:
+    """The tables of a report, those with nothing to show left out; target: an accuracy to which times are taken."""
+    trained = groups["train"]
+    found = [methods_table(trained, target)] if trained else []
+    if rows := swept(trained, groups["sweep"]):
+        found.append(sweep_table(rows, next((group for group in trained if group.method == "dense"), None)))
     # where the time goes: of runs for that alone, else of those that were trained
-    return found + speed_tables(group_runs(runs["speed"] or runs["train"]))
-
-
-def _sections(groups: Sequence[Group], target: float | None, folded: str = "") -> list[Section]:
-    """The pictures of the page; those with nothing to show are left out. folded: see Section, of the paper's measures."""
-    counted = all(run.tokens.any() for group in groups for run in group.runs)
-    over = (pictures.TOKENS if counted else pictures.STEPS, pictures.TIME, pictures.BYTES)
-    losses = [pictures.held_out(groups, each, "loss") for each in over] if reads_text(groups) else []
-    accuracies = [pictures.held_out(groups, each, "accuracy", target) for each in over]
-    selection = [pictures.selection(groups, column) for column in pictures.SELECTION]
-    sections = [
-        Section("Held-out loss", losses),
-        Section("Held-out accuracy", accuracies),
-        Section("Training loss", [pictures.loss(groups, each) for each in over]),
-        Section("Volume and selection", [pictures.words(groups), *selection]),
-        Section(
-            "The paper's assumption",
-            [pictures.measure(groups, column) for column in ("xi", "fill_in")],
-            folded,
-        ),
-    ]
-    return [replace(each, panels=[panel for panel in each.panels if panel.rows()]) for each in sections]
+    found += speed_tables(groups["speed"] or trained)
+    if groups["slow"]:
+        found.append(steps_table(groups["slow"], " over links of 1 Gb/s"))
+    return found
 
 
 def _write_series(run: Run, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.launched import PATIENCE
 def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "demo"
     options = ["--ranks", "2", "--width", "0.0625", "--steps", "22", "--output", str(folder), "--no-links"]
-    options += ["--seeds", "1"]
     assert demo(options) == 0
     said = capfd.readouterr().out
     assert "dense on 2 ranks" in said
@@ -28,7 +26,6 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     assert re.search(r"^Method +Dense +Ok-Topk$", said, re.MULTILINE)
     made = {path.name for path in folder.iterdir()}
     assert {"dense.h5", "oktopk.h5", "index.html", "summary.csv"} <= made
-    assert re.search(r"^Ok-Topk: .* times fewer words; .*(here|steps here not compared)$", said, re.MULTILINE)
     assert "A step at 1 Gb/s was not measured: the demo was started with --no-links." in said
     (first,) = read_runs([folder / "oktopk.h5"])
     assert first.measures["step"].tolist() == [20]
@@ -54,41 +51,14 @@ def test_whatever_keeps_links_from_being_shaped_is_named(
     (tmp_path / "net.sh").write_text(script)
     monkeypatch.setattr("jobs.demo.LINK_SCRIPT", tmp_path / "net.sh")
     options = parse(["--output", str(tmp_path / "demo")])
-    links = train_over_links(options, patience)
-    assert links.paths == ()
-    assert links.problem.startswith("training with dense: ")
-    assert problem in links.problem
+    paths, said = train_over_links(options, patience)
+    assert not paths
+    assert said.startswith("training with dense: ")
+    assert problem in said
 
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
-    assert train_over_links(parse(["--ranks", "1"]), 60).problem == "one rank sends nothing"
-
-
-def test_no_further_seed_is_started_that_would_end_too_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained: list[tuple[str, str]] = []
-    reported: list[list[str]] = []
-
-    def run_job(ranks: int, words: list[str]) -> int:
-        settings = dict(word.split("=", 1) for word in words if "=" in word)
-        trained.append((settings["training.seed"], Path(json.loads(settings["run.file"])).name))
-        return 0
-
-    def report(paths: list[Path], *_: object, **__: object) -> str:
-        reported.append([path.name for path in paths])
-        return ""
-
-    monkeypatch.setattr("jobs.demo.run_job", run_job)
-    monkeypatch.setattr("jobs.demo.report", report)
-    for limit in ("1000", "-1"):
-        assert demo(["--seeds", "3", "--time-limit", limit, "--no-links", "--output", str(tmp_path)]) == 0
-    first = [("0", "dense.h5"), ("0", "oktopk.h5")]
-    further = [(seed, f"{method}-seed{seed}.h5") for seed in "12" for method in ("dense", "oktopk")]
-    assert trained == [*first, *further, *first]
-    assert ", seed 1" in capsys.readouterr().out
-    assert [len(names) for names in reported] == [6, 2]
-    assert set(reported[0]) == {name for _, name in trained}
+    assert train_over_links(parse(["--ranks", "1"]), 60) == ([], "one rank sends nothing")
 
 
 @pytest.mark.timeout(PATIENCE)

@@ -1,4 +1,4 @@
-"""The timeline of a run: every rank's time on one clock, and a slow rank named."""
+"""The timeline of a run: every rank's time on one clock, and what of a bucket is exposed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mpi4py import MPI
 
 from jobs.run.columns import BUCKET, PHASES, Columns
 from jobs.run.reader import RunReader
-from jobs.run.spans import exposed_seconds, overlap_seconds, phase_seconds, slow_rank
-from jobs.timeline import main, read_timeline, trace
+from jobs.timeline import exposed_seconds, main, read_timeline, trace
 from jobs.train.timing import clock_ahead
 from oktopk.results import StageTimer
 from tests.launched import PATIENCE, outcome
@@ -50,18 +49,6 @@ def two_ranks(late: float) -> Columns:
     return spans(*rows)
 
 
-def test_the_rank_that_others_wait_for_is_named_with_its_phase() -> None:
-    late = slow_rank(two_ranks(0.2))
-    assert late is not None
-    assert (late.rank, late.phase) == (1, "forward")
-    assert (late.seconds, late.others) == pytest.approx((0.7, 0.5))
-    assert slow_rank(two_ranks(0.02)) is None
-    assert (
-        slow_rank({name: values[two_ranks(0.2)["rank"] == 0] for name, values in two_ranks(0.2).items()})
-        is None
-    )
-
-
 def test_a_bucket_is_hidden_until_the_last_backward_pass_ends_and_exposed_from_then_on() -> None:
     found = spans(
         (1, 0, "backward", 0, 0.0, 0.5),
@@ -74,13 +61,6 @@ def test_a_bucket_is_hidden_until_the_last_backward_pass_ends_and_exposed_from_t
         bucket=[-1, -1, 0, 1, 1, 2, -1],
     )
     assert exposed_seconds(found) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.7, 0])
-    assert overlap_seconds(found) == pytest.approx((0.8, 1.0))  # 1.2 to 2.0, and 2.0 to 3.0
-    assert overlap_seconds(two_ranks(0.2)) is None
-
-
-def test_accumulated_passes_of_a_step_add_up() -> None:
-    twice = spans(*((step, 0, "data", 0, step + part, 0.25) for step in (1, 2) for part in (0.0, 0.5)))
-    assert phase_seconds(twice)["data"].tolist() == [0.5]
 
 
 def test_the_trace_has_every_span_of_every_rank_in_microseconds() -> None:
@@ -111,7 +91,7 @@ def test_clocks_of_one_host_are_found_equal_and_one_that_is_ahead_by_how_much(
 
 @pytest.mark.mpi
 @pytest.mark.timeout(PATIENCE)
-def test_the_rank_that_was_slowed_on_purpose_is_named(
+def test_the_rank_that_was_slowed_on_purpose_stands_out(
     comm: MPI.Intracomm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder: Path = comm.bcast(tmp_path)
@@ -144,27 +124,20 @@ def test_the_rank_that_was_slowed_on_purpose_is_named(
     ends = (found["start"] + found["seconds"])[(found["name"] == "reduction") & phases]
     by_step = [ends[found["step"][(found["name"] == "reduction") & phases] == step] for step in range(11, 21)]
     assert min(np.ptp(each) for each in by_step) < 0.05
-    late = slow_rank(found)
-    assert (
-        (late is None)
-        if comm.size == 1
-        else (late is not None and (late.rank, late.phase) == (slow, "forward"))
-    )
+    forward = (found["name"] == "forward") & phases
+    spent = [np.median(found["seconds"][forward & (found["rank"] == rank)]) for rank in range(comm.size)]
+    assert comm.size == 1 or (np.argmax(spent) == slow and spent[slow] > np.median(spent[:slow]) + 0.05)
     if comm.rank == 0:
         written = folder / "out.json.gz"
         assert main([str(path), "-o", str(written)]) == 0
         events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
         assert sum(event["ph"] == "X" for event in events) == len(found["step"])
-        said = capsys.readouterr().out
-        assert said.endswith(f"{written}\n")
-        assert comm.size == 1 or f"Rank {slow} is late" in said
+        assert capsys.readouterr().out == f"{written}\n"
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(PATIENCE)
-def test_buckets_of_a_run_are_hidden_or_exposed(
-    comm: MPI.Intracomm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path: Path = comm.bcast(tmp_path) / "run.h5"
     settings = [
         *("reduction.overlap=true", "reduction.bucket_mb=0.001", "training.steps=16", "run.timeline=true"),
@@ -189,12 +162,9 @@ def test_buckets_of_a_run_are_hidden_or_exposed(
             (found["start"][whole], ends[whole])
         )
         assert found["seconds"][stages].sum() == pytest.approx(found["seconds"][whole], abs=1e-6)
-    hidden, exposed = overlap_seconds(found) or (0.0, 0.0)
-    # the thread takes one bucket after the other
-    each = found["seconds"][wholes].sum() / (10 * comm.size)
-    assert hidden + exposed == pytest.approx(each, rel=0.01)
-    assert hidden > 0
-    assert exposed == pytest.approx(exposed_seconds(found)[wholes].sum() / (10 * comm.size), rel=0.01)
+    exposed = exposed_seconds(found)[wholes]
+    # the thread takes one bucket after the other, the first behind the backward pass
+    assert np.all(exposed <= found["seconds"][wholes]) and exposed.sum() < found["seconds"][wholes].sum()
     # against a clock that no span was made of
     with RunReader(path) as reader:
         elapsed = reader.steps()["elapsed"]
@@ -206,12 +176,8 @@ def test_buckets_of_a_run_are_hidden_or_exposed(
         abs(found["seconds"][late & (found["rank"] == rank)].sum() / wall - 1) for rank in range(comm.size)
     ]
     assert min(off) < 0.05 and max(off) < 0.5  # a busy machine delays a rank that others do not wait for
-    named = slow_rank(found)
-    assert comm.size == 1 or (named is not None and (named.rank, named.phase) == (slow, "forward"))
     if comm.rank == 0:
         assert main([str(path)]) == 0
-        said = capsys.readouterr().out
-        assert f"{1e3 * hidden:.2f} ms hidden" in said and f"{1e3 * exposed:.2f} ms exposed" in said
         packed = path.with_name("run-timeline.json.gz").read_bytes()
         events = json.loads(gzip.decompress(packed))["traceEvents"]
         threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from docs.results.hook import process_group
+from docs.results.rows.volume import SKEWS, RowSource
 from docs.results.rows.ways import dense, ways
 from jobs.bench.device import Device
 from jobs.bench.document import BenchError
-from jobs.bench.gradients import SKEWS, RowSource
 from jobs.bench.job import run_all
 from jobs.bench.options import Options
 from jobs.restart.signals import leave

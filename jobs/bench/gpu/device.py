@@ -1,11 +1,13 @@
-"""GPU implementation of the bench's device, and facts about GPU and driver."""
+"""GPU implementation of the bench's device: gradients, speeds, allocations, and facts about GPU and driver."""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import socket
+import statistics
 import sys
 import zlib
 from collections.abc import Iterator
@@ -19,13 +21,103 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives.cuda.device
+from collectives.cuda.launch import compiled
+from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi_cuda import select_device
 from jobs.bench.device import Device, Growth
-from jobs.bench.floors import Speeds
-from jobs.bench.gpu.gradients import STORED, DeviceGradients, convert
-from jobs.bench.gpu.speeds import measure_device_speeds
+from jobs.bench.floors import Speeds, best_seconds, message_seconds, ring_exchange
 from jobs.bench.gradients import GradientSource
 from jobs.run.provenance import versions
+
+STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+"""Gradient type -> what CuPy holds it in; bfloat16 as its bits."""
+
+_KERNELS = Path(__file__).parent / "gradients.cu"
+_THREADS = 256
+
+
+class DeviceGradients(GradientSource):
+    """Gradients in device memory. Memory: n words for the gradient, 4 MB for the pool."""
+
+    def __init__(self, name: str, length: int, rank: int, seed: int) -> None:
+        super().__init__(name, length, rank, seed)
+        self._vector = cupy.zeros(length, np.float32)
+        self._pool = cupy.asarray(self.pool)
+        self._weights = cupy.asarray(self.common_weights), cupy.asarray(self.own_weights)
+        self._advance = compiled(_KERNELS).get_function("advance")
+
+    def next(self) -> Any:
+        """cupy float32[n]; put on the current stream, not waited for."""
+        common, own = (cupy.asarray(starts.astype(np.int32)) for starts in self.starts())
+        length, memory = np.int64(self.length), np.float32(self.memory)
+        common_weights, own_weights = self._weights
+        arguments = (self._vector, length, self._pool, memory, common_weights, common, own_weights, own)
+        self._advance((len(common),), (_THREADS,), arguments)
+        return self._vector
+
+
+def convert(source: Any, out: Any) -> None:
+    """Round cupy float32[n] into an array of one of STORED. Put on the current stream, not waited for."""
+    if out.dtype != np.uint16:
+        cupy.copyto(out, source, casting="unsafe")
+        return
+    kernel = compiled(_KERNELS).get_function("narrow_bfloat16")
+    processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
+    blocks = min(-(-len(source) // _THREADS), 16 * processors)
+    kernel((blocks,), (_THREADS,), (source, out, np.int64(len(source))))
+
+
+_WIRE_BYTES = 64 << 20
+_WIRE_REPEATS = 4
+_COPY_BYTES = 512 << 20
+_TRIES = 11
+
+
+def copy_bandwidth(comm: MPI.Intracomm) -> float:
+    """Bytes per second, read and written together, of a device-to-device copy of 512 MB. Collective.
+
+    The median of some tries, on the slowest rank. Before each 512 MB are filled: what the caches held is gone, and the host gets
+    ahead of the device.
+    """
+    source = cupy.zeros(_COPY_BYTES, np.uint8)
+    dest, flushed = cupy.empty_like(source), cupy.empty_like(source)
+    spent = []
+    for attempt in range(_TRIES + 1):
+        comm.Barrier()
+        flushed.fill(attempt)
+        began, ended = cupy.cuda.Event(), cupy.cuda.Event()
+        began.record()
+        dest.data.copy_from_device_async(source.data, _COPY_BYTES, cupy.cuda.get_current_stream())
+        ended.record()
+        ended.synchronize()
+        spent.append(cupy.cuda.get_elapsed_time(began, ended) / 1e3)
+    return 2 * _COPY_BYTES / comm.allreduce(statistics.median(spent[1:]), MPI.MAX)
+
+
+def measure_device_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
+    """Copy bandwidth; the bandwidth of a ring of 64 MB messages between GPUs; the latency of one through host memory. Collective.
+
+    A small message between GPUs takes MPI longer than one through host memory, and writing into a peer's memory need not: the
+    floor is the lower one. Takes 1.7 GB while it runs.
+    """
+    memory = copy_bandwidth(comm)
+    if comm.size == 1:
+        return Speeds(memory, math.inf, 0.0)
+    if device_memory_problem():
+        long = ring_exchange(comm, np.zeros(_WIRE_BYTES, np.uint8), np.empty(_WIRE_BYTES, np.uint8))
+    else:
+        device = collectives.cuda.device.Device()  # its memory is what the library sends from
+        buffers = [device.allocate(_WIRE_BYTES, np.uint8) for _ in range(2)]
+        buffers[0].fill(0)
+        device.synchronize()
+        long = ring_exchange(comm, *([_raw(buffer), MPI.BYTE] for buffer in buffers))
+    wire = best_seconds(comm, 3, lambda: [long() for _ in range(_WIRE_REPEATS)]) / _WIRE_REPEATS
+    return Speeds(memory, _WIRE_BYTES / wire, message_seconds(comm))
+
+
+def _raw(array: Any) -> MPI.buffer:
+    return MPI.buffer.fromaddress(array.data.ptr, array.nbytes)
+
 
 _DIGEST_BLOCK = 4096
 

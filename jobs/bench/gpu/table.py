@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from jobs.bench.document import BenchError
 from jobs.bench.options import Options
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One row of the table.
 
     Attributes:
@@ -45,19 +45,18 @@ def chosen(options: Options, cells: tuple[Cell, ...] = CELLS) -> list[Options]:
     for number in options.rows:
         if number > len(cells):
             raise BenchError(f"--rows {number} is not in [1, {len(cells)}]")
-    rows = [cells[number - 1] for number in options.rows] or list(cells)
     kinds = (options.gradient_type,) if options.gradient_type else TYPES
-    return [_options(options, cell, kind) for cell in rows for kind in kinds]
-
-
-def _options(options: Options, cell: Cell, gradient_type: str) -> Options:
-    return replace(
-        options,
-        lengths=(cell.length,),
-        density=cell.density,
-        steps=cell.steps,
-        dense_steps=cell.steps,
-        warmup=round(2 / cell.density),  # error feedback settles
-        settings={"threshold_interval": cell.threshold_interval, "boundary_interval": 64},
-        gradient_type=gradient_type,
-    )
+    return [
+        replace(
+            options,
+            lengths=(cell.length,),
+            density=cell.density,
+            steps=cell.steps,
+            dense_steps=cell.steps,
+            warmup=round(2 / cell.density),  # error feedback settles
+            settings={"threshold_interval": cell.threshold_interval, "boundary_interval": 64},
+            gradient_type=kind,
+        )
+        for cell in ([cells[number - 1] for number in options.rows] or cells)
+        for kind in kinds
+    ]

@@ -1,4 +1,4 @@
-"""Step time over bandwidth, from documents at several rates."""
+"""Charts of documents: step time over bandwidth, bytes over ranks per host, words over ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jobs.bench.bandwidth import bandwidth, main, points
+from jobs.bench.bandwidth import bandwidth, chart, look, main, ranks_per_host
 from jobs.bench.document import BenchError, read
-from jobs.bench.figures import look
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
+HOSTS = [f"oktopk-{row}" for row in ("flat-plain", "flat-int4", "hosts-plain", "hosts-float32", "hosts-int4")]
 
 
 def at_rate(rate: str, factor: float) -> dict[str, Any]:
@@ -26,50 +27,45 @@ def at_rate(rate: str, factor: float) -> dict[str, Any]:
     return document
 
 
-def hosts_document(ranks: int, factor: float) -> dict[str, Any]:
-    """The published document of four hosts as if measured with other ranks, each of which sends more by a factor."""
-    document = read(RESULTS / "hosts-1gbit.json")
-    (run,) = document["runs"]
-    run["ranks"] = ranks
-    for method in run["methods"]:
-        method["bytes_between"]["mean"] *= factor
-    return document
-
-
-def write(folder: Path, *documents: dict[str, Any]) -> list[str]:
-    """The paths of documents that were put into files."""
-    paths = [folder / f"{number}.json" for number in range(len(documents))]
-    for path, document in zip(paths, documents, strict=True):
-        path.write_text(json.dumps(document), encoding="utf-8")
-    return list(map(str, paths))
+def published(folder: str) -> list[str]:
+    """Paths of the documents that a picture of docs/results is drawn from."""
+    return [str(path) for path in sorted(RESULTS.glob(folder))]
 
 
 def test_every_method_has_one_point_a_document_in_the_order_of_the_rates() -> None:
-    found = points([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)])
-    assert len(found) == 9
-    for line in found.values():
-        assert [rate for rate, _ in line] == [0.1, 1.0, 2.5]
-        middle = line[1][1]
-        assert [seconds for _, seconds in line] == pytest.approx([8 * middle, middle, middle / 2])
+    lines = chart([at_rate("1gbit", 1.0), at_rate("100mbit", 8.0), at_rate("2.5gbit", 0.5)]).lines
+    assert len(lines) == 9
+    for line in lines:
+        assert line.x.tolist() == [0.1, 1.0, 2.5]
+        assert line.y == pytest.approx(line.y[1] * np.array([8, 1, 0.5]))
 
 
-def test_the_rate_of_links_is_read_from_the_network() -> None:
+def test_rates_and_hosts_are_read_from_the_network() -> None:
     assert bandwidth({"network": "2 hosts, TCP over unshaped links, staged through host memory"}) == math.inf
     assert bandwidth({"network": "2 hosts, TCP over 25gbit links, device memory over UCX"}) == 25
-    with pytest.raises(BenchError, match="network 'shared memory' names no rate"):
-        bandwidth({"network": "shared memory"})
+    assert ranks_per_host({"network": "2 hosts, TCP over 25gbit links", "ranks": 8}) == 4
+    for read_from, missing in ((bandwidth, "rate of links"), (ranks_per_host, "hosts")):
+        with pytest.raises(BenchError, match=f"network 'shared memory' names no {missing}"):
+            read_from({"network": "shared memory"})
 
 
-def test_a_host_sends_what_all_its_ranks_send() -> None:
-    one, two = hosts_document(4, 2.0), hosts_document(8, 1.0)
-    found = points([two, one], bytes_sent=True)
-    assert "mpi" not in found
-    for method in two["runs"][0]["methods"]:
-        if method["counted"]:
-            mean = 2 * method["bytes_between"]["mean"]
-            assert found[method["name"]] == [(1.0, mean), (2.0, mean)]
-    with pytest.raises(BenchError, match="network 'shared memory' names no hosts"):
-        points([{"runs": [two["runs"][0] | {"network": "shared memory"}]}], bytes_sent=True)
+def test_a_host_sends_what_all_its_ranks_send_and_only_what_is_counted_is_drawn() -> None:
+    documents = [read(path) for path in published("hosts-bytes-?.json")]
+    method = documents[1]["runs"][0]["methods"][0]
+    lines = {line.label: line for line in chart(documents, kind="bytes").lines}
+    assert lines["flat, plain"].x.tolist() == [1, 2, 4]
+    assert lines["flat, plain"].y[1] == 2 * method["bytes_between"]["mean"]
+    assert not any("MPI" in line.label for line in chart([at_rate("1gbit", 1.0)], kind="bytes").lines)
+
+
+def test_words_stand_between_the_bounds_and_the_busiest_rank_where_it_sends_more() -> None:
+    lines = {line.label: line for line in chart([read(RESULTS / "sweep.json")], kind="words").lines}
+    ours = lines["Ok-Topk"]
+    assert ours.x.tolist() == [2, 4, 8, 16, 32, 64]
+    assert np.all(lines["2k(P−1)/P"].y < ours.y) and np.all(ours.y < lines["6k(P−1)/P"].y)
+    # 2k log2 P words of k = 2000
+    assert lines["gTopk, busiest rank"].y[-1] == pytest.approx(2 * 2000 * 6, rel=0.02)
+    assert "TopkA, busiest rank" not in lines
 
 
 def test_of_several_lengths_one_is_chosen() -> None:
@@ -77,10 +73,12 @@ def test_of_several_lengths_one_is_chosen() -> None:
     (run,) = document["runs"]
     document["runs"].append(run | {"length": 99})
     with pytest.raises(BenchError, match=r"several lengths: choose one of \[14728266, 99\] by --length"):
-        points([document])
-    assert points([document], 99) == points([{"runs": [run]}])
+        chart([document])
+    assert [line.y.tolist() for line in chart([document], length=99).lines] == [
+        line.y.tolist() for line in chart([at_rate("1gbit", 1.0)]).lines
+    ]
     with pytest.raises(BenchError, match="length 5 is in none of the documents"):
-        points([document], 5)
+        chart([document], length=5)
 
 
 def test_rows_of_hosts_are_told_apart() -> None:
@@ -91,30 +89,36 @@ def test_rows_of_hosts_are_told_apart() -> None:
 
 
 @pytest.mark.pictures
-def test_the_command_draws_the_same_svg_twice_and_names_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("picture", "documents", "words"),
+    [
+        ("bandwidth.svg", "bandwidth-*.json", []),
+        ("hosts-bytes.svg", "hosts-bytes-?.json", ["--bytes", "--methods", *HOSTS]),
+        ("sweep.svg", "sweep.json", ["--words"]),
+    ],
+)
+def test_the_pictures_of_the_pages_are_drawn_from_their_documents(
+    tmp_path: Path, picture: str, documents: str, words: list[str]
 ) -> None:
-    files = write(tmp_path, at_rate("100mbit", 9.0), at_rate("1gbit", 1.0))
-    pictures = [tmp_path / "first.svg", tmp_path / "second.svg"]
-    for picture in pictures:
-        assert main([*files, "--output", str(picture)]) == 0
-    first, second = (picture.read_bytes() for picture in pictures)
-    assert first == second and first.count(b"<path") > 20
-    assert main([*files, "--methods", "nccl", "--output", str(pictures[0])]) == 2
-    assert "method 'nccl' is in none of the documents: dense, oktopk" in capsys.readouterr().err
-    assert main([str(tmp_path / "none.json"), "--output", str(pictures[0])]) == 2
-    assert "none.json" in capsys.readouterr().err
-    hosts = write(tmp_path, hosts_document(4, 2.0), hosts_document(8, 1.0))
-    words = [
-        *hosts,
-        "--bytes",
-        "--methods",
-        "oktopk-flat-plain",
-        "oktopk-hosts-int4",
-        "--output",
-        str(pictures[1]),
-    ]
-    assert main(words) == 0
-    assert pictures[1].read_bytes() != first
-    assert main([*words, "--length", "7"]) == 2
-    assert "length 7 is in none of the documents" in capsys.readouterr().err
+    assert main([*published(documents), *words, "--output", str(tmp_path / picture)]) == 0
+    assert (tmp_path / picture).read_bytes() == (RESULTS / picture).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "nccl"], "method 'nccl' is in none of the documents: dense, oktopk"),
+        (["--length", "7"], "length 7 is in none of the documents"),
+        (["--output", "nowhere/a.svg"], "a.svg cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(at_rate("1gbit", 1.0)), encoding="utf-8")
+    assert main(["--output", str(tmp_path / "a.svg"), *words, "--", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "a.svg").exists()
+    assert main([str(tmp_path / "none.json"), "--output", "a.svg"]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err

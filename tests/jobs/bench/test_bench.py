@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,19 @@ import pytest
 from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
-from jobs.bench.arguments import parse
+from jobs.bench.contestants import variants
 from jobs.bench.document import read
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import run
 from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
-from jobs.bench.options import Options
-from oktopk import METHODS
-from oktopk.methods.topka import topka_words
-from tests.launched import PATIENCE, run_alone
+from oktopk import METHODS, Settings
+from tests.launched import PATIENCE, run_ranks
 
 SHORT = ["--length", "20000", "--steps", "9", "--warmup", "9", "--set", "threshold_interval=8"]
 
 
-def options(*words: str) -> Options:
-    return parse([*SHORT, *words, "--quiet"], launched=True)
+def bench(*words: str, comm: MPI.Intracomm = MPI.COMM_SELF) -> int:
+    return run([*SHORT, *words, "--quiet"], comm)
 
 
 def by_name(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -41,7 +40,7 @@ def test_a_bench_of_all_methods(
     path, ranks = Path(comm.bcast(str(tmp_path / "bench.json"))), comm.size
     words = [*SHORT, "--dense-steps", "3", "--json", str(path)]
     monkeypatch.setattr("sys.argv", ["jobs/bench", *words])
-    assert run(parse(words, launched=True), comm) == 0
+    assert run(words, comm) == 0
     said = capfd.readouterr().out
     content = comm.bcast(read(path) if comm.rank == 0 else None)
     assert content["kind"] == "bench"
@@ -86,7 +85,7 @@ def test_a_bench_of_all_methods(
 
 def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:
     rows, path = ("oktopk-flat-plain", "oktopk-hosts-int4"), tmp_path / "bench.json"
-    assert run(options("--methods", ",".join(rows), "--json", str(path)), comm=MPI.COMM_SELF) == 0
+    assert bench("--methods", ",".join(rows), "--json", str(path)) == 0
     (entry,) = read(path)["runs"]
     methods = by_name(entry)
     assert [methods[name]["settings"] for name in rows] == [
@@ -99,67 +98,31 @@ def test_a_rows_name_says_levels_and_wire(tmp_path: Path) -> None:
     assert all(methods[name]["bytes_between"]["mean"] == 0 for name in rows)
 
 
-@pytest.mark.long("starts two jobs; `make test` has the command line of a sweep")
-@pytest.mark.timeout(PATIENCE)
-def test_a_sweep_starts_its_own_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.json"
-    words = ["--methods", "topka,dense", "--length", "2000", "--steps", "4", "--warmup", "0"]
-    done = run_alone(
-        "-m",
-        "jobs.bench",
-        "--sweep-ranks",
-        "1,3",
-        *words,
-        "--set",
-        "threshold_interval=1",
-        "--json",
-        str(path),
-    )
-    assert done.returncode == 0, done.stderr
-    content = read(path)
-    assert content["kind"] == "sweep"
-    assert [entry["ranks"] for entry in content["runs"]] == [1, 3]
-    alone, three = (by_name(entry) for entry in content["runs"])
-    assert alone["topka"]["words"]["mean"] == alone["dense"]["words"]["mean"] == 0
-    # exact in every step: 2k(P-1) words, where nothing ties
-    assert three["topka"]["words"]["mean"] == topka_words(40, 3) == 160
-    assert three["dense"]["words"]["mean"] == dense_words(2000, 3)
-    assert "words per rank and step" in done.stdout
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("words", "message"),
     [
-        ("jobs.bench: method 'topkb' is not one of dense", "method 'topkb' is not one of dense"),
-        (options("--json", "/dev/null/x.json"), "/dev/null/x.json cannot be written: Not a directory"),
+        (["--methods", "topkb"], "method 'topkb' is not one of dense, .*"),
+        (["--json", "/dev/null/x.json"], "/dev/null/x.json cannot be written: Not a directory"),
     ],
 )
 def test_bad_input_ends_all_ranks_with_one_message(
-    comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str], given: Options | str, message: str
+    comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert run(given, comm) == 2
+    assert bench(*words, comm=comm) == 2
     said = capfd.readouterr()
-    assert (said.out, said.err) == ("", f"jobs.bench: {message}\n" * (comm.rank == 0))
+    assert said.out == ""
+    assert re.fullmatch(f"jobs.bench: {message}\n" * (comm.rank == 0), said.err)
 
 
-def test_bad_input_of_a_sweep_starts_nothing(tmp_path: Path) -> None:
-    done = run_alone("-m", "jobs.bench", "--sweep-ranks", "2", "--json", str(tmp_path / "nowhere" / "x.json"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == f"jobs.bench: {tmp_path}/nowhere/x.json cannot be written: No such file or directory\n"
-    )
-
-
-def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("usage: the text", comm=MPI.COMM_SELF) == 0
-    assert capsys.readouterr().out == "usage: the text\n"
-    assert run("jobs.bench: no", comm=MPI.COMM_SELF) == 2
-    assert capsys.readouterr().err == "jobs.bench: no\n"
+@pytest.mark.mpi
+def test_help_is_printed_once(comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench("--help", comm=comm) == 0
+    assert capfd.readouterr().out.count("usage: ") == (comm.rank == 0)
 
 
 def test_a_wire_is_given_to_the_method_that_takes_it() -> None:
-    assert run(options("--methods", "oktopk,topka", "--set", "wire=int8"), comm=MPI.COMM_SELF) == 0
+    assert bench("--methods", "oktopk,topka", "--set", "wire=int8") == 0
 
 
 def test_gradients_that_are_not_finite_end_the_bench(
@@ -167,18 +130,17 @@ def test_gradients_that_are_not_finite_end_the_bench(
 ) -> None:
     monkeypatch.setattr(DrawnGradients, "next", lambda self: np.full(20000, math.nan, np.float32))
     words = ["--methods", "oktopk", "--json", str(tmp_path / "bench.json")]
-    assert run(options(*words), comm=MPI.COMM_SELF) == 2
+    assert bench(*words) == 2
     assert "is NaN or Inf on rank(s) 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_more_memory_than_there_is_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--length", str(2**31 - 1), "--methods", *METHODS]
-    few = parse([*words, "--quiet"], launched=True)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if free > 4 * 2**31 * 12:
         pytest.skip(f"this machine has {free / 2**30:.0f} GiB")
-    assert run(few, comm=MPI.COMM_SELF) == 2
+    assert bench(*words) == 2
     assert "GiB are free: try fewer methods or a length below 2147483647" in capsys.readouterr().err
 
 
@@ -208,5 +170,37 @@ def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
 
 def test_a_document_has_no_number_that_json_lacks(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    assert run(options("--methods", "oktopk,mpi", "--json", str(path)), comm=MPI.COMM_SELF) == 0
+    assert bench("--methods", "oktopk,mpi", "--json", str(path)) == 0
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the document"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_variant_of_an_ablation_differs_from_the_full_method_in_valid_settings(ranks: int) -> None:
+    found = variants(ranks)
+    assert found[0].settings == {}
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        Settings(**one.settings)
+    changed = {name for one in found for name in one.settings}
+    assert changed == {"balanced_regions", "rotate", "bucket_rounds", "balance_trigger"}
+
+
+@pytest.mark.long("an ablation; `make test` has what its settings do in a step")
+@pytest.mark.timeout(PATIENCE)
+def test_regions_and_balancing_spare_the_busiest_rank(tmp_path: Path) -> None:
+    path = tmp_path / "ablation.json"
+    words = ["--ablate", "--length", "300000", "--steps", "8", "--warmup", "20"]
+    done = run_ranks(4, "-m", "jobs.bench", *words, "--set", "threshold_interval=8", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    content = read(path)
+    assert content["kind"] == "ablation"
+    methods = by_name(content["runs"][0])
+    assert "mean / full's" in done.stdout
+    busiest = {name: method["words"]["busiest"] for name, method in methods.items()}
+    assert busiest["full"] < busiest["uniform regions"]
+    assert busiest["uniform, balance at 1.0"] < busiest["uniform, balance off"]
+    # four ranks never reach a trigger of four
+    for same in ("balance off", "no rotation", "bucket of 1", "bucket of 3, all"):
+        assert methods[same]["words"] == methods["full"]["words"]
+        assert methods[same]["series"]["global_nnz"] == methods["full"]["series"]["global_nnz"]
+    assert methods["uniform, balance at 1.0"]["messages"]["mean"] > methods["full"]["messages"]["mean"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.gradients import DrawnGradients
 from jobs.bench.job import measure_all, run
 from jobs.bench.nccl import require_nccl, torch_problem
+from jobs.bench.options import parse
 from jobs.bench.run import measure_run, open_device
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
@@ -32,7 +32,7 @@ def test_without_a_gpu_every_rank_leaves_with_one_sentence(
     comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["--device", "cuda", "--methods", "oktopk"], ["--table", "gpu"]):
-        assert run(parse(words, launched=True), comm) == 2
+        assert run(words, comm) == 2
         said = capfd.readouterr().err
         assert said.startswith("jobs.bench: --device cuda cannot be used: " if comm.rank == 0 else "")
         assert said.count("\n") == (comm.rank == 0)
@@ -51,7 +51,7 @@ def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intra
 @pytest.mark.timeout(300)
 def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
-    options = parse(["--table", "gpu", "--quiet"], launched=True)
+    options = parse(["--table", "gpu", "--quiet"])
     todo = [partial(measure_run, own, comm) for own in chosen(options, TINY)]
     measure_all("gpu table", todo, options, comm, Output(path) if comm.rank == 0 else None)
     if comm.rank:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.arguments import parse
 from jobs.bench.document import BenchError, read
+from jobs.bench.options import parse
 from jobs.bench.tables import document_tables
 
 SHORT = ["--length", "3000", "--steps", "9", "--warmup", "3", "--set", "threshold_interval=8", "--quiet"]
@@ -43,7 +43,7 @@ def test_ranks_that_end_with_different_parameters_are_refused(
 ) -> None:
     monkeypatch.setattr(hook.Contestant, "digest", lambda one: f"{one.name == 'ddp' and comm.rank}")
     with pytest.raises(BenchError, match="different parameters: ddp$"):
-        hook.measure_hooks(parse(SHORT, launched=True), comm)
+        hook.measure_hooks(parse(SHORT), comm)
 
 
 @pytest.mark.parametrize(

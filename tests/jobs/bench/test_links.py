@@ -12,12 +12,12 @@ import pytest
 from mpi4py import MPI
 
 from jobs.bench import contestants
-from jobs.bench.arguments import parse
 from jobs.bench.contestants import Contestant, make_reducer
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
 from jobs.bench.job import run
 from jobs.bench.links import Links
+from jobs.bench.options import parse
 from jobs.bench.tables import document_tables
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -108,7 +108,7 @@ def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
     path = comm.bcast(tmp_path) / "links.json"
     words = ["--length", "20000,30000", "--steps", "9", "--warmup", "2", "--dense-steps", "2", "--no-memory"]
     words += ["--set", "threshold_interval=8", "--methods", "oktopk-flat-plain,mpi", "--link", "1kbit"]
-    assert run(parse([*words, "--json", str(path)], launched=True), comm) == 0
+    assert run([*words, "--json", str(path)], comm) == 0
     printed = capsys.readouterr()
     if comm.rank:
         return
@@ -147,7 +147,7 @@ def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
             asked.append(keywords.get("peer_memory"))
 
     monkeypatch.setattr(contestants, "GradientAllreduce", Reducer)
-    options = parse(["--length", "1000"], launched=True)
+    options = parse(["--length", "1000"])
     for name in ("oktopk-flat-int8", "oktopk-hosts-int8"):
         one = Contestant(name=name, method="oktopk", settings=dict(HOST_ROWS[name]))
         make_reducer(one, options, 1000, Device(sharers), MPI.COMM_SELF)

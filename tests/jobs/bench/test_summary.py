@@ -14,10 +14,12 @@ from jobs.bench.device import Device, Growth
 from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples
-from jobs.bench.summary import formulas, summarize
+from jobs.bench.summary import device_stages, formulas, summarize
 from jobs.run.provenance import environment
+from oktopk import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words
 from oktopk.methods.topkdsa import topkdsa_words
+from tests.golden import same_as
 
 LENGTH = 1000
 K = 10
@@ -61,20 +63,6 @@ def test_stages_are_means_over_ranks_and_the_rest_is_between() -> None:
     assert stages["between"]["mean"] == pytest.approx((8.4 + 7.2) / 2)
 
 
-def test_words_are_means_over_ranks_beside_the_busiest() -> None:
-    words = summary()["words"]
-    assert words == {"mean": 17.5, "busiest": 25.0, "largest_step": 25.0}
-
-
-def test_deviations_are_from_k_and_only_where_the_update_is_held_to_it() -> None:
-    nnz = summary()["nnz"]
-    assert nnz["local_deviation"] == pytest.approx(0.4 / 8)
-    assert nnz["global_deviation"] == pytest.approx(0.05)
-    assert nnz["global_deviation_largest"] == pytest.approx(0.1)
-    assert summary("topka")["nnz"]["global_deviation"] is None
-    assert summary("union")["nnz"]["local_deviation"] == 1.0  # twice a rank's half of k
-
-
 def test_memory_is_that_of_the_worst_watched_step() -> None:
     memory = summary()["memory"]
     assert memory["regular"] == {"watched": 2, "allocated": 300, "resident": 200, "n_sized": False}
@@ -86,19 +74,54 @@ def test_memory_is_that_of_the_worst_watched_step() -> None:
     assert memory["regular"] == {"watched": 1, "allocated": 1 << 20, "resident": None, "n_sized": True}
 
 
-def test_formulas_for_a_hundred_entries_of_ten_thousand_on_four_ranks() -> None:
-    assert formulas("oktopk", 100, 10_000, 4) == {"least": 150, "most": 450}
-    assert (
-        formulas("topka", 100, 10_000, 4)
-        == formulas("gaussiank", 100, 10_000, 4)
-        == {"least": 600, "most": 600}
+def test_summaries_formulas_and_floors_are_those_of_the_golden_file(tmp_path: Path) -> None:
+    on_device = {"select": [13.0, 15.0], "clear": [1.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0]}
+    summaries = {name: summary(name) for name in ("oktopk", "topka", "union", "mpi")}
+    summaries["oktopk on a device"] = summary(on_device=on_device)
+    methods = (*METHODS, "mpi", "mpi-ring", "mpi-rabenseifner", "nccl", "nccl-bf16")
+    # a hundred entries of ten thousand on four ranks
+    words = {name: formulas(name, 100, 10_000, 4) for name in methods}
+    floors = {
+        f"{name}, {ranks} ranks, {width} bytes": stage_floors(
+            name, Workload(1000, ranks, selected=10, applied=20, gradient_bytes=width), SPEEDS
+        )
+        for ranks, width in ((1, 4), (4, 4), (4, 2))
+        for name in methods
+    }
+    found = {"summaries": summaries, "formulas": words, "floors": floors}
+    text = "\n".join(
+        f"## {title}: {name}\n\n" + "".join(f"{key}: {shown(value)}\n" for key, value in values.items())
+        for title, parts in found.items()
+        for name, values in parts.items()
     )
-    assert formulas("gtopk", 100, 10_000, 4) == {"least": 300, "most": 300, "busiest": 400}
-    assert formulas("topkdsa", 100, 10_000, 4) == {"least": 300, "most": 7650}
-    assert formulas("union", 100, 10_000, 4) == {"least": 105, "most": 330}
-    assert formulas("nccl-bf16", 100, 10_000, 4) == {"least": 7500, "most": 7500}
-    for method in ("dense", "mpi", "mpi-ring", "nccl"):
-        assert formulas(method, 100, 10_000, 4) == {"least": 15_000, "most": 15_000}
+    same_as(Path(__file__).with_name("summaries.txt"), text, tmp_path)
+
+
+def shown(value: Any) -> Any:
+    """Plain values with numbers of ten digits."""
+    if isinstance(value, dict):
+        return {name: shown(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [shown(inner) for inner in value]
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+def test_what_is_in_the_golden_file_can_be_worked_out_by_hand() -> None:
+    found = summary()
+    assert found["words"] == {"mean": 17.5, "busiest": 25.0, "largest_step": 25.0}
+    assert found["nnz"]["local_deviation"] == pytest.approx(0.4 / 8)
+    assert summary("topka")["nnz"]["global_deviation"] is None
+    assert summary("union")["nnz"]["local_deviation"] == 1.0  # twice a rank's half of k
+    assert formulas("oktopk", 100, 10_000, 4) == {"least": 150, "most": 450}
+    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), SPEEDS)
+    assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
+    assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
+    union = stage_floors("union", Workload(1000, 4, selected=10, applied=20), SPEEDS)
+    assert union["allgather"]["wire_bytes"] == 3 / 4 * (4 * 16 + 160)  # of 10 indices in 1000: 8.8 bits each
+    # 20 entries: one element of 4 bytes each is cleared before, of 28 bytes an entry that `apply` counts
+    on_device = device_stages({"clear": [1.0], "gather and apply": [4.0, 8.0]}, floors)
+    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"] - 20 * 4 / 1000
+    assert [stage["floor"] for stage in on_device.values()] == pytest.approx([20 * 4 / 1000, together])
 
 
 @pytest.mark.parametrize(
@@ -111,17 +134,6 @@ def test_gtopk_is_logarithmic_on_its_busiest_rank(ranks: int, busiest: float) ->
 def test_topkdsa_never_sends_less_than_its_least() -> None:
     least, most = topkdsa_words(100, 110, 4)
     assert least == most == 300
-
-
-def test_floors_are_bytes_and_messages_at_the_speeds_of_the_run() -> None:
-    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), SPEEDS)
-    assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
-    assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
-    assert floors["allgather"] == {"memory_bytes": 0, "wire_bytes": 120, "messages": 2, "seconds": 1.2 + 1.0}
-    union = stage_floors("union", Workload(1000, 4, selected=10, applied=20), SPEEDS)
-    assert union["allgather"]["wire_bytes"] == 3 / 4 * (4 * 16 + 160)  # of 10 indices in 1000: 8.8 bits each
-    dense = stage_floors("mpi-ring", Workload(1000, 2, 1000, 1000), SPEEDS)
-    assert dense["allreduce"]["wire_bytes"] == 4 * 1000
 
 
 def test_dense_contestants_run_a_short_course() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import weakref
 from pathlib import Path
@@ -33,8 +32,7 @@ def test_nothing_of_a_run_outlives_it(tmp_path: Path, monkeypatch: pytest.Monkey
             changed += ["reduction.overlap=true", "reduction.deferred=false"]
         changed += [f"reduction.method={method}", f"run.file={tmp_path / name}.h5", "run.measure_every=0"]
         changed += ["training.steps=3"]
-        trial = {**dataclasses.asdict(first.trial), "name": name, "method": method}
-        entries.append({"trial": trial, "document": apply_overrides(first.document, changed), "name": name})
+        entries.append({"name": name, "document": apply_overrides(first.document, changed)})
 
     def build(config: Config, **others: Any) -> Workload:
         assert not [network for network in networks if network() is not None]

@@ -16,12 +16,13 @@ import pytest
 from numpy.typing import NDArray
 
 from jobs.report.__main__ import main
-from jobs.report.summary import figures, read_runs
+from jobs.report.summary import read_runs
 from jobs.report.write import report
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.watch import main as watch
 
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 LENGTH = 1000
 K = 20
 DENSE_WORDS = 1500.0  # 2n(P-1)/P on 4 ranks
@@ -121,7 +122,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_two_runs_make_a_page_csv_files_and_a_table(tmp_path: Path) -> None:
     dense = write_run(tmp_path / "a.h5", method="dense")
     sparse = write_run(tmp_path / "b.h5", steps=80)
-    table = report([dense, sparse], tmp_path / "out" / "deeper")
+    table = str(report([dense, sparse], tmp_path / "out" / "deeper"))
     folder = tmp_path / "out" / "deeper"
     assert sorted(path.name for path in (folder / "runs").iterdir()) == [
         "a-evaluations.csv",
@@ -147,48 +148,6 @@ def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
     assert summary[0]["global_nnz_deviation"] == ""
 
 
-def test_dense_warmup_steps_count_as_words_and_not_as_deviation(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4)
-    figure = figures(read_runs([path])[0])
-    assert figure["words"] == pytest.approx((4 * DENSE_WORDS + 6 * SPARSE_WORDS) / 10)
-    assert figure["words_sparse_steps"] == SPARSE_WORDS
-    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
-
-
-def test_a_warmup_of_the_density_counts_as_words_and_not_against_the_bounds(tmp_path: Path) -> None:
-    ended = np.arange(40) >= 20
-    path = write_run(
-        tmp_path / "a.h5",
-        steps=40,
-        dense_steps=4,
-        k=np.where(np.arange(40) < 4, LENGTH, np.where(ended, K, 10 * K)),
-        words=np.where(ended, SPARSE_WORDS, 10 * SPARSE_WORDS),
-        words_busiest=np.where(ended, 1.5, 10.0) * SPARSE_WORDS,
-        local_nnz=np.where(ended, 1.5 * K, 10 * K),
-        xi=(1.0, 2.0, 3.0, 4.0),  # at steps 5, 15, 25 and 35
-        balance=(9.0, 9.0, 1.25, 1.75),
-    )
-    figure = figures(read_runs([path])[0])
-    assert figure["words"] == pytest.approx(5.5 * SPARSE_WORDS)
-    assert figure["words_sparse_steps"] == SPARSE_WORDS
-    assert (figure["dense_steps"], figure["denser_steps"]) == (4, 16)
-    assert figure["global_nnz_deviation"] == pytest.approx(0.25)
-    assert (figure["xi"], figure["region_balance"], figure["words_balance"]) == (3.5, 1.5, 1.5)
-    assert figure["local_nnz_deviation"] == pytest.approx(0.5)
-
-
-def test_a_rank_of_a_union_is_to_select_its_share_of_k(tmp_path: Path) -> None:
-    for method, deviation in (("union", 0.0), ("powersgd", 0.75)):
-        path = write_run(tmp_path / f"{method}.h5", method=method, local_nnz=np.full(50, K / 4))
-        assert figures(read_runs([path])[0])["local_nnz_deviation"] == deviation
-
-
-def test_a_run_that_ends_in_its_warmup_has_no_bounds(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a.h5", steps=10, dense_steps=4, k=np.full(10, 10 * K), status="interrupted")
-    run = read_runs([path])[0]
-    assert (run.lower_bound, run.upper_bound, figures(run)["words_sparse_steps"]) == (None, None, None)
-
-
 def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a.h5")
     assert main([str(run), "-o", str(tmp_path / "out"), "--note", "Of noise.", "--note", "Twice."]) == 0
@@ -197,22 +156,10 @@ def test_a_note_stands_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.endswith(f"\npage: {tmp_path / 'out' / 'index.html'}\n")
 
 
-def test_skipped_steps_are_not_measured(tmp_path: Path) -> None:
-    skipped = np.arange(10) == 2
-    path = write_run(
-        tmp_path / "a.h5",
-        steps=10,
-        skipped=skipped,
-        local_nnz=np.where(skipped, 0.0, K),
-        loss=np.full(10, np.nan),
-    )
-    assert figures(read_runs([path])[0])["local_nnz_deviation"] == 0.0
-
-
 @pytest.mark.pictures
 @pytest.mark.parametrize(("steps", "ranks"), [(0, 4), (1, 1), (2, 4)])
 def test_the_smallest_runs_are_drawn(tmp_path: Path, steps: int, ranks: int) -> None:
-    table = report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path)
+    table = str(report([write_run(tmp_path / "a.h5", steps=steps, ranks=ranks)], tmp_path))
     assert "Ok-Topk" in table
     assert (tmp_path / "index.html").stat().st_size > 5_000
 
@@ -309,3 +256,13 @@ def test_info_has_every_attribute(tmp_path: Path) -> None:
     assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
         field.type for field in dataclasses.fields(RunInfo)
     ]
+
+
+def test_documents_of_the_bench_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [str(RESULTS / f"{name}.json") for name in ("sweep", "hook-2")]
+    assert main([*documents, "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("words per rank") == 6 and "oktopk-mpi" in said
+    assert not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Counts what a sum of rows sends, in threads, for any number of ranks.
+"""Draws rows of a table, and counts what a sum of them sends, in threads, for any number of ranks.
 
-python -c "from tests.jobs.bench.row_volume import volume_table; print(volume_table(1_000_000, 50_000))"
+python -m docs.results.rows.volume
 """
 
 from __future__ import annotations
@@ -16,11 +16,35 @@ from numpy.typing import NDArray
 from collectives.cpu.rows import HostRowKernels
 from collectives.rows import Rows, row_sparse_allreduce
 from collectives.transport import Transport
-from jobs.bench.gradients import SKEWS, RowSource
 from jobs.render.table import Column, figure, table
 
 _WAIT = 120.0
 """Seconds that a thread waits for another."""
+
+
+SKEWS = ("uniform", "zipf")
+
+
+class RowSource:
+    """Draws the rows that a rank touches, with repetition: uniformly, or row i with a chance in proportion to 1/(i + 1).
+
+    Args:
+        skew: a name in SKEWS.
+        length: rows of the table.
+        touched: rows drawn a rank and step.
+    """
+
+    def __init__(self, skew: str, length: int, touched: int, seed: int) -> None:
+        self._length, self._touched, self._seed = length, touched, seed
+        self._chances = np.cumsum(1.0 / np.arange(1, length + 1)) if skew == "zipf" else None
+
+    def draw(self, rank: int, step: int) -> NDArray[np.int64]:
+        """int64[touched], not ascending; the same for the same arguments."""
+        rng = np.random.default_rng((self._seed, step, rank))
+        if self._chances is None:
+            return rng.integers(0, self._length, self._touched)
+        drawn = np.searchsorted(self._chances, rng.random(self._touched) * self._chances[-1])
+        return np.minimum(drawn, self._length - 1)
 
 
 class _ThreadTransport:
@@ -105,3 +129,7 @@ def volume_table(length: int, touched: int, ranks: tuple[int, ...] = (2, 3, 4, 6
     columns += [Column("own, distinct", figure("own")), Column("in the sum", figure("summed"))]
     columns += [Column(f"{part} / (r + u)(P−1)/P", figure(part, "{:.3f}")) for part in ("mean", "busiest")]
     return table(columns, counted).markdown()
+
+
+if __name__ == "__main__":
+    print(volume_table(1_000_000, 50_000))
