@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from data.command import command_parser, show
 from jobs.launch import run_job
+from jobs.report.groups import Group, group_runs
 from jobs.report.summary import read_runs
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
@@ -136,6 +137,35 @@ def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
     return f"status {job.returncode}: {(own or ['no message'])[-1][:300]}" if job.returncode else ""
 
 
+def in_short(groups: Sequence[Group], where: str, only: str = "") -> list[str]:
+    """What Ok-Topk came to beside the dense allreduce, a sentence for each figure that both have.
+
+    Args:
+        where: they exchanged.
+        only: this figure.
+    """
+    dense, ours = (next((g for g in groups if g.method == method), None) for method in METHODS)
+    if dense is None or ours is None:
+        return []
+    forms: dict[str, tuple[str, Callable[[float], str]]] = {
+        "words": (f"Ok-Topk: {{}} words a rank and step {where}, dense: {{}}.", "{:,.0f}".format),
+        "held_out_accuracy": (
+            "Ok-Topk: {} of the held-out images at the end, dense: {}; one seed.",
+            "{:.1%}".format,
+        ),
+        "step_seconds": (
+            f"Ok-Topk: {{}} a step {where}, dense: {{}}.",
+            lambda seconds: f"{1e3 * seconds:.1f} ms",
+        ),
+    }
+    found = []
+    for figure, (sentence, form) in forms.items():
+        own, other = ours.mean(figure), dense.mean(figure)
+        if only in ("", figure) and own is not None and other is not None:
+            found.append(sentence.format(form(own), form(other)))
+    return found
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; paths made absolute, because jobs run in the checkout's root."""
     title = (
@@ -171,9 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status
         took = time.monotonic() - began
         slow, problem = train_over_links(options, max(LINK_PATIENCE, LINK_SHARE * took))
-        notes = [f"A step at 1 Gb/s was not measured: {problem}."] if problem else []
+        trained = [options.output / f"{method}.h5" for method in METHODS]
+        notes = in_short(group_runs(read_runs(trained)), "here, in one host's memory")
+        notes += in_short(group_runs(read_runs(slow)), "over links of 1 Gb/s", "step_seconds") if slow else []
+        notes += [f"A step at 1 Gb/s was not measured: {problem}."] if problem else []
         table = report(
-            [options.output / f"{method}.h5" for method in METHODS],
+            trained,
             options.output,
             slow=slow,
             title="Ok-Topk beside a dense allreduce",

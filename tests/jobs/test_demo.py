@@ -24,6 +24,13 @@ def test_the_demo_ends_with_a_table_and_a_picture(tmp_path: Path, capfd: pytest.
     assert "dense on 2 ranks" in said
     assert "oktopk on 2 ranks and" in said
     assert re.search(r"^Method +Dense +Ok-Topk$", said, re.MULTILINE)
+    for figure in (
+        r"[\d,]+ words a rank and step here",
+        r"[\d.]+% of the held-out images",
+        r"[\d.]+ ms a step here",
+    ):
+        assert re.search(rf"^Ok-Topk: {figure}.*dense: [\d.,]+", said, re.MULTILINE), figure
+        assert re.search(rf"<li>Ok-Topk: {figure}", (folder / "index.html").read_text("utf-8")), figure
     made = {path.name for path in folder.iterdir()}
     assert {"dense.h5", "oktopk.h5", "index.html", "summary.csv"} <= made
     assert "A step at 1 Gb/s was not measured: the demo was started with --no-links." in said
