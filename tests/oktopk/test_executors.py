@@ -290,8 +290,6 @@ def test_displacements_give_the_bits_of_their_vectors(
         assert np.array_equal(np.concatenate([get(part) for part in parts]), shown), step
         assert report.global_nnz or fails or what == "dense"
     assert expected.residual.any()
-    for reducer in (expected, found):
-        reducer.close()
 
 
 @pytest.mark.parametrize(
@@ -357,8 +355,6 @@ def test_adamws_steps_give_the_bits_of_their_vectors(
             for one, other in zip(mine, theirs, strict=True):
                 assert np.array_equal(get(one), other, equal_nan=True), step
     assert expected.residual.any()
-    for reducer in (expected, found):
-        reducer.close()
 
 
 def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.Intracomm) -> None:

@@ -206,48 +206,6 @@ def test_another_current_stream_is_waited_for_on_both_sides(comm: MPI.Intracomm)
     assert torch.equal(parameter.detach(), torch.full_like(parameter, -5.0))
 
 
-def test_tensors_it_cannot_take_are_named_on_every_rank(comm: MPI.Intracomm) -> None:
-    odd = comm.rank == comm.size - 1  # wrong on one rank, said on all
-    where = f"rank {comm.size - 1}: "
-
-    def attempt(*parameters: torch.Tensor, **keys: float) -> None:
-        DistributedOptimizer(torch.optim.SGD(map(nn.Parameter, parameters), lr=1), comm, **keys)
-
-    good = torch.zeros(2, 6)
-    with pytest.raises(
-        ValueError, match=where + r"parameters are torch\.float32 and torch\.float16: all .* one type"
-    ):
-        attempt(good, good.half() if odd else good)
-    with pytest.raises(ValueError, match=where + "parameters are on cpu and meta: all must be on one device"):
-        attempt(good, torch.zeros(2, 6, device="meta") if odd else good)
-    with pytest.raises(ValueError, match=where + "parameters are on meta, not on cpu or cuda"):
-        attempt(torch.zeros(12, device="meta") if odd else torch.zeros(12))
-    with pytest.raises(
-        ValueError, match=where + r".*shape \(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)"
-    ):
-        attempt(torch.zeros(2, 12)[:, ::2] if odd else good)
-    with pytest.raises(ValueError, match=where + r"clip_norm -1 is not in \[0, inf\)"):
-        attempt(good, clip_norm=-1 if odd else 0)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_whose_parameters_do_not_match_are_refused(comm: MPI.Intracomm) -> None:
-    odd = comm.rank == 1
-    for mine in (
-        [torch.zeros(2, 6)] if odd else [torch.zeros(6, 2)],
-        [torch.zeros(6, 2).t()] if odd else [torch.zeros(2, 6)],
-        [torch.zeros(3), torch.zeros(4)] if odd else [torch.zeros(4), torch.zeros(3)],
-    ):
-        with pytest.raises(ValueError, match="shapes, order or memory layouts differ between ranks"):
-            DistributedOptimizer(torch.optim.SGD(map(nn.Parameter, mine), lr=1), comm)
-    with pytest.raises(ValueError, match="ranks disagree on length"):
-        DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3 + odd))], lr=1), comm)
-    with pytest.raises(ValueError, match=r"ranks disagree on clip_norm: \[0\.5, 1\.0\]"):
-        DistributedOptimizer(
-            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1), comm, clip_norm=0.5 if odd else 1.0
-        )
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_a_gpu_that_is_not_the_current_one_is_named(comm: MPI.Intracomm) -> None:
     place = torch_device("cuda", comm)

@@ -152,31 +152,6 @@ def test_without_memory_on_one_rank_all_are_told(
     assert not reducer.step(rows, values).skipped
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"element_type": "float64"}, "element_type 'float64' is not one of"),
-        ({"device": "cuda", "length": 2**33 + 1}, "a table on a GPU has at most 8589934592 rows"),
-        ({"nonfinite": "ignore"}, "nonfinite 'ignore'"),
-        ({"timeout": -1.0}, "timeout"),
-    ],
-)
-def test_bad_settings_are_a_sentence_on_all(settings: Any, text: str, comm: MPI.Intracomm) -> None:
-    mine = {"length": LENGTH, "width": WIDTH} | (settings if comm.rank == 0 else {})
-    with pytest.raises(ValueError, match=text):
-        RowSparseAllreduce(comm, **mine)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", ["length", "width", "element_type"])
-def test_ranks_that_disagree_on_the_table_are_told(name: str, comm: MPI.Intracomm) -> None:
-    mine = {"length": LENGTH, "width": WIDTH, "element_type": "float32"}
-    if comm.rank == 0:
-        mine |= {name: "bfloat16" if name == "element_type" else 9}
-    with pytest.raises(ValueError, match=f"ranks disagree on {name}"):
-        RowSparseAllreduce(comm, **mine)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("peer_memory", [False, True])
 def test_a_gpu_gives_the_bits_of_the_host(

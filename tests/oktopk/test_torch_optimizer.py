@@ -161,11 +161,6 @@ def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(c
     assert optimizer.reducer.steps == steps + 1
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused(comm: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match="LBFGS computes gradients several times a step"):
-        DistributedOptimizer(torch.optim.LBFGS(network().parameters()), comm)
-
-
 def test_schedulers_count_the_steps_of_a_wrapped_optimizer(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
