@@ -69,16 +69,12 @@ def accumulated(kind: str, n: int, rng: np.random.Generator) -> tuple[NDArray[np
     return values, {"everything": 1e-30, "nothing": 100.0, "crowded": 0.5}.get(kind, 2.5)
 
 
+SPREAD = [1, CHUNK - 1, CHUNK + 1, 50_003, GROUPED]
 # 40 M: 16 chunks a group on 132 multiprocessors
-@pytest.mark.parametrize(
-    "n",
-    [
-        *(1, CHUNK - 1, CHUNK + 1, 50_003, GROUPED),
-        pytest.param(
-            40_000_003, marks=pytest.mark.skipif(not asynchronous(), reason="minutes without a GPU")
-        ),
-    ],
-)
+LONG = pytest.param(40_000_003, marks=pytest.mark.skipif(not asynchronous(), reason="minutes without a GPU"))
+
+
+@pytest.mark.parametrize("n", [*SPREAD, LONG])
 @pytest.mark.parametrize("kind", ["spread", "crowded", "nothing"])
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type: str) -> None:
@@ -87,33 +83,26 @@ def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type:
     check_selection(device, wanted, magnitude, gradient_type, rng, room=n // 16 + 16 + 4 * CHUNK)
 
 
-def test_selections_of_everything_are_the_hosts(device: Any) -> None:
-    rng = np.random.default_rng(0)
-    wanted, magnitude = accumulated("everything", 5 * CHUNK + 7, rng)
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted))
-
-
-@pytest.mark.parametrize("shift", [1, 2, 3])
-def test_vectors_that_begin_anywhere_are_selected_from(device: Any, shift: int) -> None:
-    rng = np.random.default_rng(shift)
-    wanted, magnitude = accumulated("spread", 3 * CHUNK + 5, rng)
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted), shift=shift)
-
-
-@pytest.mark.parametrize("n", [9 * CHUNK, GROUPED])
-def test_a_list_that_is_full_counts_on_and_nothing_behind_is_written(device: Any, n: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n", "shift", "rooms"),
+    [
+        ("everything", 5 * CHUNK + 7, 0, (1,)),
+        *(("spread", 3 * CHUNK + 5, shift, (1,)) for shift in (1, 2, 3)),
+        # a list that is full counts on; what overflowed must leave nothing behind
+        *(("spread", n, 0, (200, 16, 200, 16)) for n in (9 * CHUNK, GROUPED)),
+        ("not finite", 20 * CHUNK + 3, 0, (16,)),
+    ],
+)
+def test_lists_of_any_room_of_vectors_that_begin_anywhere_are_the_hosts(
+    device: Any, kind: str, n: int, shift: int, rooms: tuple[int, ...]
+) -> None:
+    """The room is a part of the vector; nothing behind it is written, and what is not finite is counted and left as it was."""
     rng = np.random.default_rng(n)
-    wanted, magnitude = accumulated("spread", n, rng)
-    for _ in range(2):  # what overflowed must leave nothing behind
-        check_selection(device, wanted, magnitude, "float32", rng, room=n // 200)
-        check_selection(device, wanted, magnitude, "float32", rng, room=n // 16)
-
-
-def test_what_is_not_finite_is_counted_and_left_as_it_was(device: Any) -> None:
-    rng = np.random.default_rng(3)
-    wanted, magnitude = accumulated("spread", 20 * CHUNK + 3, rng)
-    wanted[[0, CHUNK, CHUNK + 1, -1]] = [np.nan, np.inf, -np.inf, np.nan]
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted) // 16)
+    wanted, magnitude = accumulated(kind, n, rng)
+    if kind == "not finite":
+        wanted[[0, CHUNK, CHUNK + 1, -1]] = [np.nan, np.inf, -np.inf, np.nan]
+    for part in rooms:
+        check_selection(device, wanted, magnitude, "float32", rng, room=n // part, shift=shift)
 
 
 def check_selection(

@@ -102,22 +102,6 @@ def test_a_skipped_exact_step_is_made_up_for_at_once(comm: MPI.Intracomm) -> Non
     assert "boundaries" not in reducer.step(third).seconds
 
 
-def test_instances_side_by_side_share_nothing(comm: MPI.Intracomm) -> None:
-    lengths = (300, 1100, 300)
-    together = [GradientAllreduce(comm, length, "oktopk", density=0.1) for length in lengths]
-    alone = [GradientAllreduce(comm, length, "oktopk", density=0.1) for length in lengths]
-    drawn = [gradients(comm, length, 6) for length in lengths]
-    interleaved: list[list[bytes]] = [[] for _ in lengths]
-    for step in range(6):
-        for i in (1, 0, 2):
-            together[i].step(drawn[i][step])
-            interleaved[i].append(together[i].update.tobytes())
-    for i in range(len(lengths)):
-        for step in range(6):
-            alone[i].step(drawn[i][step])
-            assert alone[i].update.tobytes() == interleaved[i][step]
-
-
 def test_a_sub_communicator_works_by_itself(comm: MPI.Intracomm) -> None:
     half = comm.Split(comm.rank % 2, comm.rank)
     reducer = GradientAllreduce(half, 500, "oktopk", density=0.1, average=False)

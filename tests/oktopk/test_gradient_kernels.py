@@ -77,15 +77,15 @@ def test_the_pass_accumulates_and_packs_what_reaches_the_threshold(length: int, 
     check_accumulate_select(integers(1, length), integers(2, length), bits)
 
 
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, 3 * BLOCK + 13])
-def test_the_pass_can_pack_everything(length: int) -> None:
-    check_accumulate_select(np.full(length, 2, np.float32), integers(2, length, most=1), 1)
-
-
-@pytest.mark.parametrize("missing", [0, 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 13])
-def test_a_pass_that_overflows_counts_on_and_stays_in_its_list(missing: int) -> None:
-    length = 3 * BLOCK + 13
-    check_accumulate_select(np.ones(length, np.float32), np.zeros(length, np.float32), 1, length - missing)
+@pytest.mark.parametrize(
+    ("length", "missing"),
+    [
+        *((length, 0) for length in (BLOCK - 1, BLOCK)),
+        *((3 * BLOCK + 13, missing) for missing in (0, 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 13)),
+    ],
+)
+def test_a_pass_that_packs_everything_counts_on_where_its_list_is_full(length: int, missing: int) -> None:
+    check_accumulate_select(np.full(length, 2, np.float32), integers(2, length, most=1), 1, length - missing)
 
 
 def test_a_pass_that_overflows_midway_accumulates_and_counts_to_the_end() -> None:
@@ -273,26 +273,20 @@ def test_nonfinite_sums_leave_the_residual_and_the_list_alone(
     check_accumulate_select(*vectors, max(1, bits))
 
 
+@pytest.mark.parametrize("all_added", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_undo_gives_the_residual_back(length: int) -> None:
+def test_undo_gives_the_residual_back(length: int, all_added: bool) -> None:
+    """Where not all sums were finite, and huge elements where all were added."""
     gradient, residual = integers(3, length), integers(4, length)
-    # not finite; finite but overflowing; -0.0
-    gradient[0], gradient[length // 2], gradient[length - 1] = np.nan, LARGEST, -np.inf
-    residual[length // 2] = LARGEST
+    if all_added:
+        gradient[length - 1], residual[length - 1] = LARGEST, 0
+    else:  # not finite; finite but overflowing; -0.0
+        gradient[0], gradient[length // 2], gradient[length - 1] = np.nan, LARGEST, -np.inf
+        residual[length // 2] = LARGEST
     after = residual.copy()
     kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
     assert length < 4 or not np.array_equal(after, residual)
-    kernels.undo_accumulate(gradient, after)
-    assert after.tolist() == residual.tolist()
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_undo_gives_huge_elements_back_where_all_were_added(length: int) -> None:
-    gradient, residual = integers(3, length), integers(4, length)
-    gradient[length - 1], residual[length - 1] = LARGEST, 0
-    after = residual.copy()
-    kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
-    kernels.undo_accumulate(gradient, after, all_added=True)
+    kernels.undo_accumulate(gradient, after, **({"all_added": True} if all_added else {}))
     assert after.tolist() == residual.tolist()
 
 

@@ -580,6 +580,10 @@ BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "replicas that differ": (lambda state: reducer(state).update(unaided=7), "ranks disagree on unaided"),
     "groups": (other_group, "the state has groups of"),
+    "groups beside gradients": (
+        other_group,
+        r"the state has groups of \[5\] parameters, the optimizer of \[6\]",
+    ),
 }
 
 
@@ -592,6 +596,7 @@ BROKEN: dict[str, tuple[Callable[[Any], object], str]] = {
         case("ranks", "a step that is none"),
         case("ranks", "a rank that is none"),
         case("ranks", "a moment is missing", least=2),
+        case("ranks", "groups beside gradients"),
         *shards("a shorter residual"),
         *(
             each
@@ -606,7 +611,8 @@ def test_a_broken_state_of_one_rank_is_named_by_all_and_loaded_by_none(replicas:
     if what == "replicas that differ" and len(replicas.mates(0)) == comm.size:
         pytest.skip("one replica")
     model = replicas.model()
-    optimizer = replicas.wrap(model, timeout=60.0)
+    sends = "gradients" if "gradients" in what else "updates"
+    optimizer = replicas.wrap(model, timeout=60.0, sends=sends)
     train(model, optimizer, comm.rank, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, comm.rank, range(2, 3))

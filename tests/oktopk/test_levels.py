@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections import Counter
@@ -640,37 +639,3 @@ def test_a_host_that_cannot_share_memory_is_a_sentence_or_flat(
             reducer = GradientAllreduce(comm, 100, ranks_per_host=2)
         assert reducer.levels == "flat" and "Too many open files" in reducer.flat_reason
         reducer.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_model_trains_as_alone_but_for_what_is_in_the_residuals(comm: MPI.Intracomm) -> None:
-    """A linear loss, whose gradients depend on the data alone. They are copied into memory that the host shares."""
-    if comm.size > 5:
-        pytest.skip("two hosts show it, and each rank imports torch")
-    torch = pytest.importorskip("torch")
-    from oktopk import DistributedOptimizer
-
-    torch.manual_seed(3)
-    model = torch.nn.Linear(40, 30)
-    alone = copy.deepcopy(model)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DistributedOptimizer(inner, comm, density=0.1, levels="hosts", ranks_per_host=2)
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(4):
-        x = torch.randn(comm.size, 8, 40, generator=generator)
-        optimizer.zero_grad()
-        model(x[comm.rank]).mean().backward()
-        assert np.shares_memory(optimizer.gradient, optimizer.reducer.gradient_buffer)
-        optimizer.step()
-        plain.zero_grad()
-        alone(x.flatten(0, 1)).mean().backward()
-        plain.step()
-    unsent = np.sum(comm.allgather(optimizer.reducer.gathered_residual()), axis=0) / comm.size
-    assert unsent.any()
-    mine, expected = (
-        np.concatenate([p.detach().numpy().ravel() for p in m.parameters()]) for m in (model, alone)
-    )
-    assert np.allclose(mine - 0.1 * unsent, expected, atol=1e-6)
-    assert optimizer.report is not None and optimizer.report.levels == "hosts"
-    assert len(set(comm.allgather(mine.tobytes()))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,13 +37,18 @@ def backward(model: nn.Module, rank: int, step: int, share: int = 1) -> None:
     (nn.functional.cross_entropy(scores, labels.to(parameter.device)) / share).backward()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "levels"),
+    [*((method, {}) for method in METHODS), ("oktopk", {"levels": "hosts", "ranks_per_host": 2})],
+    ids=str,
+)
 def test_every_step_subtracts_exactly_the_update_that_was_reduced(
-    comm: MPI.Intracomm, method: str, place: torch.device
+    comm: MPI.Intracomm, method: str, levels: dict[str, Any], place: torch.device
 ) -> None:
+    """In two levels gradients are copied into memory that the host shares."""
     model = network().to(place)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = DistributedOptimizer(inner, comm, method, density=0.05, threshold_interval=3)
+    optimizer = DistributedOptimizer(inner, comm, method, density=0.05, threshold_interval=3, **levels)
     for step in range(6):
         before = flat(model)
         optimizer.zero_grad()
@@ -54,6 +60,9 @@ def test_every_step_subtracts_exactly_the_update_that_was_reduced(
         assert len(set(comm.allgather(flat(model).tobytes()))) == 1
         assert optimizer.gradient.dtype == np.float32
         assert np.count_nonzero(optimizer.gradient)
+    assert optimizer.report.levels == levels.get("levels", "flat")
+    if levels and place.type == "cpu":
+        assert np.shares_memory(optimizer.gradient, optimizer.reducer.gradient_buffer)
 
 
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])

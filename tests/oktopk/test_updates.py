@@ -16,7 +16,7 @@ from torch import nn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
-from oktopk.torch import updates
+from oktopk.torch import AdamW, updates
 from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer, betas_of_replica, most_share
 from tests.replicas import OPTIMIZERS, Replicas
@@ -264,22 +264,38 @@ def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intra
 # state
 
 
-def test_a_state_of_gradients_loads_with_an_empty_residual_and_a_warning(
-    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("gradients", "no 'updates'"),
+        ("the wrapped optimizer alone", "that was not wrapped"),
+        ("a reducer alone", "no 'updates'"),
+    ],
+)
+def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
+    comm: MPI.Intracomm, what: str, why: str, recwarn: pytest.WarningsRecorder
 ) -> None:
+    """As `set_optimizer_state_dict` of torch.distributed.checkpoint loads one, while ranks hold parameters of their own."""
     model = network()
-    before = wrap(model, comm, sends="gradients")
-    train(model, before, comm.rank, range(3))
-    state, weights = before.state_dict(), flat(model)
-    other = network()
-    optimizer = wrap(other, comm)
-    other.load_state_dict(model.state_dict())
+    optimizer = wrap(model, comm, sends="gradients" if what == "gradients" else "updates")
+    train(model, optimizer, comm.rank, range(5))
+    state = optimizer.state_dict()
+    if what == "gradients":
+        reference, weights, model = flat(model), model.state_dict(), network()
+        optimizer = wrap(model, comm)
+        model.load_state_dict(weights)
+    else:
+        reference = optimizer._reference.vector.numpy().copy()
+        kept = ("state", "param_groups", *["reducer"] * (what == "a reducer alone"))
+        state = {name: state[name] for name in kept}
     optimizer.load_state_dict(state)
+    told = [str(warning.message) for warning in recwarn if "residuals start empty" in str(warning.message)]
+    assert [why in sentence for sentence in told] == [True] * (comm.rank == 0)
+    assert np.array_equal(optimizer._reference.vector.numpy(), reference)
     assert not optimizer.reducer.residual.any()
-    assert np.array_equal(optimizer._reference.vector.numpy(), weights)
-    assert any("residuals start empty" in str(w.message) for w in recwarn) == (comm.rank == 0)
-    train(other, optimizer, comm.rank, range(3, 5))
-    check_agreed(other, optimizer, comm)
+    assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+    train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
+    check_agreed(model, optimizer, comm)
 
 
 def test_no_host_sums_updates_where_levels_are_left_to_the_library(comm: MPI.Intracomm) -> None:
@@ -410,6 +426,7 @@ class SignsOfMomentum(torch.optim.Optimizer):
     ("kind", "settings", "expected"),
     [
         (torch.optim.AdamW, {}, most_share),
+        (AdamW, {}, most_share),
         (torch.optim.RAdam, {"method": "oktopk"}, most_share),
         (torch.optim.AdamW, {"shared_by": 1}, lambda ranks: 0.05 / ranks**0.5),
         (torch.optim.AdamW, {"every": 2}, lambda ranks: 1 / ranks),
@@ -630,27 +647,3 @@ def test_a_density_whose_steps_are_dense_takes_gradients(comm: MPI.Intracomm) ->
     assert not isinstance(optimizer, UpdatesOptimizer)
     with pytest.warns(UserWarning, match="the dense path runs") if comm.rank == 0 else nullcontext():
         train(model, optimizer, comm.rank, range(1))
-
-
-@pytest.mark.parametrize("kept", [(), ("reducer",)])
-def test_a_state_of_the_wrapped_optimizer_alone_leaves_the_reference_as_it_is(
-    comm: MPI.Intracomm, kept: tuple[str, ...]
-) -> None:
-    """As `set_optimizer_state_dict` of torch.distributed.checkpoint loads it, while ranks hold parameters of their own."""
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(5))
-    reference = optimizer._reference.vector.clone()
-    state = optimizer.state_dict()
-    part = {name: state[name] for name in ("state", "param_groups", *kept)}
-    why = "no 'updates'" if kept else "that was not wrapped"
-    with (
-        pytest.warns(UserWarning, match=f"{why}.*: residuals start empty")
-        if comm.rank == 0
-        else nullcontext()
-    ):
-        optimizer.load_state_dict(part)
-    assert torch.equal(optimizer._reference.vector, reference)
-    assert not optimizer.reducer.residual.any()
-    assert len(set(comm.allgather(flat(model).tobytes()))) == 1
-    train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
