@@ -14,7 +14,7 @@ from collectives.element_types import ELEMENT_TYPES
 from collectives.transport import NoPeerMemoryError
 from oktopk import MissingRanksError, NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
-from tests.devices import get, put
+from tests.devices import get, on_gpus, put
 from tests.rows import touched, widened
 
 pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
@@ -100,26 +100,20 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_rows_on_one_rank_are_one_error_on_all(bad: str, comm: MPI.Intracomm) -> None:
-    rows, values, text = BAD[bad]
-    last = comm.size - 1
-    reducer = table(comm)
-    reducer.step(*gradient(comm.rank, 0))
-    with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
-        reducer.step(*((rows, values) if comm.rank == last else gradient(comm.rank, 1)))
-    assert not reducer.step(*gradient(comm.rank, 1)).skipped
+ON_GPU = [
+    pytest.param("cuda", bad, marks=on_gpus) for bad in ("beyond the table", "negative", "fewer values")
+]
 
 
-@pytest.mark.parametrize("bad", ["beyond the table", "negative", "fewer values"])
-def test_bad_rows_on_one_gpu_are_one_error_on_all(bad: str, cuda: str, comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize(("device", "bad"), [*(("cpu", bad) for bad in BAD), *ON_GPU], indirect=["device"])
+def test_bad_rows_on_one_rank_are_one_error_on_all(device: str, bad: str, comm: MPI.Intracomm) -> None:
     rows, values, text = BAD[bad]
     last = comm.size - 1
-    good = [put(cuda, array) for array in gradient(comm.rank, 1)]
-    reducer = table(comm, device=cuda, peer_memory=True)
+    good = [put(device, array) for array in gradient(comm.rank, 1)]
+    reducer = table(comm, device=device, peer_memory=device == "cuda" or None)
     for _ in range(2):  # before and after there are windows
         with pytest.raises(ValueError, match=f"(rank {last}|all ranks): .*{text}"):
-            reducer.step(*((put(cuda, rows), put(cuda, values)) if comm.rank == last else good))
+            reducer.step(*((put(device, rows), put(device, values)) if comm.rank == last else good))
         assert not reducer.step(*good).skipped
 
 
