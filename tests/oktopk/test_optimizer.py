@@ -139,7 +139,7 @@ def test_a_gradient_that_is_not_finite_leaves_parameters_and_momenta_alone(
     ],
     ids=str,
 )
-def test_a_run_reloaded_and_a_copy_continue_bit_for_bit_and_leave_the_other_alone(
+def test_a_reloaded_run_and_a_copy_continue_bit_for_bit(
     comm: MPI.Intracomm, method: str, more: dict[str, object]
 ) -> None:
     settings = {"density": 0.05, "threshold_interval": 3, "boundary_interval": 4} | more

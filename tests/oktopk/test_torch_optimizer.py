@@ -84,7 +84,7 @@ def state_dicts() -> ModuleType:
     return importlib.import_module("torch.distributed.checkpoint.state_dict")
 
 
-def test_torchs_distributed_checkpoint_takes_the_state_and_fills_that_of_a_new_optimizer(
+def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
     comm: MPI.Intracomm, state_dicts: ModuleType
 ) -> None:
     """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
