@@ -39,6 +39,7 @@ MAKE: dict[str, Callable[..., Any]] = {
 ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
     ("reducer", {"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),  # others are in test_settings
     ("reducer", {"density": "0.1"}, "density '0.1' is not a number"),
+    ("reducer", {"speed": 3}, "speed: unknown setting; valid: "),
     ("reducer", {"method": "topkk"}, "method 'topkk' is not one of dense, "),
     ("reducer", {"length": 0}, r"length 0 is not in \[1, 2147483647\]"),
     ("reducer", {"length": 2**31}, r"length 2147483648 is not in \[1, 2147483647\].*several buckets"),
