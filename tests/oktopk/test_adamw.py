@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -181,53 +180,6 @@ def test_on_one_rank_training_is_that_of_torchs_adamw_alone_to_rounding() -> Non
     train(model, optimizer, 0, range(20))
     assert loss(model, 0, 20).item() < 0.5 * loss(smooth(), 0, 20).item()
     assert np.allclose(flat(alone), flat(model), atol=1e-5)
-    optimizer.close()
-
-
-def test_training_is_near_that_of_torchs_adamw(comm: MPI.Intracomm) -> None:
-    """Of first moves, whose magnitudes are nearly equal, rounding decides which ones are selected."""
-    losses = []
-    for kind in (OURS, TORCHS):
-        model = smooth()
-        optimizer = wrap(kind, model.parameters(), comm, {"density": 0.2}, weight_decay=0.1, lr=1e-2)
-        train(model, optimizer, comm.rank, range(20))
-        losses.append(comm.allreduce(loss(model, comm.rank, 20).item()))
-        optimizer.close()
-    start = comm.allreduce(loss(smooth(), comm.rank, 20).item())
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
-    assert losses[0] < 0.5 * start
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_gradscaler_keeps_the_rank_alone_that_has_an_inf(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(OURS, model.parameters(), comm, {})
-    scaler, scheduler = torch.amp.GradScaler("cpu", init_scale=1024.0), None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # a scheduler that sees no step of the optimizer
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner, 0.9)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(loss(model, comm.rank, step)).backward()
-            if step == 2 and comm.rank == 1:
-                model[0].weight.grad[0, 0] = math.inf
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-    assert scaler.get_scale() == (512.0 if comm.rank == 1 else 1024.0)
-    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
-    assert steps == {3.0 if comm.rank == 1 else 4.0}
-    assert len(set(comm.allgather(optimizer._reference.vector.numpy().tobytes()))) == 1
-
-
-def test_what_a_user_writes_within_agreed_stays(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(OURS, model.parameters(), comm, {})
-    train(model, optimizer, comm.rank, range(3))
-    with optimizer.agreed(), torch.no_grad():
-        model[0].weight.fill_(0.5)
-    train(model, optimizer, comm.rank, range(3, 4))
-    assert 0 < (model[0].weight - 0.5).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("way", ["ours", "to torch's", "from torch's"])
@@ -330,12 +282,3 @@ def test_alone_it_is_torchs() -> None:
             optimizer.step()
         values.append(torch.cat([p.detach().reshape(-1) for p in held]))
     assert torch.equal(*values)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_must_have_it_alike(comm: MPI.Intracomm) -> None:
-    model = network()
-    with pytest.raises(
-        ValueError, match=r"ranks disagree on whether the optimizer is an oktopk\.torch\.AdamW"
-    ):
-        wrap(OURS if comm.rank else TORCHS, model.parameters(), comm, {})

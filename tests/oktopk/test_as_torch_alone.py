@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,10 +22,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "vector": {},
     "overlap": {"overlap": True, "bucket_mb": 0.0005},
     "two levels": {"levels": "hosts", "ranks_per_host": 2},
+    "updates": {"sends": "updates"},
+    "updates of hosts": {"sends": "updates", "replica": "host", "ranks_per_host": 2},
 }
-SETTINGS: dict[str, dict[str, Any]] = {
-    "int8": {"wire": "int8"},
-}
+GRADIENTS = [way for way in WAYS if "updates" not in way]
 SPARSE = {"density": 0.1, "threshold_interval": 2}
 
 
@@ -130,7 +131,7 @@ def test_a_model_converted_after_wrapping_trains_on(
     [
         *(
             (way, lambda model: model.bfloat16(), r"type .* was torch\.float32 when .* is torch\.bfloat16")
-            for way in WAYS
+            for way in GRADIENTS
         ),
         ("vector", lambda model: model.double(), r"type .* was torch\.float32 when .* is torch\.float64"),
         (
@@ -162,7 +163,7 @@ def run(
     comm: MPI.Intracomm, way: str, wrap: Callable[[nn.Module], torch.optim.Optimizer], **settings: Any
 ) -> tuple[Any, DistributedOptimizer, Callable[..., Any]]:
     model: Any = Heads()
-    chosen = {**SPARSE, **WAYS[way], **settings, "sends": "gradients"}
+    chosen = {"sends": "gradients"} | SPARSE | WAYS[way] | settings
     optimizer = DistributedOptimizer(wrap(model), comm, **chosen)
     steps = iter(range(1000))
 
@@ -197,16 +198,18 @@ def test_parameters_that_the_model_has_no_more_are_warned_of(comm: MPI.Intracomm
         ("overlap", "None", "sgd"),
         ("two levels", "requires_grad", "adamw"),
         ("two levels", "None", "int8"),
+        ("updates", "None", "adamw"),
+        ("updates of hosts", "None", "adamw"),
     ],
 )
 def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
     comm: MPI.Intracomm, way: str, how: str, kind: str
 ) -> None:
-    settings: dict[str, Any] = SETTINGS.get(kind, {})
+    """Decay included."""
     wrap = adamw if kind == "adamw" else sgd
     if kind == "correction":
         wrap = lambda model: torch.optim.SGD(model.parameters(), lr=0.05)  # noqa: E731
-    model, optimizer, step = run(comm, way, wrap, **settings)
+    model, optimizer, step = run(comm, way, wrap, **({"wire": "int8"} if kind == "int8" else {}))
     for _ in range(3):
         step()
     frozen = slice(model.body.weight.numel() + 6, -(3 * 96 + 3))  # of head a
@@ -216,13 +219,15 @@ def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
     for _ in range(3):
         step("ab" if how == "requires_grad" else "b")
         assert torch.equal(model.a.weight, kept[0])
-        residual = comm.allreduce(optimizer.reducer.gathered_residual()[frozen])
-        assert np.allclose(residual, comm.allreduce(kept[1]), atol=1e-6)
+        residual = optimizer.reducer.gathered_residual()[frozen]
+        assert np.allclose(comm.allreduce(residual), comm.allreduce(kept[1]), atol=1e-6)
+        assert np.array_equal(residual, kept[1]) or "updates" not in way
     assert not torch.equal(model.b.weight, Heads().b.weight)
     model.a.requires_grad_(True)
     step()
     assert not torch.equal(model.a.weight, kept[0])
-    assert np.array_equal(flat(model), comm.bcast(flat(model)))
+    with optimizer.agreed():
+        assert np.array_equal(flat(model), comm.bcast(flat(model)))
 
 
 @pytest.mark.parametrize(
@@ -240,63 +245,51 @@ def test_a_parameter_that_no_rank_uses_is_left_alone(comm: MPI.Intracomm, way: s
         before = model.b.weight.detach().clone()
         step("ab" if turn % comm.size == comm.rank else "a")
         assert not torch.equal(model.b.weight, before)
-        assert np.array_equal(flat(model), comm.bcast(flat(model)))
+        with optimizer.agreed():
+            assert np.array_equal(flat(model), comm.bcast(flat(model)))
     step()
     assert not torch.equal(model.b.weight, before)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("way", WAYS)
-def test_rates_that_part_are_named_by_all_ranks_before_the_parameters_do(
-    comm: MPI.Intracomm, way: str
+@pytest.mark.parametrize(
+    ("way", "name"), [*((way, "lr") for way in GRADIENTS), ("vector", "betas"), ("updates", "betas")]
+)
+def test_settings_that_part_are_named_by_all_ranks_before_the_parameters_do(
+    comm: MPI.Intracomm, way: str, name: str
 ) -> None:
+    """A rate behind a schedule; betas in a list, as a file of settings gives them, which changes where it is."""
     model: Any = Heads()
     groups = [{"params": model.body.parameters()}, {"params": [*model.a.parameters(), *model.b.parameters()]}]
-    inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    optimizer = DistributedOptimizer(inner, comm, **SPARSE, **WAYS[way])
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    inner = torch.optim.AdamW(groups, lr=0.1)
+    optimizer: Any = DistributedOptimizer(inner, comm, **{"sends": "gradients"} | SPARSE | WAYS[way])
+    group, schedule = optimizer.param_groups[1], torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    group["betas"] = [0.9, 0.99]
     for step in range(3):
         optimizer.zero_grad()
         backward(model, comm.rank, step)
         optimizer.step()
         schedule.step()
-    optimizer.param_groups[1]["lr"] = 0.03 if comm.rank == comm.size - 1 else 0.02
+    if name == "lr":
+        group["lr"] = 0.03 if comm.rank == comm.size - 1 else 0.02
+    else:
+        group["betas"][1] = 0.7 if comm.rank == comm.size - 1 else 0.5
     before, control = flat(model), optimizer.report.control_messages
     optimizer.zero_grad()
     backward(model, comm.rank, 3)
-    listed = ", ".join(
-        f"{0.03 if rank == comm.size - 1 else 0.02} on rank {rank}" for rank in range(comm.size)
-    )
-    with pytest.raises(
-        ValueError, match=rf"'lr' of the optimizer's group 1 differs between ranks: {listed}\. "
-    ):
+    values = comm.allgather(group["lr"] if name == "lr" else tuple(group["betas"]))
+    listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+    sentence = re.escape(f"'{name}' of the optimizer's group 1 differs between ranks: {listed}. ")
+    with pytest.raises(ValueError, match=sentence):
         optimizer.step()
-    assert np.array_equal(flat(model), before) and control
+    assert way == "updates" or np.array_equal(flat(model), before)
+    assert control
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("sends", ["gradients", "updates"])
-def test_betas_that_part_in_a_list_are_named_by_all_ranks(comm: MPI.Intracomm, sends: str) -> None:
-    """As a file of settings gives them; a list changes where it is."""
-    model = Heads()
-    optimizer = DistributedOptimizer(adamw(model), comm, **SPARSE, sends=sends)
-    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, comm.rank, step)
-        optimizer.step()
-    optimizer.param_groups[0]["betas"][1] = 0.5 if comm.rank == 0 else 0.7
-    with pytest.raises(
-        ValueError, match=r"'betas' .* group 0 differs .*: \(0\.9, 0\.5\) on rank 0, \(0\.9, 0\.7\)"
-    ):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("sends", ["gradients", "updates"])
-def test_groups_that_a_user_divides_are_stepped_on(comm: MPI.Intracomm, sends: str) -> None:
+@pytest.mark.parametrize("way", ["vector", "updates"])
+def test_groups_that_a_user_divides_are_stepped_on(comm: MPI.Intracomm, way: str) -> None:
     """`param_groups` and `state` can be set, as of torch's own."""
-    model = Heads()
-    optimizer = DistributedOptimizer(adamw(model), comm, **SPARSE, sends=sends)
+    model, optimizer, step = run(comm, way, adamw)
     (group,) = optimizer.param_groups
     optimizer.param_groups = [
         {**group, "params": group["params"][:2], "lr": 0.0},
@@ -304,10 +297,8 @@ def test_groups_that_a_user_divides_are_stepped_on(comm: MPI.Intracomm, sends: s
     ]
     before = model.body.weight.detach().clone(), model.a.weight.detach().clone()
     optimizer.load_state_dict(optimizer.state_dict())
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(model, comm.rank, step)
-        optimizer.step()
+    step()
+    step()
     optimizer.state = type(optimizer.state)(dict)
     assert torch.equal(model.body.weight, before[0]) and not torch.equal(model.a.weight, before[1])
     assert not optimizer.inner.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +13,21 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
-from oktopk.cpu.accumulate import HostDisplacement
-from oktopk.cpu.adamw import HostAdamW
-from oktopk.cpu.kernels import BLOCK, ShardSum
-from oktopk.cpu.kernels import accumulate_select as select_on_host
-from oktopk.cpu.kernels import undo_accumulate as undo_on_host
-from oktopk.displacement import adamw_terms
-from oktopk.levels import Layout
 from oktopk.thresholds import CANDIDATES
-from tests.devices import asynchronous, gpus, on_gpus
+from tests.devices import asynchronous, gpus, narrowed, on_gpus
 from tests.inputs import entries_with
+from tests.rows import widened
+from tests.sides import (
+    GUARD,
+    Held,
+    Side,
+    bits_of,
+    check_adamw,
+    check_displacement,
+    check_select,
+    check_shard_sums,
+    wild,
+)
 
 pytestmark = [on_gpus, pytest.mark.host_cuda(ranks=0)]
 
@@ -29,7 +35,6 @@ CHUNK, TILE = 4096, 65_536  # the widest
 # several chunks a group: 2 on 132 multiprocessors, 8 on the 4 of the host that stands in for them
 GROUPED = 6_000_001 if asynchronous() else 600_001
 MANY_TILES = (100 if asynchronous() else 20) * TILE
-GUARD = 64
 POISON = 0xA5
 
 
@@ -69,16 +74,12 @@ def accumulated(kind: str, n: int, rng: np.random.Generator) -> tuple[NDArray[np
     return values, {"everything": 1e-30, "nothing": 100.0, "crowded": 0.5}.get(kind, 2.5)
 
 
+SPREAD = [1, CHUNK - 1, CHUNK + 1, 50_003, GROUPED]
 # 40 M: 16 chunks a group on 132 multiprocessors
-@pytest.mark.parametrize(
-    "n",
-    [
-        *(1, CHUNK - 1, CHUNK + 1, 50_003, GROUPED),
-        pytest.param(
-            40_000_003, marks=pytest.mark.skipif(not asynchronous(), reason="minutes without a GPU")
-        ),
-    ],
-)
+LONG = pytest.param(40_000_003, marks=pytest.mark.skipif(not asynchronous(), reason="minutes without a GPU"))
+
+
+@pytest.mark.parametrize("n", [*SPREAD, LONG])
 @pytest.mark.parametrize("kind", ["spread", "crowded", "nothing"])
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
 def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type: str) -> None:
@@ -87,33 +88,26 @@ def test_selections_are_the_hosts(device: Any, n: int, kind: str, gradient_type:
     check_selection(device, wanted, magnitude, gradient_type, rng, room=n // 16 + 16 + 4 * CHUNK)
 
 
-def test_selections_of_everything_are_the_hosts(device: Any) -> None:
-    rng = np.random.default_rng(0)
-    wanted, magnitude = accumulated("everything", 5 * CHUNK + 7, rng)
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted))
-
-
-@pytest.mark.parametrize("shift", [1, 2, 3])
-def test_vectors_that_begin_anywhere_are_selected_from(device: Any, shift: int) -> None:
-    rng = np.random.default_rng(shift)
-    wanted, magnitude = accumulated("spread", 3 * CHUNK + 5, rng)
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted), shift=shift)
-
-
-@pytest.mark.parametrize("n", [9 * CHUNK, GROUPED])
-def test_a_list_that_is_full_counts_on_and_nothing_behind_is_written(device: Any, n: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n", "shift", "rooms"),
+    [
+        ("everything", 5 * CHUNK + 7, 0, (1,)),
+        *(("spread", 3 * CHUNK + 5, shift, (1,)) for shift in (1, 2, 3)),
+        # a list that is full counts on; what overflowed must leave nothing behind
+        *(("spread", n, 0, (200, 16, 200, 16)) for n in (9 * CHUNK, GROUPED)),
+        ("not finite", 20 * CHUNK + 3, 0, (16,)),
+    ],
+)
+def test_lists_of_any_room_of_vectors_that_begin_anywhere_are_the_hosts(
+    device: Any, kind: str, n: int, shift: int, rooms: tuple[int, ...]
+) -> None:
+    """The room is a part of the vector; nothing behind it is written, and what is not finite is counted and left as it was."""
     rng = np.random.default_rng(n)
-    wanted, magnitude = accumulated("spread", n, rng)
-    for _ in range(2):  # what overflowed must leave nothing behind
-        check_selection(device, wanted, magnitude, "float32", rng, room=n // 200)
-        check_selection(device, wanted, magnitude, "float32", rng, room=n // 16)
-
-
-def test_what_is_not_finite_is_counted_and_left_as_it_was(device: Any) -> None:
-    rng = np.random.default_rng(3)
-    wanted, magnitude = accumulated("spread", 20 * CHUNK + 3, rng)
-    wanted[[0, CHUNK, CHUNK + 1, -1]] = [np.nan, np.inf, -np.inf, np.nan]
-    check_selection(device, wanted, magnitude, "float32", rng, room=len(wanted) // 16)
+    wanted, magnitude = accumulated(kind, n, rng)
+    if kind == "not finite":
+        wanted[[0, CHUNK, CHUNK + 1, -1]] = [np.nan, np.inf, -np.inf, np.nan]
+    for part in rooms:
+        check_selection(device, wanted, magnitude, "float32", rng, room=n // part, shift=shift)
 
 
 def check_selection(
@@ -125,84 +119,28 @@ def check_selection(
     room: int,
     shift: int = 0,
 ) -> None:
-    import cupy
+    """The gradient lies so many elements behind where memory begins."""
+    gradient, stored = rounded_down(wanted, gradient_type)
+    residual = rng.standard_normal(len(wanted), np.float32) * np.float32(1e-3)
+    side = Side(device, gradient_type)
+    on_device = side.hold(stored, shift)
+    check_select(side, on_device.array, gradient, side.hold(residual, 0), magnitude, room)
+    assert on_device.get().tobytes() == stored.tobytes()
 
-    from oktopk.cuda.kernels import DeviceKernels
 
-    n = len(wanted)
-    gradient = wanted.copy()
-    if gradient_type == "bfloat16":
-        gradient = (gradient.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
-    edges = rng.integers(0, n + 1, 5)
-    boundaries = np.sort(np.array([0, *edges, min(n, CHUNK), min(n, CHUNK), n, n], np.int64))
-    bits = magnitude_bits(magnitude)
-
-    stored = gradient if gradient_type == "float32" else (gradient.view(np.uint32) >> 16).astype(np.uint16)
-    on_device = cupy.empty(n + shift, stored.dtype)[shift:]
-    on_device.set(stored)
-    left = cupy.asarray(residual)
-    whole = entries_of(device, np.full(room + GUARD, POISON, np.uint64).view(ENTRY))
-    found = DeviceKernels(device, gradient_type).accumulate_select(
-        on_device, left, bits, whole[:room], boundaries
-    )
-
-    packed = np.empty(n + BLOCK, ENTRY)
-    expected = select_on_host(gradient, residual, bits, packed)
-    packed = packed[: expected.nnz]
-    assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
-    assert left.get().tobytes() == residual.tobytes()
-    got = whole.get()
-    assert np.all(got[room:].view(np.uint64) == POISON)
-    if expected.nnz <= room:
-        assert got[: expected.nnz].tobytes() == packed.tobytes()
-        assert found.offsets.tolist() == np.searchsorted(packed["index"], boundaries).tolist()
+def rounded_down(vector: NDArray[np.float32], gradient_type: str) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """What a gradient type holds of a vector, as float32 and as it is stored."""
+    stored = narrowed(vector, gradient_type)
+    return widened(stored, gradient_type), stored
 
 
 @pytest.mark.parametrize("block", [1024, 768, 100, 7], ids=lambda block: f"blocks of {block}")
 @pytest.mark.parametrize("gradient_type", ["float32", "bfloat16", "float16"])
-def test_a_shard_is_summed_where_it_is_selected_from(
-    device: Any, gradient_type: str, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cupy
-
-    from oktopk.cuda.kernels import DeviceKernels
-
-    rng, length, shards = np.random.default_rng(block), 3 * CHUNK + 700, 2
-    rows = rng.standard_normal((3, length)).astype(np.float32)
-    rows[1, [5, length - 1]] = np.inf, np.nan
-    if gradient_type == "bfloat16":
-        rows = (rows.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-        stored: Any = (rows.view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        stored = rows.astype(gradient_type)
-        rows = stored.astype(np.float32)
-    theirs = [cupy.asarray(row) for row in stored]
-    windows = cupy.asarray(np.array([row.data.ptr - 256 for row in theirs], np.uint64))
-    kernels, layout = DeviceKernels(device, gradient_type), Layout((0,) * shards, length)
-    monkeypatch.setattr("oktopk.levels.BLOCK", block)
-    for shard in range(shards):
-        n = layout.shard_length(shard)
-        cut = {"block": layout.block, "shards": layout.shards, "shard": shard}
-        summed = kernels.shard_sum(
-            device.allocate(n, np.float32), windows=windows.data.ptr, first=256, ranks=3, **cut
-        )
-        on_host = ShardSum(rows, **cut, out=np.empty(n, np.float32))
-        added = summed.summed().get()
-        added[np.isnan(added)] = np.nan  # a GPU makes another NaN of Inf and NaN than the host
-        assert added.tobytes() == on_host.summed().tobytes()
-        residual = rng.standard_normal(n, np.float32)
-        left, packed = cupy.asarray(residual), np.empty(n + BLOCK, ENTRY)
-        before, whole = left.get(), entries_of(device, np.zeros(n, ENTRY))
-        found = kernels.accumulate_select(summed, left, magnitude_bits(4.0), whole)
-        expected = select_on_host(on_host, residual, magnitude_bits(4.0), packed)
-        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
-        assert left.get().tobytes() == residual.tobytes()
-        assert whole.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
-        kernels.undo_accumulate(summed, left)
-        undo_on_host(on_host, residual)
-        assert left.get().tobytes() == residual.tobytes()
-        assert np.allclose(residual, before, atol=1e-5)
+def test_a_shard_is_summed_where_it_is_selected_from(device: Any, gradient_type: str, block: int) -> None:
+    rows = np.random.default_rng(block).standard_normal((3, 3 * CHUNK + 700)).astype(np.float32)
+    rows[1, [5, -1]] = np.inf, np.nan
+    rows, stored = rounded_down(rows, gradient_type)
+    check_shard_sums(Side(device, gradient_type), rows, block, shards=2, magnitude=4.0, stored=stored)
 
 
 # sizes of pieces: one; begins at odd places, at twice odd ones and at multiples of four; many in a chunk; none of length 0
@@ -266,13 +204,10 @@ def test_pieces_are_selected_from_as_one_vector(
         homes: list[Any] = []
         for part in parts:
             here = rng.random() >= missing
-            homes.append(at_an_offset(part, GUARD + shift) if here else None)
+            homes.append(Held("cuda", bits_of(part), GUARD + shift) if here else None)
             if not here:
                 part.zero_()
-        width = parts[0].element_size()
-        scattered.set_pointers(
-            [0 if home is None else home.data.ptr + width * (GUARD + shift) for home in homes]
-        )
+        scattered.set_pointers([0 if home is None else home.address for home in homes])
         stored = bits_of(torch.cat(parts).to(getattr(torch, gradient_type)))
         left = [cupy.asarray(np.pad(residual, (0, GUARD))) for _ in range(2)]
         pair = (cupy.asarray(stored), left[0], one), (scattered, left[1], other)
@@ -310,142 +245,12 @@ each_type_in_pieces = pytest.mark.parametrize(
 
 
 @each_type_in_pieces
-def test_displacements_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
-    """Added and selected from, and shown: residual, reference and parameters bit for bit, wherever these begin."""
-    import cupy
-    import torch
-
-    from oktopk.cuda.kernels import DeviceKernels
-
-    sizes, share = PIECES[pieces], 1 / 3
-    n, rng, dtype = sum(sizes), np.random.default_rng(len(PIECES[pieces])), getattr(torch, element_type)
-    reference = wild(rng, n).numpy()
-    reference[~(np.abs(reference) < 1e38)] = 1e-40
-    residual = rng.standard_normal(n, np.float32) * np.float32(1e-3)
-    near = torch.from_numpy(reference * (1 + 3 * residual)).to(dtype)
-    near[rng.random(n) < 0.01] = np.nan
-    parts = list(near.split(sizes))
-    where = cupy.asarray(np.pad(reference, (1, 0)))[1:] if pieces == "odd" else cupy.asarray(reference)
-    left, kernels = cupy.asarray(np.pad(residual, (0, GUARD))), DeviceKernels(device)
-    on_device = kernels.displacement(sizes, element_type, where, share)
-    on_host = HostDisplacement(sizes, element_type, reference, share)
-    entries = entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY))
-    packed, homes = np.empty(n + BLOCK, ENTRY), [at_an_offset(part, GUARD) for part in parts]
-    width, before = near.element_size(), [home.get() for home in homes]
-    for absent, factors in (
-        (len(sizes) // 2, [0.5 + each % 3 / 4 for each in range(len(sizes))]),
-        (-1, None),
-    ):
-        there = [number != absent for number in range(len(sizes))]
-        on_host.set_pointers([part.data_ptr() * here for part, here in zip(parts, there, strict=True)])
-        on_device.set_pointers(
-            [(home.data.ptr + width * GUARD) * here for home, here in zip(homes, there, strict=True)]
-        )
-        expected = select_on_host(on_host, residual, magnitude_bits(2e-3), packed)
-        found = kernels.accumulate_select(on_device, left[:n], magnitude_bits(2e-3), entries[:n])
-        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
-        assert entries.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
-        assert np.all(entries.get()[n:].view(np.uint64) == POISON)
-        kernels.undo_accumulate(on_device, left[:n])
-        assert left.get().tobytes() == residual.tobytes() + bytes(4 * GUARD)
-        on_host.show(residual, factors)
-        on_device.show(left[:n], factors)
-        assert where.get().tobytes() == reference.tobytes()
-        for part, home, was in zip(parts, homes, before, strict=True):
-            now, end = home.get(), GUARD + len(part)
-            assert now[GUARD:end].tobytes() == bits_of(part).tobytes()
-            assert now[:GUARD].tobytes() == was[:GUARD].tobytes()
-            assert now[end:].tobytes() == was[end:].tobytes()
-
-
-@each_type_in_pieces
-def test_adamws_moves_are_the_hosts(device: Any, element_type: str, pieces: str) -> None:
-    """On 2 steps: residual, moments and list bit for bit, wherever these begin; nothing beside them is written."""
-    import cupy
-    import torch
-
-    from oktopk.cuda.kernels import DeviceKernels
-
-    sizes = PIECES[pieces]
-    n, rng, dtype = sum(sizes), np.random.default_rng(len(PIECES[pieces])), getattr(torch, element_type)
-    residual = rng.standard_normal(n, np.float32) * np.float32(1e-2)
-    left, kernels = cupy.asarray(np.pad(residual, (0, GUARD))), DeviceKernels(device)
-    on_device, on_host = kernels.adamw_displacement(sizes, element_type), HostAdamW(sizes, element_type)
-    entries = entries_of(device, np.full(n + GUARD, POISON, np.uint64).view(ENTRY))
-    packed = np.empty(n + BLOCK, ENTRY)
-    moments = [torch.from_numpy(rng.random(n, np.float32)).to(dtype) for _ in range(2)]
-    parts = [list(moment.split(sizes)) for moment in moments]
-    offsets = [3 if element_type == "float32" and pieces == "odd" else 0, 0]
-    homes = [
-        [at_an_offset(part, GUARD + offset) for part in each]
-        for each, offset in zip(parts, offsets, strict=True)
-    ]
-    width = moments[0].element_size()
-    on_device_at = [
-        [home.data.ptr + width * (GUARD + offset) for home in each]
-        for each, offset in zip(homes, offsets, strict=True)
-    ]
-    for step, absent in enumerate((len(sizes) // 2, -1), 1):
-        gradients = torch.from_numpy((rng.standard_normal(n) ** 3).astype(np.float32)).to(dtype).split(sizes)
-        there = [number != absent for number in range(len(sizes))]
-        arrays = [at_an_offset(part, GUARD) for part in gradients]
-        rows = [
-            adamw_terms(1e-2, (0.3 if number % 3 else 0.9, 0.99), 1e-8, step) for number in range(len(sizes))
-        ]
-        terms = np.array(rows, np.float32)
-        for displacement, given, moments_at in (
-            (
-                on_host,
-                [part.data_ptr() for part in gradients],
-                [[p.data_ptr() for p in each] for each in parts],
-            ),
-            (on_device, [array.data.ptr + width * GUARD for array in arrays], on_device_at),
-        ):
-            addresses = np.array([given, *moments_at])
-            addresses[0] *= there
-            displacement.set_step(addresses, terms)
-        expected = select_on_host(on_host, residual, magnitude_bits(2e-2), packed)
-        found = kernels.accumulate_select(on_device, left[:n], magnitude_bits(2e-2), entries[:n])
-        assert (found.nnz, found.nonfinite) == (expected.nnz, expected.nonfinite)
-        assert entries.get()[: found.nnz].tobytes() == packed[: found.nnz].tobytes()
-        assert np.all(entries.get()[n:].view(np.uint64) == POISON)
-        assert left.get().tobytes() == residual.tobytes() + bytes(4 * GUARD)
-        for each, held, offset in zip(homes, parts, offsets, strict=True):
-            for home, part in zip(each, held, strict=True):
-                now, begin = home.get(), GUARD + offset
-                assert now[begin : begin + len(part)].tobytes() == bits_of(part).tobytes()
-
-
-def wild(rng: np.random.Generator, size: int) -> Any:
-    """Float32 that rounds up, down, to even, to Inf and to what is nearly zero, and some that is not finite."""
-    import torch
-
-    values = (3 * rng.standard_normal(size)).astype(np.float32)
-    largest = np.finfo(np.float32).max
-    special = [np.nan, np.inf, -np.inf, largest, -largest, 65519, 65520, -65536, 1e-40, -1e-45, 6e-8, -0.0]
-    special += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11]  # half way
-    chosen = rng.random(size) < 0.3
-    values[chosen] = rng.choice(np.array(special, np.float32), int(chosen.sum()))
-    return torch.from_numpy(values)
-
-
-def bits_of(tensor: Any) -> NDArray[Any]:
-    """A tensor as the reducer takes it: bfloat16, which NumPy does not have, by its bits."""
-    import torch
-
-    return np.asarray(
-        tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    )
-
-
-def at_an_offset(part: Any, offset: int) -> Any:
-    """A copy on the device behind so many elements of something else."""
-    import cupy
-
-    stored = bits_of(part)
-    home = cupy.empty(offset + len(stored) + GUARD, stored.dtype)
-    home[offset : offset + len(stored)].set(stored)
-    return home
+@pytest.mark.parametrize("check", [check_displacement, check_adamw])
+def test_moves_are_rounded_where_it_is_said_and_added_as_a_vector(
+    device: Any, check: Callable[..., None], element_type: str, pieces: str
+) -> None:
+    """Wherever they begin, and what they are compared with or kept in."""
+    check(Side(device), element_type, PIECES[pieces], GUARD + 3 * (pieces == "odd"))
 
 
 def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:

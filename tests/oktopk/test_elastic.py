@@ -78,7 +78,6 @@ def test_states_that_do_not_belong_together_are_refused_on_all_ranks_by_name(com
     assert reducer.steps == 0
     reducer.load_state_dict(redistribute(states.__getitem__, SAVED, comm.rank, comm.size))
     assert comm.allreduce(float(reducer.residual[0])) == 1111.0  # type: ignore[index]
-    reducer.close()
 
 
 @pytest.mark.mpi
@@ -95,7 +94,6 @@ def test_a_bucket_that_does_not_belong_to_the_others_is_named(comm: MPI.Intracom
     saved[-1]["buckets"]["1"]["steps"] = 7
     with pytest.raises(ValueError, match=f"saved rank {ranks - 1} has bucket 1: steps 7, that of saved rank"):
         made.load_state_dict(redistribute(saved.__getitem__, ranks, comm.rank, comm.size))
-    made.close()
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ class StagedWay(Way):
 def _way(
     name: str, comm: MPI.Intracomm, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Way:
+    if name == "host":
+        return Way(comm)
     if name == "staged":
         return StagedWay(comm, monkeypatch)
     if name == "gloo":
@@ -228,26 +230,23 @@ def test_every_way_gives_the_bits_and_words_of_messages_between_hosts(
         assert plain.vectors(expected) == way.vectors(found), step
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("host", "oktopk"),
-        ("host", "gaussiank"),
-        pytest.param("cuda", "oktopk", marks=on_gpus),
-        pytest.param("cuda, peers", "oktopk", marks=on_gpus),
-    ],
-)
+@pytest.fixture
+def way(request: pytest.FixtureRequest, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> Way:
+    return _way(request.param, comm, request, monkeypatch)
+
+
+def on_ways(other: str) -> pytest.MarkDecorator:
+    """Ok-Topk on each, and another method on the host."""
+    on_gpu = [pytest.param(name, "oktopk", marks=on_gpus) for name in ("cuda", "cuda, peers")]
+    cases = [("host", "oktopk"), ("host", other), *on_gpu]
+    return pytest.mark.parametrize(("way", "method"), cases, indirect=["way"])
+
+
+@on_ways("gaussiank")
 @pytest.mark.host_cuda(ranks=1)
-def test_displacements_give_the_bits_of_their_vectors(
-    comm: MPI.Intracomm,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    method: str,
-) -> None:
+def test_displacements_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: Way, method: str) -> None:
     """In steps that are dense, measured, flagged, not finite and without a part; where nothing is applied they stay."""
     plain = Way(comm)
-    way = plain if name == "host" else _way(name, comm, request, monkeypatch)
     settings = {"dense_warmup_steps": 1, "threshold_interval": 1, "nonfinite": "skip", "average": True}
     expected, found = plain.reducer(method, settings), way.reducer(method, settings)
     sizes, share, factors = [1000, 3, LENGTH - 1003], 1 / 3, [1.0, 0.5, 0.999]
@@ -290,30 +289,13 @@ def test_displacements_give_the_bits_of_their_vectors(
         assert np.array_equal(np.concatenate([get(part) for part in parts]), shown), step
         assert report.global_nnz or fails or what == "dense"
     assert expected.residual.any()
-    for reducer in (expected, found):
-        reducer.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("host", "oktopk"),
-        ("host", "gtopk"),
-        pytest.param("cuda", "oktopk", marks=on_gpus),
-        pytest.param("cuda, peers", "oktopk", marks=on_gpus),
-    ],
-)
+@on_ways("gtopk")
 @pytest.mark.host_cuda(ranks=1)
-def test_adamws_steps_give_the_bits_of_their_vectors(
-    comm: MPI.Intracomm,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    method: str,
-) -> None:
+def test_adamws_steps_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: Way, method: str) -> None:
     """In steps that are dense, measured, replayed, not finite and without a part; the terms of a step are its own."""
     plain = Way(comm)
-    way = plain if name == "host" else _way(name, comm, request, monkeypatch)
     settings = {"dense_warmup_steps": 1, "threshold_interval": 3, "nonfinite": "skip", "average": True}
     expected, found = plain.reducer(method, settings), way.reducer(method, settings)
     sizes = [1000, 3, LENGTH - 1003]
@@ -357,8 +339,6 @@ def test_adamws_steps_give_the_bits_of_their_vectors(
             for one, other in zip(mine, theirs, strict=True):
                 assert np.array_equal(get(one), other, equal_nan=True), step
     assert expected.residual.any()
-    for reducer in (expected, found):
-        reducer.close()
 
 
 def test_displacements_need_a_residual_and_steps_that_are_waited_for(comm: MPI.Intracomm) -> None:

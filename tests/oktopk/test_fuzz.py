@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,19 @@ def damaged(state: Any, rng: random.Random, values: list[Any] = VALUES) -> Any:
     return state
 
 
+def problem_of(
+    comm: MPI.Intracomm, call: Callable[[], object], errors: tuple[type[Exception], ...] = (ValueError,)
+) -> str:
+    """Why a call fails, which all ranks are told alike; "" if it does not."""
+    problem = ""
+    try:
+        call()
+    except errors as error:
+        problem = str(error)
+    assert len(set(comm.allgather(problem))) == 1, problem
+    return problem
+
+
 def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: MPI.Intracomm) -> None:
     length, rng = 60, random.Random(7)
     gradient = np.random.default_rng(comm.rank).standard_normal(length).astype(np.float32)
@@ -96,12 +110,7 @@ def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: 
                 wrong = {**wrong, **({"ranks": comm.size + 1} if wrong.get("ranks") == comm.size else {})}
             saved[victim] = wrong
             mine = redistribute(saved.__getitem__, comm.size + 1, comm.rank, comm.size)
-        problem = ""
-        try:
-            reducer.load_state_dict(mine)
-        except ValueError as error:
-            problem = str(error)
-        assert len(set(comm.allgather(problem))) == 1, problem
+        problem = problem_of(comm, partial(reducer.load_state_dict, mine))
         refused += bool(problem)
         if not problem:
             reducer.step(gradient)
@@ -149,23 +158,11 @@ def test_an_optimizers_state_with_random_changes_is_refused_on_all_ranks_or_cont
     for _ in range(CASES):
         victim = rng.randrange(comm.size)
         wrong = damaged(every[victim], rng)
-        problem = ""
-        try:
-            optimizer.load_state_dict(wrong if comm.rank == victim else copy.deepcopy(good))
-        except ValueError as error:
-            problem = str(error)
-        assert len(set(comm.allgather(problem))) == 1, problem
+        mine = wrong if comm.rank == victim else copy.deepcopy(good)
+        problem = problem_of(comm, partial(optimizer.load_state_dict, mine))
         refused += bool(problem)
         if not problem:
-            try:
-                step()
-            except (
-                NonFiniteGradientError,
-                ValueError,
-            ) as error:  # of a NaN, or of a setting that parts the ranks
-                problem = str(error)
-            assert len(set(comm.allgather(problem))) == 1, problem
+            problem_of(comm, step, (NonFiniteGradientError, ValueError))  # a setting parts the ranks
         go_back()
     assert refused > CASES / 3
     step()
-    optimizer.close()

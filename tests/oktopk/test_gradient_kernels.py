@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import nn
 
 from collectives.cpu.lanes import LANES
 from collectives.sparse import ENTRY
@@ -24,23 +23,26 @@ from oktopk.cpu.kernels import BLOCK
 from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.displacement import ParameterDisplacement, adamw_terms
-from tests.adamw import assert_torchs
-
-Vector = NDArray[np.float32]
+from tests.sides import (
+    SENTINEL,
+    Side,
+    Vector,
+    check_adamw,
+    check_displacement,
+    check_select,
+    check_shard_sums,
+    magnitude_bits,
+)
 
 TINY = np.float32(1e-45)  # the smallest denormal, whose bits are 1
 LARGEST = np.finfo(np.float32).max
 INFINITY_BITS = 0x7F800000
 LENGTHS = [1, LANES - 1, LANES, LANES + 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 13]
-SENTINEL = np.array((-7, -7.0), ENTRY)
+HOST = Side()
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 UGLY = st.sampled_from([0.0, -0.0, float(TINY), -float(TINY), 1.0, -1.0, float(LARGEST)])
 WILD = st.one_of(FLOATS, UGLY, st.sampled_from([math.nan, math.inf, -math.inf, -float(LARGEST)]))
-
-
-def magnitude_bits(values: Any) -> NDArray[np.int32]:
-    return np.atleast_1d(np.abs(np.asarray(values, np.float32))).view(np.int32)
 
 
 def integers(seed: int, length: int, most: int = 50) -> Vector:
@@ -48,182 +50,53 @@ def integers(seed: int, length: int, most: int = 50) -> Vector:
 
 
 def check_accumulate_select(
-    gradient: Vector, residual: Vector, threshold_bits: int, capacity: int | None = None
+    gradient: Vector, residual: Vector, magnitude: float, room: int | None = None
 ) -> None:
-    """One call against NumPy; capacity None is just enough."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        accumulated = gradient + residual
-    finite = np.isfinite(accumulated)
-    wanted = np.flatnonzero(finite & (magnitude_bits(accumulated) >= threshold_bits))
-    room = len(wanted) if capacity is None else capacity
-    memory = np.full(room + BLOCK + 3, SENTINEL)
-    given_gradient, after = gradient.copy(), residual.copy()
-    packing = kernels.accumulate_select(given_gradient, after, threshold_bits, memory[: room + BLOCK])
-    nnz, nonfinite = packing.nnz, packing.nonfinite
-    assert nnz == len(wanted)
-    assert nonfinite == np.count_nonzero(~finite)
-    assert after.tobytes() == np.where(finite, accumulated, residual).tobytes()
+    """One pass on the host, which reads the gradient."""
+    given_gradient = gradient.copy()
+    check_select(HOST, given_gradient, gradient, HOST.hold(residual), magnitude, room)
     assert given_gradient.tobytes() == gradient.tobytes()
-    assert np.all(memory[room + BLOCK :] == SENTINEL), "wrote past the end of the list"
-    if nnz <= room:
-        assert memory["index"][:nnz].tolist() == wanted.tolist()
-        assert memory["value"][:nnz].tobytes() == accumulated[wanted].tobytes()
 
 
 @pytest.mark.parametrize("threshold", [TINY, 40, 101])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_pass_accumulates_and_packs_what_reaches_the_threshold(length: int, threshold: float) -> None:
-    bits = int(magnitude_bits(threshold)[0])
-    check_accumulate_select(integers(1, length), integers(2, length), bits)
+    check_accumulate_select(integers(1, length), integers(2, length), threshold)
 
 
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, 3 * BLOCK + 13])
-def test_the_pass_can_pack_everything(length: int) -> None:
-    check_accumulate_select(np.full(length, 2, np.float32), integers(2, length, most=1), 1)
-
-
-@pytest.mark.parametrize("missing", [0, 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 13])
-def test_a_pass_that_overflows_counts_on_and_stays_in_its_list(missing: int) -> None:
-    length = 3 * BLOCK + 13
-    check_accumulate_select(np.ones(length, np.float32), np.zeros(length, np.float32), 1, length - missing)
+@pytest.mark.parametrize(
+    ("length", "missing"),
+    [
+        *((length, 0) for length in (BLOCK - 1, BLOCK)),
+        *((3 * BLOCK + 13, missing) for missing in (0, 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 3 * BLOCK + 13)),
+    ],
+)
+def test_a_pass_that_packs_everything_counts_on_where_its_list_is_full(length: int, missing: int) -> None:
+    twos = np.full(length, 2, np.float32)
+    check_accumulate_select(twos, integers(2, length, most=1), TINY, length - missing)
 
 
 def test_a_pass_that_overflows_midway_accumulates_and_counts_to_the_end() -> None:
     gradient, residual = integers(5, 4 * BLOCK), integers(6, 4 * BLOCK)
     gradient[[3, BLOCK + 2, 4 * BLOCK - 1]] = np.nan, np.inf, -np.inf
-    check_accumulate_select(gradient, residual, int(magnitude_bits(30)[0]), capacity=100)
+    check_accumulate_select(gradient, residual, 30, room=100)
 
 
 @pytest.mark.parametrize("length", [1, LANES - 1, LANES, 5 * LANES + 3])
 @pytest.mark.parametrize("block", [1, LANES - 1, LANES, 3 * LANES + 5])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_shard_of_a_sum_is_taken_in_the_order_of_its_rows(ranks: int, block: int, length: int) -> None:
-    rng = np.random.default_rng((ranks, block, length))
-    rows = rng.standard_normal((ranks, length)).astype(np.float32)
+    rows = np.random.default_rng((ranks, block, length)).standard_normal((ranks, length)).astype(np.float32)
     rows[:, length // 2] = [0, -np.inf, np.nan][:ranks]
-    for shard in range(ranks):
-        mine = np.flatnonzero(np.arange(length) // block % ranks == shard)
-        residual = rng.standard_normal(len(mine)).astype(np.float32)
-        expected = rows[0, mine].copy()
-        for row in rows[1:]:
-            expected += row[mine]
-        expected += residual
-        finite = np.isfinite(expected)
-        wanted = np.flatnonzero(finite & (np.abs(expected) >= 1))
-        entries, after = np.empty(len(mine) + BLOCK, ENTRY), residual.copy()
-        total = kernels.ShardSum(rows, block, ranks, shard, np.empty(len(mine), np.float32))
-        packing = kernels.accumulate_select(total, after, int(magnitude_bits(1)[0]), entries)
-        assert packing.nnz == len(wanted)
-        assert packing.nonfinite == np.count_nonzero(~finite)
-        assert after.tobytes() == np.where(finite, expected, residual).tobytes()
-        assert entries["index"][: len(wanted)].tolist() == wanted.tolist()
-        assert entries["value"][: len(wanted)].tobytes() == expected[wanted].tobytes()
+    check_shard_sums(HOST, rows, block, shards=ranks, magnitude=1)
 
 
-TYPES = ("float32", "bfloat16", "float16")
-
-
-@pytest.mark.parametrize("element_type", TYPES)
-def test_a_displacement_is_rounded_as_torch_rounds_and_added_as_a_vector(element_type: str) -> None:
-    """And what is shown then leaves none."""
-    dtype, rng = getattr(torch, element_type), np.random.default_rng(7)
-    sizes = [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3]
-    special = [0.0, -0.0, 1e-45, 6e-8, -6e-8, 65519, 65520, -65536, 1e-40, 3.4e38, 2**-14, 1.3 * 2**-15]
-    special += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11]  # half way
-    reference = (rng.standard_normal(sum(sizes)) ** 3 * 3).astype(np.float32)
-    chosen = rng.random(len(reference)) < 0.3
-    reference[chosen] = rng.choice(np.array(special, np.float32), int(chosen.sum()))
-    residual = np.where(rng.random(len(reference)) < 0.5, 0, rng.standard_normal(len(reference)) / 99)
-    residual, share = residual.astype(np.float32), 1 / 3
-    shown = torch.from_numpy(reference - np.float32(share) * residual).to(dtype)
-    held = (shown.float() * (1 + torch.from_numpy(residual))).to(dtype)
-    held[5], held[-1] = math.nan, math.inf
-    parts, absent = [part.clone() for part in held.split(sizes)], 5
-    with np.errstate(invalid="ignore"):
-        gradient = shown.float().numpy() - held.float().numpy()
-    begin = sum(sizes[:absent])
-    gradient[begin : begin + sizes[absent]] = 0
-
-    moved = HostDisplacement(sizes, element_type, reference, share)
-    moved.set_pointers([0 if n == absent else part.data_ptr() for n, part in enumerate(parts)])
-    alike = []
-    for each in (gradient, moved):
-        after, packed = residual.copy(), np.zeros(len(reference) + BLOCK, ENTRY)
-        packing = kernels.accumulate_select(each, after, int(magnitude_bits(0.02)[0]), packed)
-        alike.append((packing.nnz, packing.nonfinite, after.tobytes(), packed.tobytes()))
-        kernels.undo_accumulate(moved, after)
-        assert after.tobytes() == alike[-1][2]
-    assert alike[0] == alike[1]
-    assert alike[0][0] > 100 < len(reference) - alike[0][0]
-
-    factors = [1.0, 0.999, 0.5, 1.0, 1.0, 0.25, 1.0, 1.0]
-    expected = reference * np.repeat(np.array(factors, np.float32), sizes)
-    moved.set_pointers([part.data_ptr() for part in parts])
-    moved.show(residual, factors)
-    assert reference.tobytes() == expected.tobytes()
-    shown = torch.from_numpy(reference - np.float32(share) * residual).to(dtype)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(torch.cat(parts).view(bits), shown.view(bits))
-    after = residual.copy()
-    moved.show(residual)
-    shown_well = np.isfinite(shown.float().numpy())
-    assert kernels.accumulate_select(moved, after, 1, np.empty(BLOCK, ENTRY)).nonfinite == np.sum(~shown_well)
-    assert after.tobytes() == residual.tobytes()
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.3, 0.99)], ids=str)
-@pytest.mark.parametrize("element_type", TYPES)
-def test_adamws_moves_and_moments_are_rounded_where_it_is_said(
-    element_type: str, betas: tuple[float, float]
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("check", [check_displacement, check_adamw])
+def test_moves_are_rounded_where_it_is_said_and_added_as_a_vector(
+    check: Callable[..., None], element_type: str
 ) -> None:
-    """On 3 steps, of which one lacks a gradient; the residual takes each move, and the moments of float32 are torch's."""
-    dtype, rng, rate, eps = getattr(torch, element_type), np.random.default_rng(3), 1e-2, 1e-8
-    sizes, absent = [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3], 5
-    length, edges = sum(sizes), np.cumsum(sizes)[:-1]
-    missing = slice(int(edges[absent - 1]), int(edges[absent]))
-    displacement = HostAdamW(sizes, element_type)
-    first, second = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
-    torchs = [nn.Parameter(torch.zeros(size)) for size in sizes]
-    fused = torch.optim.AdamW(torchs, lr=rate, betas=betas, eps=eps, weight_decay=0.0, fused=True)
-    residual, counts = rng.standard_normal(length).astype(np.float32) / 99, [0] * len(sizes)
-    f = np.float32
-    for step in range(3):
-        gradient = torch.from_numpy((rng.standard_normal(length) ** 3).astype(f)).to(dtype)
-        there = [number != absent or step != 1 for number in range(len(sizes))]
-        counts = [count + here for count, here in zip(counts, there, strict=True)]
-        for parameter, part, here in zip(torchs, gradient.split(sizes), there, strict=True):
-            parameter.grad = part.float() if here else None
-        fused.step()
-        rows = [adamw_terms(rate, betas, eps, max(count, 1)) for count in counts]
-        terms = np.array(rows, f)
-        pointers = [[part.data_ptr() for part in vector.split(sizes)] for vector in (gradient, first, second)]
-        addresses = np.array(pointers)
-        addresses[0] *= there
-        weight, from_gradient, beta2, square, by, root, small = np.repeat(terms, sizes, axis=0).T
-        g, m, v = (vector.float().numpy() for vector in (gradient, first, second))
-        base = np.where(from_gradient == 1, g, m)
-        mean = (weight.astype(np.float64) * (g - m) + base).astype(f)
-        squares = ((square * g).astype(np.float64) * g + v * beta2).astype(f)
-        with np.errstate(all="ignore"):
-            moved = (by * mean) / (np.sqrt(squares) / root + small)
-        wanted = [torch.from_numpy(x).to(dtype) for x in (mean, squares)]
-        if step == 1:
-            moved[missing] = 0
-            for new, old in zip(wanted, (first, second), strict=True):
-                new[missing] = old[missing]
-        expected, entries = residual + moved, np.empty(length + BLOCK, ENTRY)
-        displacement.set_step(addresses, terms)
-        packing = kernels.accumulate_select(displacement, residual, int(magnitude_bits(0.02)[0]), entries)
-        assert residual.tobytes() == expected.tobytes()
-        chosen = np.flatnonzero(np.abs(expected) >= f(0.02))
-        assert (packing.nnz, packing.nonfinite) == (len(chosen), 0)
-        assert entries["index"][: len(chosen)].tolist() == chosen.tolist()
-        assert entries["value"][: len(chosen)].tobytes() == expected[chosen].tobytes()
-        assert torch.equal(first, wanted[0])
-        assert torch.equal(second, wanted[1])
-        if element_type == "float32":
-            assert_torchs(first.split(sizes), [fused.state[p]["exp_avg"] for p in torchs])
-            assert_torchs(second.split(sizes), [fused.state[p]["exp_avg_sq"] for p in torchs])
+    check(HOST, element_type, [9, 2 * BLOCK + 3, 1, 1, 0, BLOCK, LANES + 5, 3])
 
 
 def test_adamws_move_that_is_not_finite_leaves_the_residual_and_is_counted() -> None:
@@ -265,34 +138,28 @@ def wild_vectors(draw: st.DrawFn) -> tuple[Vector, Vector]:
 
 @given(
     wild_vectors(),
-    st.one_of(st.sampled_from([1, 2, INFINITY_BITS]), FLOATS.map(lambda x: int(magnitude_bits(x)[0]))),
+    st.one_of(st.sampled_from([float(TINY), 2 * float(TINY), math.inf]), FLOATS.map(abs)),
 )
 def test_nonfinite_sums_leave_the_residual_and_the_list_alone(
-    vectors: tuple[Vector, Vector], bits: int
+    vectors: tuple[Vector, Vector], magnitude: float
 ) -> None:
-    check_accumulate_select(*vectors, max(1, bits))
+    check_accumulate_select(*vectors, max(float(TINY), magnitude))
 
 
+@pytest.mark.parametrize("all_added", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_undo_gives_the_residual_back(length: int) -> None:
+def test_undo_gives_the_residual_back(length: int, all_added: bool) -> None:
+    """Where not all sums were finite, and huge elements where all were added."""
     gradient, residual = integers(3, length), integers(4, length)
-    # not finite; finite but overflowing; -0.0
-    gradient[0], gradient[length // 2], gradient[length - 1] = np.nan, LARGEST, -np.inf
-    residual[length // 2] = LARGEST
+    if all_added:
+        gradient[length - 1], residual[length - 1] = LARGEST, 0
+    else:  # not finite; finite but overflowing; -0.0
+        gradient[0], gradient[length // 2], gradient[length - 1] = np.nan, LARGEST, -np.inf
+        residual[length // 2] = LARGEST
     after = residual.copy()
     kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
     assert length < 4 or not np.array_equal(after, residual)
-    kernels.undo_accumulate(gradient, after)
-    assert after.tolist() == residual.tolist()
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_undo_gives_huge_elements_back_where_all_were_added(length: int) -> None:
-    gradient, residual = integers(3, length), integers(4, length)
-    gradient[length - 1], residual[length - 1] = LARGEST, 0
-    after = residual.copy()
-    kernels.accumulate_select(gradient, after, INFINITY_BITS, np.empty(BLOCK, ENTRY))
-    kernels.undo_accumulate(gradient, after, all_added=True)
+    kernels.undo_accumulate(gradient, after, **({"all_added": True} if all_added else {}))
     assert after.tolist() == residual.tolist()
 
 

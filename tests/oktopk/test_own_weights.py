@@ -166,4 +166,3 @@ def test_all_ranks_refuse_them_alike_and_the_optimizer_within_sam_trains(
     with updates.agreed():
         assert np.array_equal(flat(model), comm.bcast(flat(model)))
         assert not np.array_equal(flat(model), before)
-    updates.close()

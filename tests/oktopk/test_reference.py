@@ -29,7 +29,6 @@ def test_its_gradients_have_the_bits_of_the_library_where_thresholds_are_exact(
         update = step_of_gradients(comm, gradient, residual, report.k)
         assert update.tobytes() == (reducer.update / np.float32(comm.size)).tobytes()
         assert residual.tobytes() == reducer.residual.tobytes()
-    reducer.close()
 
 
 @pytest.mark.parametrize(("length", "density"), SHAPES)

@@ -100,7 +100,7 @@ def test_a_step_that_one_shard_skips_is_skipped_by_all(
 def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
     comm: MPI.Intracomm, mesh: Any
 ) -> None:
-    """At construction, within `agreed`, by `load_state_dict` and by `close`."""
+    """At construction, within `agreed` and after it, by `load_state_dict` and by `close`."""
 
     def outputs() -> torch.Tensor:
         with torch.no_grad():
@@ -116,11 +116,14 @@ def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
     optimizer = DistributedOptimizer(inner, mesh["replicate"].get_group(), density=0.05)
     assert len(set(comm.allgather(outputs().numpy().tobytes()))) == 1
     train(model, optimizer, comm.rank, range(3))
-    own = outputs()
+    own, alone = outputs(), layers()
     with optimizer.agreed():
         agreed, state = outputs(), optimizer.state_dict()
         weights = [parameter.detach().clone() for parameter in parameters]
-    assert not torch.equal(agreed, own)
+        alone.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        assert torch.equal(agreed, alone(torch.ones(3, 20)))
+    assert torch.equal(outputs(), own) and not torch.equal(agreed, own)
+    assert len(set(comm.allgather(agreed.numpy().tobytes()))) == 1
     train(model, optimizer, comm.rank, range(3, 4))
     outputs()
     with torch.no_grad():
@@ -282,27 +285,6 @@ def test_a_rank_without_any_element_takes_part(comm: MPI.Intracomm, mesh: Any, t
         optimizer.step()
     assert len(set(comm.allgather(optimizer._steps))) == 1
     check_agreed(model, optimizer, mesh, comm)
-
-
-def test_what_a_forward_pass_has_gathered_is_gathered_anew_within_agreed(
-    comm: MPI.Intracomm, mesh: Any
-) -> None:
-    """The outermost module keeps its parameters unsharded after a forward pass."""
-    model, alone = sharded(mesh), layers()
-    optimizer = wrap(model, mesh)
-    train(model, optimizer, comm.rank, range(3))
-    batch = torch.ones(2, 20)
-    with torch.no_grad():
-        own = model(batch)
-        with optimizer.agreed():
-            agreed = model(batch)
-            state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
-        again = model(batch)
-    alone.load_state_dict(state)
-    assert torch.equal(agreed, alone(batch))
-    assert torch.equal(own, again)
-    assert len(set(comm.allgather(agreed.detach().numpy().tobytes()))) == 1
-    assert mesh["replicate"].size() == 1 or not torch.equal(own, agreed)
 
 
 def test_shards_that_are_moved_or_loaded_are_followed(comm: MPI.Intracomm, mesh: Any) -> None:

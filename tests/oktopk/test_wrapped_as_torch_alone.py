@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from torch import nn
 
 from oktopk import DistributedOptimizer, GradientAllreduce
 from tests.oktopk.test_as_torch_alone import Heads, backward, sgd
@@ -96,14 +95,6 @@ def test_gradients_are_cleared_as_torch_clears_them(comm: MPI.Intracomm) -> None
     assert model.a.weight.grad is held and not held.any()  # type: ignore[union-attr]
     optimizer.zero_grad()
     assert model.a.weight.grad is None
-
-
-def test_parameters_of_another_kind_are_named(comm: MPI.Intracomm) -> None:
-    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(
-        ValueError, match=r"torch\.complex64 on cpu, not .*: keep its real and imaginary parts .*view_as_real"
-    ):
-        DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), comm)
 
 
 def test_an_mpi_that_was_not_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

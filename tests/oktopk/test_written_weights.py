@@ -16,11 +16,7 @@ from tests.training import flat, network
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-KINDS = [
-    pytest.param({}, id="ranks"),
-    pytest.param({"every": 2}, id="every two steps"),
-    pytest.param({"replica": "host", "ranks_per_host": 2}, id="hosts", marks=pytest.mark.mpi(min_size=3)),
-]
+HOSTS = {"replica": "host", "ranks_per_host": 2}
 
 
 def take_steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
@@ -54,37 +50,39 @@ def alike(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> bool:
         return len(set(comm.allgather(flat(model).tobytes()))) == 1
 
 
-def load_rows_of_ranks(model: nn.Module, comm: MPI.Intracomm) -> torch.Tensor:
-    """Load other weights, of which a row a rank is that rank's own already; returns the first layer's."""
+def rows_of_ranks(model: nn.Module, comm: MPI.Intracomm) -> dict[str, torch.Tensor]:
+    """Other weights, of which a row a rank is that rank's own already."""
     weight, given = model[0].weight, network(9)[0].weight.detach().clone()
     for rank in range(comm.size):
         given[rank] = torch.from_numpy(comm.bcast(weight[rank].detach().numpy(), rank))
-    model.load_state_dict(model.state_dict() | {"0.weight": given})
-    return given
+    return model.state_dict() | {"0.weight": given}
 
 
-@pytest.mark.parametrize("settings", KINDS)
+def of_rank_0(model: nn.Module, comm: MPI.Intracomm) -> dict[str, torch.Tensor]:
+    return comm.bcast({name: value.clone() for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "whose"),
+    [
+        ({}, 24, rows_of_ranks),
+        ({"every": 2}, 24, rows_of_ranks),
+        ({"every": 2}, 25, of_rank_0),  # between two exchanges
+        pytest.param(HOSTS, 24, rows_of_ranks, marks=pytest.mark.mpi(min_size=3)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_what_is_loaded_stays_though_a_rank_holds_a_part_of_it_already(
-    comm: MPI.Intracomm, settings: dict[str, Any]
+    comm: MPI.Intracomm, settings: dict[str, Any], steps: int, whose: Callable[..., Any]
 ) -> None:
-    model, optimizer = trained(comm, **settings)
+    model, optimizer = trained(comm, steps=steps, **settings)
     stand_still(optimizer)
-    given = load_rows_of_ranks(model, comm)
-    take_steps(model, optimizer, comm.rank, range(24, 30))
+    given = whose(model, comm)
+    model.load_state_dict(given)
+    take_steps(model, optimizer, comm.rank, range(steps, 30))
     assert alike(model, optimizer, comm)
     with optimizer.agreed():
-        assert torch.equal(model[0].weight.detach(), given)
-
-
-def test_weights_of_rank_0_are_loaded_on_all_between_two_exchanges(comm: MPI.Intracomm) -> None:
-    model, optimizer = trained(comm, steps=25, every=2)
-    stand_still(optimizer)
-    saved = comm.bcast({name: value.clone() for name, value in model.state_dict().items()})
-    model.load_state_dict(saved)
-    take_steps(model, optimizer, comm.rank, range(25, 30))
-    assert alike(model, optimizer, comm)
-    with optimizer.agreed():
-        assert torch.equal(model[0].weight, saved["0.weight"])
+        assert torch.equal(model[0].weight.detach(), given["0.weight"])
 
 
 def as_it_is(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:

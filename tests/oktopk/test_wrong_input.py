@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 from oktopk import METHODS, GradientAllreduce, Settings
-from oktopk.buckets import BucketedAllreduce
 
 pytestmark = pytest.mark.mpi
 LENGTH = 500
@@ -79,12 +78,3 @@ def test_numbers_of_numpy_are_numbers() -> None:
     settings = Settings(density=np.float32(0.07), threshold_interval=np.int64(8), average=np.bool_(True))  # type: ignore[arg-type]
     assert settings == Settings(density=0.07, threshold_interval=8)
     assert type(settings.density) is float and type(settings.threshold_interval) is int
-
-
-def test_a_length_that_is_no_integer_is_named_on_all_ranks(comm: MPI.Intracomm) -> None:
-    wrong, last = comm.rank == comm.size - 1, comm.size - 1
-    for length in (1.5, "3", None):
-        with pytest.raises(ValueError, match=rf"rank {last}: length {length!r} is not an integer"):
-            GradientAllreduce(comm, length if wrong else 3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=rf"rank {last}: lengths \[{length!r}\] are not integers"):
-            BucketedAllreduce(comm, [length if wrong else 3])  # type: ignore[list-item]

@@ -1,0 +1,183 @@
+"""What cannot be constructed is refused on all ranks by one sentence, whichever ranks ask for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import oktopk.torch
+from oktopk import METHODS, DistributedOptimizer, GradientAllreduce
+from oktopk.buckets import BucketedAllreduce
+from oktopk.rows import RowSparseAllreduce
+
+pytestmark = pytest.mark.mpi
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+def optimizer(comm: Any, kind: Any = SGD, tensors: Any = None, **settings: Any) -> DistributedOptimizer:
+    given = [nn.Parameter(each) for each in tensors or [torch.zeros(2, 6)]]
+    return DistributedOptimizer(kind(given, lr=1.0), comm, **settings)
+
+
+MAKE: dict[str, Callable[..., Any]] = {
+    "reducer": lambda comm, **given: GradientAllreduce(comm, **{"length": 100} | given),
+    "buckets": lambda comm, **given: BucketedAllreduce(comm, **{"lengths": [100]} | given),
+    "table": lambda comm, **given: RowSparseAllreduce(comm, **{"length": 60, "width": 7} | given),
+    "optimizer": optimizer,
+    "updates": lambda comm, **given: optimizer(comm, **{"sends": "updates"} | given),
+    "hosts": lambda comm, **given: optimizer(
+        comm, **{"sends": "updates", "replica": "host", "ranks_per_host": 2} | given
+    ),
+}
+ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
+    ("reducer", {"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),  # others are in test_settings
+    ("reducer", {"density": "0.1"}, "density '0.1' is not a number"),
+    ("reducer", {"speed": 3}, "speed: unknown setting; valid: "),
+    ("reducer", {"method": "topkk"}, "method 'topkk' is not one of dense, "),
+    ("reducer", {"length": 0}, r"length 0 is not in \[1, 2147483647\]"),
+    ("reducer", {"length": 2**31}, r"length 2147483648 is not in \[1, 2147483647\].*several buckets"),
+    *(("reducer", {"length": given}, f"length {given!r} is not an integer") for given in (1.5, "3", None)),
+    *(
+        ("buckets", {"lengths": [given]}, rf"lengths \[{given!r}\] are not integers")
+        for given in (1.5, "3", None)
+    ),
+    ("table", {"element_type": "float64"}, "element_type 'float64' is not one of"),
+    ("table", {"device": "cuda", "length": 2**33 + 1}, "a table on a GPU has at most 8589934592 rows"),
+    ("table", {"nonfinite": "ignore"}, "nonfinite 'ignore'"),
+    ("table", {"timeout": -1.0}, "timeout"),
+    *(
+        ("optimizer", {"tensors": tensors}, sentence)
+        for tensors, sentence in (
+            ([torch.zeros(2, 6).double()], r".*torch\.float64 on cpu, not torch\.float32"),
+            (
+                [torch.zeros(2, 6), torch.zeros(2, 6).half()],
+                r"parameters are torch\.float32 and torch\.float16: all .* one type",
+            ),
+            (
+                [torch.zeros(2, 6), torch.zeros(2, 6, device="meta")],
+                "parameters are on cpu and meta: all must be on one device",
+            ),
+            ([torch.zeros(12, device="meta")], "parameters are on meta, not on cpu or cuda"),
+            (
+                [torch.zeros(2, 12)[:, ::2]],
+                r".*shape \(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)",
+            ),
+            (
+                [torch.ones(3, dtype=torch.complex64)],
+                r"torch\.complex64 on cpu, not .*: keep its real and imaginary parts .*view_as_real",
+            ),
+        )
+    ),
+    ("optimizer", {"clip_norm": -1}, r"clip_norm -1 is not in \[0, inf\)"),
+]
+UNKNOWN = [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")]
+ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (
+            way,
+            {wrong: 0.1},
+            rf"{wrong}: unknown setting{right and rf' .did you mean {right}.*'}; valid: .*density",
+        )
+        for wrong, right in UNKNOWN
+        for way in ("reducer", "optimizer")
+        if (way, wrong) != ("reducer", "clipnorm")
+    ),
+    *(
+        ("optimizer", {name: "cuda"}, f"{name}: unknown setting")
+        for name in ("device", "stream", "length", "problem")
+    ),
+    *(
+        (
+            "reducer",
+            {"levels": "hosts", "ranks_per_host": 1, "method": method},
+            f"{method} has flat steps only",
+        )
+        for method in METHODS
+        if method not in ("oktopk", "union")
+    ),
+    ("reducer", {"levels": "nodes"}, "levels 'nodes' is not 'auto', 'flat' or 'hosts'"),
+    ("reducer", {"ranks_per_host": -1}, "ranks_per_host -1 is not an integer >= 0"),
+    ("optimizer", {"kind": torch.optim.LBFGS}, "LBFGS computes gradients several times a step"),
+    (
+        "optimizer",
+        {"kind": ADAMW, "overlap": True},
+        "overlap=True is for .*; by default AdamW sends updates: leave",
+    ),
+    ("optimizer", {"sends": "gradients", "every": 2}, "every 2 is for sends='updates'"),
+    ("optimizer", {"sends": "weights"}, "sends 'weights' is not one of 'gradients', 'updates'"),
+    ("updates", {"density": 0.5}, "density 0.5 is for sends='gradients': above 0.25 steps are dense"),
+    ("updates", {"every": 0}, "every 0 is not an integer >= 1"),
+    ("updates", {"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
+    ("updates", {"overlap": True}, "overlap=True is for sends='gradients'"),
+    ("updates", {"method": "dense"}, "method='dense' is for sends='gradients'"),
+    ("updates", {"average": False}, "average=False is for sends='gradients'"),
+    ("updates", {"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
+    ("hosts", {"levels": "hosts"}, "levels='hosts' is for sends='gradients': take replica='host'"),
+    ("hosts", {"levels": "flat"}, "replica='host' is for two levels: leave out levels='flat'"),
+    ("hosts", {"sends": "gradients"}, "replica='host' is for sends='updates'"),
+    ("hosts", {"method": "gtopk"}, "gtopk has flat steps only"),
+]
+SHAPES = "shapes, order or memory layouts differ between ranks"
+UNLIKE: list[tuple[str, str, Any, Any, str]] = [
+    ("reducer", "density", 0.01, 0.02, ""),
+    ("reducer", "threshold_interval", 32, 16, ""),
+    ("reducer", "nonfinite", "raise", "skip", ""),
+    ("reducer", "length", 100, 101, ""),
+    ("reducer", "method", "oktopk", "dense", ""),
+    ("reducer", "ranks_per_host", 1, 2, ""),
+    ("table", "length", 60, 9, ""),
+    ("table", "width", 7, 9, ""),
+    ("table", "element_type", "float32", "bfloat16", ""),
+    ("optimizer", "broadcast", False, True, r"ranks disagree on broadcast: \[False, True\]"),
+    ("optimizer", "clip_norm", 0.5, 1.0, r"ranks disagree on clip_norm: \[0\.5, 1\.0\]"),
+    ("optimizer", "tensors", [torch.zeros(3)], [torch.zeros(4)], "ranks disagree on length"),
+    ("optimizer", "tensors", [torch.zeros(6, 2)], [torch.zeros(2, 6)], SHAPES),
+    ("optimizer", "tensors", [torch.zeros(2, 6)], [torch.zeros(6, 2).t()], SHAPES),
+    ("optimizer", "tensors", [torch.zeros(4), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)], SHAPES),
+    ("optimizer", "sends", "gradients", "updates", r"ranks disagree on sends: \['gradients', 'updates'\]"),
+    ("updates", "every", 1, 2, ""),
+    ("hosts", "replica", "host", "summed", ""),
+    (
+        "updates",
+        "kind",
+        ADAMW,
+        oktopk.torch.AdamW,
+        r"ranks disagree on whether the optimizer is an oktopk\.torch\.AdamW",
+    ),
+]
+
+
+@pytest.mark.parametrize(("way", "wrong", "sentence"), ON_ONE_RANK)
+def test_what_one_rank_alone_gets_wrong_is_refused_on_all_with_its_number(
+    comm: MPI.Intracomm, way: str, wrong: dict[str, Any], sentence: str
+) -> None:
+    culprit = comm.size // 2
+    with pytest.raises(ValueError, match=f"rank {culprit}: .*{sentence}"):
+        MAKE[way](comm, **wrong if comm.rank == culprit else {})
+
+
+@pytest.mark.parametrize(("way", "wrong", "sentence"), ON_ALL_RANKS)
+def test_settings_that_do_not_go_together_are_refused(
+    comm: MPI.Intracomm, way: str, wrong: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as refused:
+        MAKE[way](comm, **wrong)
+    assert len(set(comm.allgather(str(refused.value)))) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("way", "name", "here", "there", "sentence"), UNLIKE)
+def test_ranks_that_disagree_all_raise(
+    comm: MPI.Intracomm, way: str, name: str, here: Any, there: Any, sentence: str
+) -> None:
+    last = comm.size - 1
+    sentence = sentence or f"ranks disagree on {name}.*rank {last}: {re.escape(repr(there))}"
+    with pytest.raises(ValueError, match=sentence):
+        MAKE[way](comm, **{name: there if comm.rank == last else here})
