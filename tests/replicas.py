@@ -119,7 +119,12 @@ class Replicas:
     def wrap(self, model: nn.Module, kind: Any = "", **settings: Any) -> Any:
         """Around AdamW, one of OPTIMIZERS, or what `kind` makes of the parameters."""
         kind = OPTIMIZERS[kind] if kind in OPTIMIZERS else kind or (lambda p: torch.optim.AdamW(p, **ADAMW))
-        given: dict[str, Any] = {"density": 0.05, "threshold_interval": 3, "sends": "updates"}
+        given: dict[str, Any] = {
+            "density": 0.05,
+            "method": "union",
+            "threshold_interval": 3,
+            "sends": "updates",
+        }
         if self.per_host:
             given |= {"replica": "host", "ranks_per_host": self.per_host}
         over = self.comm if self.mesh is None else self.mesh["replicate"].get_group()

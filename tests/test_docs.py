@@ -252,8 +252,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     of_four = rule + "lv=.05/b1=(.5|.478)"  # 0.478 is 0.9^7; seed 0 ran with 0.5
     small = above_dense(17_135_616, 4, of_four, "2e-3", seeds=(3, 3))
     large = above_dense(98_032_128, 4, of_four + "/lr=8.5e-4", "8.5e-4", seeds=(1, 1))
-    falling = rule.replace("d=.0125/", "b1=.478/lr=1.4e-3/dr=.032/d=.0032/dw=1/lv=.02")
-    many = above_dense(17_135_616, 16, falling, "2e-3", seeds=(1, 3))
+    many = above_dense(17_135_616, 16, rule + "b1=.478/lr=1.4e-3/lv=.02", "2e-3", seeds=(1, 3))
     assert f"ends [{-large:.1f} % below]" in readme and f"17.1 M {-small:.1f} % below" in readme
     assert f"ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 

@@ -21,9 +21,6 @@ ADAM_SHARE = 0.05
 SHARED_BY = 4
 """Replicas up to which ADAM_SHARE holds. With more it falls as one over the root of their number."""
 
-UNION_BELOW = 0.05
-"""The density from which Ok-Topk is the default method."""
-
 
 class LocalStep:
     """Takes steps of the wrapped optimizer on a replica's own gradient. Its groups are the user's before and after.
@@ -35,7 +32,8 @@ class LocalStep:
     """
 
     def __init__(self, inner: torch.optim.Optimizer, replicas: float, averages: bool) -> None:
-        self._inner, self._replicas, self._averages = inner, replicas, averages
+        self._inner = inner
+        self._replicas, self._averages = replicas, averages
         # RAdam would take a longer warm-up from a longer beta2
         self._least = 0.0 if isinstance(inner, torch.optim.RAdam) else LEAST_BETA2
         self.begin_window()
@@ -111,16 +109,6 @@ class LocalStep:
         ]
 
 
-def default_method(density: Any) -> str:
-    """The method of updates where the user names none. density: as given, perhaps not valid.
-
-    At 1.25 % and below `union` lost less than Ok-Topk, at 6.25 % more; nothing in between was run.
-
-    Source: own, docs/results/updates.md.
-    """
-    return "oktopk" if isinstance(density, float | int) and density >= UNION_BELOW else "union"
-
-
 def betas_of_replica(
     betas: Sequence[float], replicas: float, averages: bool, least: float
 ) -> tuple[float, float]:
@@ -151,7 +139,8 @@ def most_share(replicas: float) -> float:
 
     A share lets a replica see what it has not sent, so that it does not overshoot; and it moves the
     replica by its own noise, which grows as the root of P. With `union` at 1.25 % 0.05 was best with
-    P = 4, and 0.02 with P = 16. At 6.25 % with P = 16 0.05 was better than 0.02.
+    P = 4, and 0.02 with P = 16. At 6.25 % with P = 16 0.05 was better than 0.02, by `union`; Ok-Topk
+    ran with 0.02 alone.
 
     Args:
         replicas: P, as for `betas_of_replica`.

@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +26,7 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import DENSE_ABOVE, timeout_of, unknown_setting
+from oktopk.settings import DENSE_ABOVE, Settings, plain, timeout_of, unknown_setting
 from oktopk.state import state_problem
 from oktopk.torch.agreement import (
     compared,
@@ -86,8 +86,8 @@ class DistributedOptimizer(WrappedOptimizer):
             bfloat16 or float16, each dense in memory.
         comm: as `GradientAllreduce` takes it. Collective: every rank must construct, with the same model and settings. Of
             parameters that `fully_shard` made the ranks that hold this rank's shards, `mesh["replicate"].get_group()`.
-        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, and for updates of 5 % and more. For updates of a lower
-            density "union", which loses less there and goes over messages, within a host too.
+        method: a name in `oktopk.METHODS`; None: "oktopk" for gradients, and for updates of 5 % and more that are exchanged in
+            each step. For others "union", which loses less there and goes over messages, within a host too.
         gradient_type: of what is selected and reduced, "float32", "bfloat16" or "float16"; "" is that of the parameters. The
             CPU takes float32 only. bfloat16 gradients of float32 parameters halve what selection reads, and their rounding
             is not fed back.
@@ -227,7 +227,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
-        method = self._default_method(settings) if method is None else method
+        if method is None:
+            method = self._default_method(plain(settings.get("density", Settings.density)), every)
         unsaid, sends = sends is None, self._sends if sends is None else sends
         self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
         self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
@@ -308,8 +309,8 @@ class DistributedOptimizer(WrappedOptimizer):
         raise NotImplementedError
 
     @staticmethod
-    def _default_method(settings: Mapping[str, Any]) -> str:
-        """The method, where the user names none."""
+    def _default_method(density: Any, every: int) -> str:
+        """The method, where the user names none. density: the last one, perhaps not valid."""
         return "oktopk"
 
     def _selected_type(self) -> str:

@@ -121,22 +121,27 @@ def test_a_falling_density_has_the_mean_that_was_asked_for(
     assert settings.density_at(0) == pytest.approx(fall * settings.density_at(steps))
 
 
+def test_a_falling_density_takes_numbers_of_numpy() -> None:
+    assert falling_density(np.float64(0.01), np.int64(90)) == falling_density(0.01, 90)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("mean", "steps", "fall", "sentence"),
+    ("wrong", "sentence"),
     [
-        (0.01, 0, 10, "steps 0 is not an integer >= 1"),
-        (0.01, 2.5, 10, "steps 2.5 is not an integer >= 1"),
-        (0.01, 9, 1, "fall 1 is not > 1: nothing would fall"),
-        (0.01, 9, math.nan, "fall nan is not > 1: nothing would fall"),
-        (0.2, 3000, 10, "mean 0.2 is not valid: the first density would be 0.505, not in (0, 0.25]"),
-        (0.0, 9, 10, "mean 0.0 is not valid: the first density would be 0, not in (0, 0.25]"),
+        *[({"steps": steps}, f"steps {steps!r} is not an integer >= 1") for steps in (0, 2.5, True, None)],
+        *[
+            ({"threshold_interval": n}, f"threshold_interval {n!r} is not an integer >= 1")
+            for n in (0, -1, 2.5)
+        ],
+        *[({"fall": fall}, f"fall {fall!r} is not a number > 1") for fall in (1, math.nan, math.inf, "10")],
+        *[({"mean": mean}, f"mean {mean!r} is not a number > 0") for mean in (0.0, -1, None, "0.01")],
+        ({"mean": 0.2}, "mean 0.2 is too large: the first density would be 0.505, above 0.25"),
     ],
 )
-def test_a_falling_density_refuses_what_cannot_fall(
-    mean: float, steps: Any, fall: float, sentence: str
-) -> None:
+def test_a_falling_density_refuses_what_cannot_fall(wrong: dict[str, Any], sentence: str) -> None:
+    arguments: dict[str, Any] = {"mean": 0.01, "steps": 3000} | wrong
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        falling_density(mean, steps, fall=fall)
+        falling_density(**arguments)
 
 
 @given(st.floats(1e-6, 0.2), st.floats(1.01, 50), st.integers(0, 5), st.integers(1, 40), st.integers(1, 50))

@@ -651,18 +651,19 @@ def test_a_density_whose_steps_are_dense_takes_gradients(comm: MPI.Intracomm) ->
 
 
 @pytest.mark.parametrize(
-    ("sends", "density", "method"),
+    ("settings", "method"),
     [
-        ("updates", 0.0125, "union"),
-        ("updates", 0.049, "union"),
-        ("updates", 0.05, "oktopk"),
-        ("gradients", 0.0125, "oktopk"),
+        ({}, "union"),
+        ({"density": 0.049}, "union"),
+        ({"density": 0.05}, "oktopk"),
+        ({"density": np.float32(0.0625)}, "oktopk"),
+        ({"density": 0.05, "every": 2}, "union"),
+        ({"sends": "gradients"}, "oktopk"),
     ],
 )
 def test_the_default_method_is_the_one_that_loses_less_at_the_density(
-    comm: MPI.Intracomm, sends: str, density: float, method: str
+    comm: MPI.Intracomm, settings: dict[str, Any], method: str
 ) -> None:
-    adamw = torch.optim.AdamW(network().parameters())
-    optimizer = DistributedOptimizer(adamw, comm, density=density, sends=sends)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(network().parameters()), comm, **settings)
     assert optimizer.reducer.method == method
     optimizer.close()
