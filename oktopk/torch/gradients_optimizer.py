@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from collectives.closing import closes
-from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.results import StepReport
@@ -86,7 +86,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._updates: list[Tensor] = []  # views of what is applied, made by the first step
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
-        self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
+        self._counted = [*self._parameters, *self._tables.tables]  # whose gradients may be missing
         self._agreement = agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
 
         def loaded(inner: torch.optim.Optimizer) -> None:
@@ -156,8 +156,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         if self._buckets is not None and self._buckets.started:
             self.abandon()
         self._gradients.zero(set_to_none)
-        if self._tables is not None:
-            self._tables.zero_grad()
+        self._tables.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
@@ -213,7 +212,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             return report
         anywhere = self._heard(report)
         if self.clip_norm:
-            clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
+            clip_([self._update, *self._tables.values], self.clip_norm)
         if self._applied is not self._update:
             self._applied.copy_(self._update)
         self._gradients.lay_aside()
@@ -225,8 +224,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             parameter = self._parameters[number]
             if parameter.grad is not None:  # as the optimizer's own state is laid out
                 parameter.grad = torch.empty_like(parameter).copy_(self._updates[number])
-        if self._tables is not None:
-            self._tables.leave_out(anywhere[len(self._parameters) :])
+        self._tables.leave_out(anywhere[len(self._parameters) :])
         self._version = self._update._version
         return report
 
@@ -239,18 +237,13 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             self.inner.step()
         finally:
             self._gradients.attach()
-            if self._tables is not None:
-                self._tables.put_back()
+            self._tables.put_back()
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
 
     def _reduced(self, measure: bool) -> StepReport:
-        """Reduce the tables, which can be undone without traffic, then the vector: both or neither.
-
-        Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
-        one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
-        """
+        """Start the buckets that the backward pass has not, then reduce all: see `Engine.finish`. Collective."""
         problem = self._changed()
         self._warn_of_lost()
         first = self.report is None and self.reducer.transport.rank == 0
@@ -259,40 +252,8 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         present = bytes(parameter.grad is not None for parameter in self._counted)
         token = self._agreement.tell(present)
         if self._buckets is not None:
-            self._start_rest(measure, "" if self._tables is not None else problem, token)
-        if self._tables is None:
-            return self._reduced_vector(measure, problem, token)
-        try:
-            reduced = self._reduce_tables(problem)
-        except (NonFiniteGradientError, ValueError):
-            if self._buckets is not None:
-                self._discard_buckets()
-            raise
-        if not reduced:
-            if self._buckets is not None:
-                return self._discard_buckets()
-            skipped = self.reducer.skip_together(True)
-            assert skipped is not None
-            return skipped
-        try:
-            report = self._reduced_vector(measure, problem, token)
-        except BaseException:
-            self._tables.take_back()
-            raise
-        if report.skipped:
-            self._tables.take_back()
-        report.row_bytes = sum(each.bytes for each in self._tables.reports)
-        return report
-
-    def _reduce_tables(self, problem: str) -> bool:
-        """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
-        assert self._tables is not None
-        if not isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.stream_scope():
-                return self._tables.reduce(problem)
-        ready = self._memory.after_current()
-        with self._memory.before_torch():
-            return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
+            self._start_rest(measure, "" if self._tables else problem, token)
+        return self._engine.finish(partial(self._reduced_vector, measure, problem, token), problem)
 
     def _start_rest(self, measure: bool, problem: str, token: int) -> None:
         """Start the buckets that the backward pass has not, the last one with the token. Collective."""
@@ -307,16 +268,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             beside = {**more, "absent": self._gradients.missing(number)}
             self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
 
-    def _discard_buckets(self) -> StepReport:
-        """End a step whose tables were not reduced. Collective."""
-        assert isinstance(self.reducer, BucketedAllreduce)
-        with self._memory.before_torch():
-            return self.reducer.discard()
-
     def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
-        if isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.before_torch():
-                return self.reducer.finish()
         assert isinstance(self.reducer, GradientAllreduce)
         absent = self._gradients.missing()
         try:
@@ -331,16 +283,9 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
 
     def _heard(self, report: StepReport) -> bytes:
-        """As `StepAgreement.hear`, of a step that was reduced, which is undone where ranks differ in the groups' numbers."""
-        transport = self.reducer.transport
-        try:
-            anywhere = self._agreement.hear(self.reducer.tokens, transport, not report.complete)
-        except ValueError:
-            self.reducer.take_back()
-            if self._tables is not None:
-                self._tables.take_back()
-            raise
-        if not (any(anywhere) or self._said_none) and transport.rank == 0:
+        """As `Engine.hear`; warns the first time that no rank has a gradient."""
+        anywhere = self._engine.hear(self._agreement, report)
+        if not (any(anywhere) or self._said_none) and self.reducer.transport.rank == 0:
             warnings.warn(
                 f"no parameter of the optimizer has a gradient on any rank in step {report.step}: if the model has others by "
                 "now, as after load_state_dict(assign=True) or to(device), change it first, then wrap",
