@@ -70,7 +70,8 @@ class OkTopkState:
             ValueError where the ranks' optimizers differ.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
-    Traffic: that of the method, for each bucket; of the first step that of a dense allreduce, 8n(P - 1)/P bytes a rank.
+    Traffic: that of the method, for each bucket. In the first step, with static_graph=True in two, a dense allreduce: over
+        messages 8n(P - 1)/P bytes a rank where P is a power of two, see `collectives.dense_allreduce.dense_words`.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
 
     Example:

@@ -292,6 +292,41 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
+def test_a_model_of_tables_alone_trains_under_ddps_hook(comm: MPI.Intracomm, group: Any) -> None:
+    def model() -> nn.Embedding:
+        torch.manual_seed(4)
+        return nn.Embedding(WORDS, WIDTH, sparse=True)
+
+    def train(ddp: DistributedDataParallel, state: OkTopkState, steps: range) -> None:
+        optimizer = inner("sgd", ddp)
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(batch_of(comm.rank, step)).square().sum().backward()
+            optimizer.step()
+            assert state.report is not None and state.report.step == step
+            assert state.table_reports["weight"].step == step
+
+    (ddp, state), (again, continued) = (
+        (DistributedDataParallel(model()), OkTopkState(density=0.2)) for _ in range(2)
+    )
+    ddp.register_comm_hook(state, ddp_hook)
+    again.register_comm_hook(continued, ddp_hook)
+    train(ddp, state, range(3))
+    again.load_state_dict(ddp.state_dict())
+    continued.load_state_dict(copy.deepcopy(state.state_dict()))
+    train(ddp, state, range(3, 5))
+    train(again, continued, range(3, 5))
+    alone = model()
+    other = inner("sgd", alone)
+    for step in range(5):
+        other.zero_grad()
+        for rank in range(comm.size):
+            (alone(batch_of(rank, step)).square().sum() / comm.size).backward()
+        other.step()
+    assert torch.equal(ddp.module.weight, again.module.weight)
+    assert torch.allclose(ddp.module.weight, alone.weight, atol=2e-6)
+
+
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
     nonfinite: str, comm: MPI.Intracomm, group: Any
