@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from collectives.closing import announce
 from oktopk.allreduce import GradientAllreduce
@@ -15,34 +16,87 @@ from oktopk.torch.states import as_arrays
 from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import SparseTables
 
+_Result = TypeVar("_Result")
+
+
+class OneVector:
+    """A `GradientAllreduce` as the one bucket of a step, which `finish` takes as a whole. Methods as of `BucketedAllreduce`.
+
+    Args:
+        reducer: of the vector.
+        memory: of its gradient.
+
+    Attributes:
+        buckets: the reducer.
+        measure: whether the next step takes the paper's measures.
+    """
+
+    started = 0  # nothing is on its way between `start` and `finish`
+
+    def __init__(self, reducer: GradientAllreduce, memory: TensorMemory) -> None:
+        self.buckets, self._memory = [reducer], memory
+        self.can_read_tensors = reducer.can_read_tensors
+        self.measure = False
+        self._step: Callable[..., StepReport] | None = None
+
+    def reads_tensors(self, number: int) -> bool:
+        return self.buckets[0].reads_tensors(self.measure)
+
+    def start(self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any) -> None:
+        """Keep what the step is taken with."""
+        self._step = partial(self.buckets[0].step, gradient, **beside)
+
+    def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Call it now, on the stream of the reducer."""
+        done: Future[_Result] = Future()
+        with self._memory.stream_scope():
+            done.set_result(call())
+        return done
+
+    def finish(self, all_or_none: bool = True) -> StepReport:
+        """Take the step. Collective."""
+        step, self._step = self._step, None
+        assert step is not None
+        with self._memory.stream_scope():
+            return step(measure=self.measure)
+
+    def discard(self) -> StepReport:
+        """Skip the step on all ranks. Collective."""
+        skipped = self.buckets[0].skip_together(True)
+        assert skipped is not None
+        return skipped
+
+    def abandon(self) -> None:
+        """Forget what the step would have been taken with."""
+        self._step = None
+
 
 class Engine:
     """Ends steps of a reducer and of the tables beside it, both or neither.
 
     Args:
-        reducer: of one vector, or of buckets, which the caller starts.
+        reducer: of one vector, or of buckets.
         tables: perhaps none.
         memory: of both.
 
     Attributes:
         reducer, tables: as given.
+        bucketed: the reducer, which the caller starts; of one vector as `OneVector`.
     """
 
     def __init__(
         self, reducer: GradientAllreduce | BucketedAllreduce, tables: SparseTables, memory: TensorMemory
     ) -> None:
         self.reducer, self.tables, self._memory = reducer, tables, memory
+        self.bucketed = reducer if isinstance(reducer, BucketedAllreduce) else OneVector(reducer, memory)
 
-    def finish(
-        self, step: Callable[[], StepReport] | None = None, problem: str = "", all_or_none: bool = True
-    ) -> StepReport:
+    def finish(self, problem: str = "", all_or_none: bool = True) -> StepReport:
         """Reduce the tables, which can be undone without traffic, then end the step of the rest. Collective.
 
         Buckets were started before: ranks may have started unlike numbers of them in the backward pass, and one that waits for a
         bucket of another rank, on the host or on the stream, must not be waited for itself.
 
         Args:
-            step: takes the step of one vector.
             problem: of this rank, where there are tables: every rank raises it.
             all_or_none: where a table or a bucket is skipped, skip all; else it alone is zero.
 
@@ -52,22 +106,14 @@ class Engine:
         try:
             reduced = not self.tables or self._reduce_tables(problem, all_or_none)
         except TOGETHER:
-            if isinstance(self.reducer, BucketedAllreduce):
-                self._discard(self.reducer)
+            if self.bucketed.started:
+                self._discard()
             raise
         if not reduced:
-            if isinstance(self.reducer, BucketedAllreduce):
-                return self._discard(self.reducer)
-            skipped = self.reducer.skip_together(True)
-            assert skipped is not None
-            return skipped
+            return self._discard()
         try:
-            if isinstance(self.reducer, BucketedAllreduce):
-                with self._memory.before_torch():
-                    report = self.reducer.finish(all_or_none)
-            else:
-                assert step is not None
-                report = step()
+            with self._memory.before_torch():
+                report = self.bucketed.finish(all_or_none)
         except BaseException:
             self.tables.take_back()
             raise
@@ -78,17 +124,14 @@ class Engine:
 
     def _reduce_tables(self, problem: str, all_or_none: bool) -> bool:
         """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
-        if not isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.stream_scope():
-                return self.tables.reduce(problem)
         ready = self._memory.after_current()
         with self._memory.before_torch():
-            return self.reducer.submit(partial(self.tables.reduce, problem, ready, all_or_none)).result()
+            return self.bucketed.submit(partial(self.tables.reduce, problem, ready, all_or_none)).result()
 
-    def _discard(self, reducer: BucketedAllreduce) -> StepReport:
+    def _discard(self) -> StepReport:
         """End a step whose tables were not reduced. Collective."""
         with self._memory.before_torch():
-            return reducer.discard()
+            return self.bucketed.discard()
 
     def hear(self, agreement: StepAgreement, report: StepReport) -> bytes:
         """As `StepAgreement.hear`, of a step that has ended; it is undone where ranks differ in the groups' numbers.
