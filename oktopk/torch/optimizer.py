@@ -231,10 +231,10 @@ class DistributedOptimizer(WrappedOptimizer):
         self.clip_norm = clip_norm
         method = self._method if method is None else method
         unsaid, sends = sends is None, self._sends if sends is None else sends
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
-        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
-        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
-        self._arguments |= {"local_share": local_share, "replica": replica}
+        own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
+        own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
+        own |= {"broadcast": broadcast, "local_share": local_share, "replica": replica}
+        self._arguments: dict[str, Any] = own | settings
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
         with ExitStack() as opened:  # closed where this raises
             with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
@@ -346,12 +346,16 @@ class DistributedOptimizer(WrappedOptimizer):
         raise NotImplementedError
 
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """The first half of a step, with sends="gradients", see `GradientsOptimizer`."""
-        raise NotImplementedError
+        """The first half of a step, with sends="gradients", see `GradientsOptimizer`.
+
+        Raises:
+            RuntimeError: with updates the optimizer steps before anything is reduced.
+        """
+        raise RuntimeError("reduce() and apply() are for sends='gradients': call step()")
 
     def apply(self) -> None:
-        """The second half of a step, with sends="gradients"."""
-        raise NotImplementedError
+        """The second half of a step, with sends="gradients"; as `reduce`."""
+        self.reduce()
 
     @property
     def overlapped(self) -> BackwardBuckets | None:
@@ -595,14 +599,10 @@ class DistributedOptimizer(WrappedOptimizer):
             if reducer is not None and self._replica.sharded:
                 self._one_vector.agree_on_state(reducer)
         with self._replica.together(what):  # what raised above has changed no shard
-            if reducer is None:
-                self.reducer.reset()
-                if transport.rank == 0:
-                    empty = empty or "the state is that of an optimizer that was not wrapped"
-                    warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
-            else:
-                self.reducer.load_state_dict(reducer)
-            self._tables.load(tables)
+            self._engine.load(reducer, tables)
+            if reducer is None and transport.rank == 0:
+                empty = empty or "the state is that of an optimizer that was not wrapped"
+                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
             problem = ""
             try:
                 load_state(self.inner, state)

@@ -255,18 +255,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """As the wrapped optimizer's."""
         self.inner.zero_grad(set_to_none)
 
-    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """Refused: the optimizer steps before anything is reduced.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("reduce() and apply() are for sends='gradients': call step()")
-
-    def apply(self) -> None:
-        """As `reduce`."""
-        self.reduce()
-
     def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._kept is not None:
             raise RuntimeError(
