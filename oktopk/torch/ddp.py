@@ -143,7 +143,7 @@ class OkTopkState:
         """Begin to reduce a bucket of DDP's; with the last one end the step. Collective.
 
         Returns:
-            A future of the mean over the ranks, as the bucket's buffer is laid out: valid until the next step.
+            A future of the mean over the ranks, laid out as the bucket's buffer. It is valid until the next step.
         """
         given = Given(bucket.parameters(), bucket.buffer())
         if bucket.index() == 0:
