@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,13 +83,21 @@ class Engine:
     Attributes:
         reducer, tables: as given.
         bucketed: the reducer, which the caller starts; of one vector as `OneVector`.
+        before_torch, ready: as `TensorMemory.before_torch` and `after_current`; of one vector, which orders streams by itself,
+            nothing.
     """
 
     def __init__(
         self, reducer: GradientAllreduce | BucketedAllreduce, tables: SparseTables, memory: TensorMemory
     ) -> None:
-        self.reducer, self.tables, self._memory = reducer, tables, memory
-        self.bucketed = reducer if isinstance(reducer, BucketedAllreduce) else OneVector(reducer, memory)
+        self.reducer, self.tables = reducer, tables
+        self.bucketed: BucketedAllreduce | OneVector
+        self.before_torch: Callable[[], AbstractContextManager[None]]
+        self.ready: Callable[[], Callable[[Any], None] | None]
+        if isinstance(reducer, BucketedAllreduce):
+            self.bucketed, self.before_torch, self.ready = reducer, memory.before_torch, memory.after_current
+        else:
+            self.bucketed, self.before_torch, self.ready = OneVector(reducer, memory), nullcontext, _nothing
 
     def finish(self, problem: str = "", all_or_none: bool = True) -> StepReport:
         """Reduce the tables, which can be undone without traffic, then end the step of the rest. Collective.
@@ -112,7 +121,7 @@ class Engine:
         if not reduced:
             return self._discard()
         try:
-            with self._memory.before_torch():
+            with self.before_torch():
                 report = self.bucketed.finish(all_or_none)
         except BaseException:
             self.tables.take_back()
@@ -124,13 +133,13 @@ class Engine:
 
     def _reduce_tables(self, problem: str, all_or_none: bool) -> bool:
         """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
-        ready = self._memory.after_current()
-        with self._memory.before_torch():
+        ready = self.ready()
+        with self.before_torch():
             return self.bucketed.submit(partial(self.tables.reduce, problem, ready, all_or_none)).result()
 
     def _discard(self) -> StepReport:
         """End a step whose tables were not reduced. Collective."""
-        with self._memory.before_torch():
+        with self.before_torch():
             return self.bucketed.discard()
 
     def hear(self, agreement: StepAgreement, report: StepReport) -> bytes:
@@ -169,3 +178,7 @@ class Engine:
         announce([*self.reducer.transports, *self.tables.transports])
         self.tables.close()
         self.reducer.close()
+
+
+def _nothing() -> None:
+    """What a reducer of one vector waits for, beside torch's current stream."""

@@ -147,7 +147,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     def abandon(self) -> None:
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
-        with self._memory.before_torch():
+        with self._engine.before_torch():
             self._buckets.abandon()
 
     def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
@@ -239,7 +239,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         elif measure:
             own = own or "measures are taken of one vector: pass overlap=False and bucket_mb=0"
         rest = self._buckets.rest(own)
-        ready = self._memory.after_current() if self._in_buckets else None
+        ready = self._engine.ready()
         for number, (gradient, more) in enumerate(rest, bucketed.started):
             last = number == len(bucketed.buckets) - 1
             more |= {"absent": self._gradients.missing(number), "token": token if last else None}

@@ -97,7 +97,7 @@ class HookedBuckets(Engine):
         orders: dict[Tensor, tuple[int, ...]],
         **options: Any,
     ) -> None:
-        self.buckets, self._names = buckets, names
+        self.buckets, self._names, self._memory = buckets, names, memory
         self._own: list[Tensor] = [] if buckets else [nn.Parameter(torch.zeros(1, device=tables[0].device))]
         self._layout = buckets or [self._own]
         every = [parameter for parameters in self._layout for parameter in parameters]
@@ -152,8 +152,8 @@ class HookedBuckets(Engine):
             self.optimizers.look()
             self._agreement.state = self.optimizers.state()
             token = self._agreement.tell()
-        array, ready = self._memory.array(gradient), self._memory.after_current()
-        self.reducer.start(array, ready, absent=absent, problem=self._problem, token=token)
+        array = self._memory.array(gradient)
+        self.reducer.start(array, self.ready(), absent=absent, problem=self._problem, token=token)
 
     def end(self, given: Sequence[Given]) -> StepReport | None:
         """Start the other buckets, wait for all, and give DDP the means. Collective.
@@ -228,7 +228,7 @@ class HookedBuckets(Engine):
     def leave(self) -> None:
         """Undo a step of which DDP has not handed over all buckets. Every rank must call."""
         self._problem = ""
-        with self._memory.before_torch():
+        with self.before_torch():
             self.reducer.abandon()
 
     def _accumulated(self, parameter: Tensor) -> None:

@@ -244,7 +244,7 @@ class BackwardBuckets:
 
     def _in_place(self, gradients: GradientsInPlace, number: int, problem: str) -> tuple[Any, bool]:
         if self._reducer.reads_tensors(number):
-            return gradients.tensors(number, problem)
+            return gradients.tensors(bucket=number, problem=problem)
         return self._array(gradients.collect(self._layout.ranges[number], problem), number), True
 
     def _changed(self, first: bool) -> str:
