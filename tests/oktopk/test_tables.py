@@ -135,10 +135,10 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
     def train(step: int, poison: bool = False) -> None:
         optimizer.zero_grad()
         poisoned = poison and comm.rank == 0
-        loss = model(batch_of(comm.rank, step), bags=True)
-        if poisoned and where == "out":
-            loss = loss * float("nan")
-        loss.backward()
+        nan = poisoned and where == "out"  # in the gradient of this layer alone
+        handle = model.out.weight.register_hook(lambda gradient: gradient * float("nan") if nan else gradient)
+        model(batch_of(comm.rank, step), bags=True).backward()
+        handle.remove()
         if poisoned and where != "out":
             gradient = getattr(model, where).weight.grad
             gradient._values()[0, 1] = float("nan")
