@@ -22,7 +22,7 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, problem_of
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import Settings, settings_problem
+from oktopk.settings import settings_problem, timeout_of
 from oktopk.torch.agreement import (
     reducer_of,
     register_reducer,
@@ -89,10 +89,6 @@ class OkTopkState:
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
         refuse(settings_problem(settings, OkTopkState, *beside))
-        chosen = Settings(**{name: value for name, value in settings.items() if name not in beside})
-        self._of_tables: dict[str, Any] = {"nonfinite": chosen.nonfinite, "average": chosen.average}
-        self._of_tables |= {"timeout": chosen.timeout, "peer_memory": settings.get("peer_memory")}
-        self._warmup = chosen.dense_warmup_steps
         self._arguments: dict[str, Any] = {"method": method, **settings}
         self._given_comm = self._comm = comm
         self._module = module
@@ -233,9 +229,9 @@ class OkTopkState:
                 )
             memory = memory_of(device, beside=True)
         self._free()
-        options = self._arguments | {"dense_warmup_steps": max(self._dense_steps, self._warmup)}
-        options |= {"of_tables": self._of_tables, "orders": self._orders, "advice": _SAME_PASSES}
-        made = HookedBuckets(self._comm, buckets, tables, self._names, memory, **options)
+        dense_steps = max(self._dense_steps, self._arguments.get("dense_warmup_steps", 0))
+        options = self._arguments | {"dense_warmup_steps": dense_steps, "advice": _SAME_PASSES}
+        made = HookedBuckets(self._comm, buckets, tables, self._names, memory, orders=self._orders, **options)
         self._buckets = made
         register_reducer(self, dense)
         if self._settled:
@@ -303,7 +299,7 @@ class OkTopkState:
             self._buckets.reducer.meet(what)
             yield self._buckets.reducer.transport
             return
-        limit = Limit(what, self._of_tables["timeout"], advice)
+        limit = Limit(what, timeout_of(self._arguments), advice)
         with closing(connect(self._comm, limit)) as transport:
             yield transport
 

@@ -69,7 +69,6 @@ class HookedBuckets(Engine):
         tables: the parameters with sparse gradients, each alone in a bucket of DDP's.
         names: of all parameters.
         memory: of all.
-        of_tables: further arguments of `SparseTables`.
         orders: strides that DDP has been seen to keep to, of parameters; filled here.
 
     Attributes:
@@ -93,7 +92,6 @@ class HookedBuckets(Engine):
         memory: TensorMemory,
         *,
         method: str,
-        of_tables: dict[str, Any],
         orders: dict[Tensor, tuple[int, ...]],
         **options: Any,
     ) -> None:
@@ -109,8 +107,9 @@ class HookedBuckets(Engine):
             place = {"device": memory.device, "stream": memory.stream}
             reducer = BucketedAllreduce(comm, sizes, method, **place, **options)
             opened.callback(reducer.close)
-            named = [names[table] for table in tables]
-            super().__init__(reducer, SparseTables(comm, tables, memory, named, **of_tables), memory)
+            peer_memory, named = options.get("peer_memory"), [names[table] for table in tables]
+            made = SparseTables(comm, tables, memory, reducer.settings, peer_memory, named)
+            super().__init__(reducer, made, memory)
             opened.pop_all()
         self.parameters = dict.fromkeys([*(every if buckets else ()), *tables])
         self._dtype = GRADIENT_TYPES[options.get("gradient_type", "float32")]

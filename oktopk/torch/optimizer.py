@@ -265,8 +265,10 @@ class DistributedOptimizer(WrappedOptimizer):
                 options |= settings | self._options()
                 self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
                 opened.callback(self.reducer.close)
+                exchanged = {name: own[name] for name in ("every", "local_share", "replica")}
+                self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
                 peer_memory = settings.get("peer_memory")
-                self._tables = self._make_tables(comm, tables, memory, peer_memory=peer_memory)
+                self._tables = SparseTables(comm, tables, memory, self.reducer.settings, peer_memory)
                 self._engine = Engine(self.reducer, self._tables, memory)
                 opened.callback(self._tables.close)
                 if strangers:
@@ -413,16 +415,6 @@ class DistributedOptimizer(WrappedOptimizer):
                 loss = closure()
         self._step(measure, grad_scaler)
         return loss
-
-    def _make_tables(
-        self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
-    ) -> SparseTables:
-        """What reduces the tables. Collective. options: of `oktopk.rows.RowSparseAllreduce`."""
-        settings = self.reducer.settings
-        shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
-        exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
-        self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
-        return SparseTables(comm, tables, memory, **shared, **options)
 
     @property
     def table_reports(self) -> list[RowReport]:

@@ -14,6 +14,7 @@ from collectives.closing import announce
 from collectives.rows import Rows
 from collectives.transport import Transport
 from oktopk.rows import RowReport, RowSparseAllreduce
+from oktopk.settings import Settings
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
@@ -36,8 +37,9 @@ class SparseTables:
         comm: as `GradientAllreduce`. Collective.
         tables: of two dimensions, of one type.
         memory: of the tables.
+        settings: whose `average`, `nonfinite` and `timeout` hold.
+        peer_memory: as `oktopk.rows.RowSparseAllreduce`.
         names: one a table, its key in a state; None: their numbers.
-        settings: keywords of `oktopk.rows.RowSparseAllreduce`.
 
     Attributes:
         tables, names: as given.
@@ -50,20 +52,26 @@ class SparseTables:
         comm: Any,
         tables: Sequence[Tensor],
         memory: TensorMemory,
+        settings: Settings,
+        peer_memory: bool | None = None,
         names: Sequence[str] | None = None,
-        **settings: Any,
     ) -> None:
         self.tables = list(tables)
         self.names = list(map(str, range(len(self.tables)))) if names is None else list(names)
         self._memory = memory
-        settings |= {"device": memory.device, "stream": memory.stream}
+        options: dict[str, Any] = {
+            "device": memory.device,
+            "stream": memory.stream,
+            "peer_memory": peer_memory,
+        }
+        options |= {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         self.reducers: list[RowSparseAllreduce] = []
         self.reports: list[RowReport] = []
         with ExitStack() as opened:  # closed where this raises
             opened.callback(self.close)
             for table in self.tables:
                 kind = TYPE_NAMES[table.dtype]
-                self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings))
+                self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **options))
             opened.pop_all()
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
