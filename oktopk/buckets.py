@@ -367,8 +367,12 @@ class BucketedAllreduce:
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
         self._take_back(self._end()[0])
+        self.renumber(self.steps, self.buckets[0].sparse_steps)
+
+    def renumber(self, steps: int, sparse_steps: int) -> None:
+        """As `GradientAllreduce.renumber`, of all buckets."""
         for reducer in self.buckets:
-            reducer.renumber(self.steps, self.buckets[0].sparse_steps)
+            reducer.renumber(steps, sparse_steps)
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """As `GradientAllreduce.skip_together`, before any bucket was started."""

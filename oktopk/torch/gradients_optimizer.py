@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from collectives.closing import closes
-from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.results import StepReport
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
+from oktopk.torch.engine import OneVector
 from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.optimizer import DistributedOptimizer, may_only_set_up
@@ -49,7 +50,6 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2.
     """
 
-    _layout: BucketLayout | None = None
     _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
 
     def _refused(self, settings: dict[str, Any]) -> str:
@@ -62,10 +62,10 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     def _make_reducer(
         self, comm: Any, method: str, memory: TensorMemory, options: dict[str, Any], bucket_mb: float | None
     ) -> None:
+        self._layout = BucketLayout(self._parameters, math.inf if bucket_mb is None else bucket_mb)
         if bucket_mb is None:
             super()._make_reducer(comm, method, memory, options, bucket_mb)
             return
-        self._layout = BucketLayout(self._parameters, bucket_mb)
         self._update = torch.zeros(self._layout.length, device=self._parameters[0].device)
         updates = [memory.array(self._update[each]) for each in self._layout.slices]
         self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, updates=updates, **options)
@@ -76,17 +76,29 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         """Set up what a step reads and writes, once there is a reducer. Collective."""
-        self._buckets: BackwardBuckets | None = None
-        self._gradients = self._make_gradients(GRADIENT_TYPES[gradient_type], overlap)
-        self._array: Any = None  # of the vector, once a step takes it
+        layout, bucketed, dtype = self._layout, self._engine.bucketed, GRADIENT_TYPES[gradient_type]
+        tensors: list[GradientTensors] = []
+        if bucketed.can_read_tensors:
+            kind = TYPE_NAMES[self._parameters[0].dtype]
+            for reducer, each in zip(bucketed.buckets, layout.ranges, strict=True):
+                tensors.append(reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind))
+        shared = None if self._in_buckets else bucketed.buckets[0].gradient_buffer
+        whole = None if shared is None else self._memory.tensor(shared).view(dtype)
+        self._gradients = gradients = GradientsInPlace(
+            self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length, whole
+        )
+        # not of this instance, which the buckets would keep alive
+        postponed = partial(may_only_set_up, self.inner)
+        self._buckets = BackwardBuckets(
+            self._parameters, gradients, layout, bucketed, self._memory, overlap, postponed
+        )
         # what the wrapped optimizer sees must be of the parameters' type
         self._applied = self._update.to(self._parameters[0].dtype)
-        self._starts = None if self._layout is None else self._layout.starts
         self._like = [self._gradients.as_wrapped.like(n, "meta") for n in range(len(self._parameters))]
         self._updates: list[Tensor] = []  # views of what is applied, made by the first step
         self._said_none = False
         self._changes = 0  # of the parameters, when they were made
-        self._counted = [*self._parameters, *self._table_list]  # whose gradients may be missing
+        self._counted = [*self._parameters, *self._tables.tables]  # whose gradients may be missing
         self._agreement = agreement = StepAgreement(groups_of([self.inner]), len(self._counted))
 
         def loaded(inner: torch.optim.Optimizer) -> None:
@@ -97,38 +109,9 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
 
-    def _make_gradients(self, dtype: torch.dtype, overlap: bool) -> GradientsInPlace:
-        """What holds the gradients. Collective."""
-        reducer, layout, tensors = self.reducer, self._layout, []
-        if layout is None:
-            assert isinstance(reducer, GradientAllreduce)
-            if reducer.can_read_tensors:
-                tensors = self._tensor_lists([reducer], [slice(None)])
-            shared = reducer.gradient_buffer
-            whole = None if shared is None else self._memory.tensor(shared).view(dtype)
-            return GradientsInPlace(self._parameters, dtype, tensors, vector=whole)
-        assert isinstance(reducer, BucketedAllreduce)
-        if reducer.can_read_tensors:
-            tensors = self._tensor_lists(reducer.buckets, layout.ranges)
-        gradients = GradientsInPlace(
-            self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length
-        )
-        # not of this instance, which the buckets would keep alive
-        postponed = partial(may_only_set_up, self.inner)
-        self._buckets = BackwardBuckets(
-            self._parameters, gradients, layout, reducer, self._memory, overlap, postponed
-        )
-        return gradients
-
-    def _tensor_lists(
-        self, reducers: Sequence[GradientAllreduce], ranges: Sequence[slice]
-    ) -> list[GradientTensors]:
-        """For each reducer a list of its parameters' gradients. Collective."""
-        kind = TYPE_NAMES[self._parameters[0].dtype]
-        return [
-            reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind)
-            for reducer, each in zip(reducers, ranges, strict=True)
-        ]
+    @property
+    def _in_buckets(self) -> bool:
+        return isinstance(self.reducer, BucketedAllreduce)
 
     @property
     def gradient(self) -> NDArray[np.float32]:
@@ -138,7 +121,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         buckets, a copy.
         """
         vector = self._gradients.vector
-        if self._layout is not None:
+        if self._in_buckets:
             vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
         return vector.float().cpu().numpy()
 
@@ -153,26 +136,23 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
         With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
         """
-        if self._buckets is not None and self._buckets.started:
+        if self._buckets.started:
             self.abandon()
         self._gradients.zero(set_to_none)
-        if self._tables is not None:
-            self._tables.zero_grad()
+        self._tables.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
-        return nullcontext() if self._buckets is None else self._buckets.no_sync()
+        return self._buckets.no_sync()
 
     def abandon(self) -> None:
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
-        if self._buckets is not None:
-            with self._memory.before_torch():
-                self._buckets.abandon()
+        with self._engine.before_torch():
+            self._buckets.abandon()
 
     def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._only_sets_up_state():
-            if self._buckets is not None:
-                self._buckets.forget()
+            self._buckets.forget()
             self.inner.step()
         else:
             self.reduce(measure=measure, grad_scaler=grad_scaler)
@@ -213,7 +193,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             return report
         anywhere = self._heard(report)
         if self.clip_norm:
-            clip_([self._update, *([] if self._tables is None else self._tables.values)], self.clip_norm)
+            clip_([self._update, *self._tables.values], self.clip_norm)
         if self._applied is not self._update:
             self._applied.copy_(self._update)
         self._gradients.lay_aside()
@@ -225,8 +205,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             parameter = self._parameters[number]
             if parameter.grad is not None:  # as the optimizer's own state is laid out
                 parameter.grad = torch.empty_like(parameter).copy_(self._updates[number])
-        if self._tables is not None:
-            self._tables.leave_out(anywhere[len(self._parameters) :])
+        self._tables.leave_out(anywhere[len(self._parameters) :])
         self._version = self._update._version
         return report
 
@@ -239,18 +218,13 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             self.inner.step()
         finally:
             self._gradients.attach()
-            if self._tables is not None:
-                self._tables.put_back()
+            self._tables.put_back()
             if self._update._version != self._version:  # some optimizers work in place on p.grad
                 self.reducer.forget_support()
             self._version = -1
 
     def _reduced(self, measure: bool) -> StepReport:
-        """Reduce the tables, which can be undone without traffic, then the vector: both or neither.
-
-        Buckets start before any other collective call: ranks may have started unlike numbers of them in the backward pass, and
-        one that waits for a bucket of another rank, on the host or on the stream, must not be waited for itself.
-        """
+        """Start the buckets that the backward pass has not, the last one with a token; then `Engine.finish`. Collective."""
         problem = self._changed()
         self._warn_of_lost()
         first = self.report is None and self.reducer.transport.rank == 0
@@ -258,89 +232,24 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             warnings.warn(warning, stacklevel=4)
         present = bytes(parameter.grad is not None for parameter in self._counted)
         token = self._agreement.tell(present)
-        if self._buckets is not None:
-            self._start_rest(measure, "" if self._tables is not None else problem, token)
-        if self._tables is None:
-            return self._reduced_vector(measure, problem, token)
-        try:
-            reduced = self._reduce_tables(problem)
-        except (NonFiniteGradientError, ValueError):
-            if self._buckets is not None:
-                self._discard_buckets()
-            raise
-        if not reduced:
-            if self._buckets is not None:
-                return self._discard_buckets()
-            skipped = self.reducer.skip_together(True)
-            assert skipped is not None
-            return skipped
-        try:
-            report = self._reduced_vector(measure, problem, token)
-        except BaseException:
-            self._tables.take_back()
-            raise
-        if report.skipped:
-            self._tables.take_back()
-        report.row_bytes = sum(each.bytes for each in self._tables.reports)
-        return report
-
-    def _reduce_tables(self, problem: str) -> bool:
-        """As `SparseTables.reduce`, in the thread of the first bucket, whose stream it is on. Collective."""
-        assert self._tables is not None
-        if not isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.stream_scope():
-                return self._tables.reduce(problem)
-        ready = self._memory.after_current()
-        with self._memory.before_torch():
-            return self.reducer.submit(partial(self._tables.reduce, problem, ready)).result()
-
-    def _start_rest(self, measure: bool, problem: str, token: int) -> None:
-        """Start the buckets that the backward pass has not, the last one with the token. Collective."""
-        assert self._buckets is not None and isinstance(self.reducer, BucketedAllreduce)
-        if measure:
-            problem = problem or "measures are taken of one vector: pass overlap=False and bucket_mb=0"
-        rest = self._buckets.rest(problem)
-        ready = self._memory.after_current()
-        last = len(self.reducer.buckets) - 1
-        for gradient, more in rest:
-            number = self.reducer.started
-            beside = {**more, "absent": self._gradients.missing(number)}
-            self.reducer.start(gradient, ready, **beside, token=token if number == last else None)
-
-    def _discard_buckets(self) -> StepReport:
-        """End a step whose tables were not reduced. Collective."""
-        assert isinstance(self.reducer, BucketedAllreduce)
-        with self._memory.before_torch():
-            return self.reducer.discard()
-
-    def _reduced_vector(self, measure: bool, problem: str, token: int) -> StepReport:
-        if isinstance(self.reducer, BucketedAllreduce):
-            with self._memory.before_torch():
-                return self.reducer.finish()
-        assert isinstance(self.reducer, GradientAllreduce)
-        absent = self._gradients.missing()
-        try:
-            gradient = self._given(measure, problem)
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # on this rank alone, perhaps: a gradient is sparse, or of another shape
-            problem = str(error).splitlines()[0]
-            gradient = self._given(measure, problem)
-        with self._memory.stream_scope():
-            return self.reducer.step(gradient, measure=measure, problem=problem, absent=absent, token=token)
+        bucketed = self._engine.bucketed
+        own = "" if self._tables else problem
+        if isinstance(bucketed, OneVector):
+            bucketed.measure = measure
+        elif measure:
+            own = own or "measures are taken of one vector: pass overlap=False and bucket_mb=0"
+        rest = self._buckets.rest(own)
+        ready = self._engine.ready()
+        for number, (gradient, more) in enumerate(rest, bucketed.started):
+            last = number == len(bucketed.buckets) - 1
+            more |= {"absent": self._gradients.missing(number), "token": token if last else None}
+            bucketed.start(gradient, ready, **more)
+        return self._engine.finish(problem)
 
     def _heard(self, report: StepReport) -> bytes:
-        """As `StepAgreement.hear`, of a step that was reduced, which is undone where ranks differ in the groups' numbers."""
-        transport = self.reducer.transport
-        try:
-            anywhere = self._agreement.hear(self.reducer.tokens, transport, not report.complete)
-        except ValueError:
-            self.reducer.take_back()
-            if self._tables is not None:
-                self._tables.take_back()
-            raise
-        if not (any(anywhere) or self._said_none) and transport.rank == 0:
+        """As `Engine.hear`; warns the first time that no rank has a gradient."""
+        anywhere = self._engine.hear(self._agreement, report)
+        if not (any(anywhere) or self._said_none) and self.reducer.transport.rank == 0:
             warnings.warn(
                 f"no parameter of the optimizer has a gradient on any rank in step {report.step}: if the model has others by "
                 "now, as after load_state_dict(assign=True) or to(device), change it first, then wrap",
@@ -349,35 +258,25 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._said_none = self._said_none or not any(anywhere)
         return anywhere
 
-    def _given(self, measure: bool, problem: str) -> Any:
-        """The gradients as the next step of the reducer takes them; zeros where a problem is to be raised."""
-        assert isinstance(self.reducer, GradientAllreduce)
-        if self.reducer.reads_tensors(measure):
-            return self._gradients.tensors(problem=problem)[0]
-        vector = self._gradients.collect(problem=problem)
-        if self._array is None:
-            self._array = self._memory.array(vector)
-        return self._array
-
     def _changed(self) -> str:
         """What has changed since the optimizer was wrapped that a step cannot go on with, in a sentence; "" if nothing has."""
         watched = self._gradients.as_wrapped
         watched.look()
         if watched.changes != self._changes:  # `Module.to` may have given what each p.grad was other memory
             self._changes = watched.changes
-            self._updates = dense_views(self._applied, self._like, self._starts)
+            self._updates = dense_views(self._applied, self._like, self._layout.starts)
         return watched.problem or self._unwrapped_parameters()
 
     def _has_gradients(self) -> bool:
-        return super()._has_gradients() or (self._buckets is not None and self._buckets.started > 0)
+        return super()._has_gradients() or self._buckets.started > 0
 
     def _reducer_state(self) -> dict[str, Any]:
         state = super()._reducer_state()
-        return state if self._layout is None else {**state, "order": list(self._order)}
+        return {**state, "order": list(self._order)} if self._in_buckets else state
 
     def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
         problem = super()._parts_problem(state, reducer, tables)
-        if reducer is not None and self._layout is not None and not problem:
+        if reducer is not None and self._in_buckets and not problem:
             problem = self._order_problem(reducer)
         return problem
 
@@ -393,14 +292,13 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         return "the state has buckets of parameters in another order: pass the order that it was taken with"
 
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
-        return None if self._layout is None else [memo[id(parameter)] for parameter in self._trained]
+        return [memo[id(parameter)] for parameter in self._trained] if self._in_buckets else None
 
     @closes
     def close(self) -> None:
         if self._loaded_hook is not None:
             self._loaded_hook.remove()
-        if self._buckets is not None:
-            self._buckets.remove()
+        self._buckets.remove()
         super().close()
 
 

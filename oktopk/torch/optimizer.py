@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from collectives.closing import announce, closes
+from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from collectives.transport import refuse
@@ -38,6 +38,7 @@ from oktopk.torch.agreement import (
     unregister_reducer,
     wrapping_problem,
 )
+from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
@@ -230,10 +231,10 @@ class DistributedOptimizer(WrappedOptimizer):
         if method is None:
             method = self._default_method(plain(settings.get("density", Settings.density)), every)
         unsaid, sends = sends is None, self._sends if sends is None else sends
-        self._arguments: dict[str, Any] = {"comm": comm, "method": method, "gradient_type": gradient_type}
-        self._arguments |= {"clip_norm": clip_norm, "broadcast": broadcast, **settings}
-        self._arguments |= {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
-        self._arguments |= {"local_share": local_share, "replica": replica}
+        own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
+        own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
+        own |= {"broadcast": broadcast, "local_share": local_share, "replica": replica}
+        self._arguments: dict[str, Any] = own | settings
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
         with ExitStack() as opened:  # closed where this raises
             with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
@@ -264,11 +265,12 @@ class DistributedOptimizer(WrappedOptimizer):
                 options |= settings | self._options()
                 self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
                 opened.callback(self.reducer.close)
-                self._tables = self._make_tables(
-                    comm, tables, memory, peer_memory=settings.get("peer_memory")
-                )
-                if self._tables is not None:
-                    opened.callback(self._tables.close)
+                exchanged = {name: own[name] for name in ("every", "local_share", "replica")}
+                self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
+                peer_memory = settings.get("peer_memory")
+                self._tables = SparseTables(comm, tables, memory, self.reducer.settings, peer_memory)
+                self._engine = Engine(self.reducer, self._tables, memory)
+                opened.callback(self._tables.close)
                 if strangers:
                     broadcast_tensors(trained, transport)
                     if transport.rank == 0:
@@ -351,12 +353,16 @@ class DistributedOptimizer(WrappedOptimizer):
         raise NotImplementedError
 
     def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """The first half of a step, with sends="gradients", see `GradientsOptimizer`."""
-        raise NotImplementedError
+        """The first half of a step, with sends="gradients", see `GradientsOptimizer`.
+
+        Raises:
+            RuntimeError: with updates the optimizer steps before anything is reduced.
+        """
+        raise RuntimeError("reduce() and apply() are for sends='gradients': call step()")
 
     def apply(self) -> None:
-        """The second half of a step, with sends="gradients"."""
-        raise NotImplementedError
+        """The second half of a step, with sends="gradients"; as `reduce`."""
+        self.reduce()
 
     @property
     def overlapped(self) -> BackwardBuckets | None:
@@ -415,25 +421,10 @@ class DistributedOptimizer(WrappedOptimizer):
         self._step(measure, grad_scaler)
         return loss
 
-    def _make_tables(
-        self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **options: Any
-    ) -> SparseTables | None:
-        """What reduces the tables, None where there are none. Collective. options: of `oktopk.rows.RowSparseAllreduce`."""
-        settings = self.reducer.settings
-        shared = {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
-        exchanged = {name: self._arguments[name] for name in ("every", "local_share", "replica")}
-        self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
-        return SparseTables(comm, tables, memory, **shared, **options) if tables else None
-
-    @property
-    def _table_list(self) -> list[Tensor]:
-        """The tables with sparse gradients."""
-        return [] if self._tables is None else self._tables.tables
-
     @property
     def table_reports(self) -> list[RowReport]:
         """The last step of each table with sparse gradients, in the order of the parameters."""
-        return [] if self._tables is None else list(self._tables.reports)
+        return list(self._tables.reports)
 
     @property
     def hosts(self) -> list[int] | None:
@@ -456,7 +447,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _has_gradients(self) -> bool:
         """Whether a gradient on this rank is not zero."""
         given = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
-        return given or (self._tables is not None and self._tables.has_gradients)
+        return given or self._tables.has_gradients
 
     def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
         """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
@@ -552,7 +543,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _state(self) -> dict[str, Any]:
         own = {"reducer": as_tensors(self._reducer_state())}
-        own |= {} if self._tables is None else {"tables": self._tables.state()}
+        own |= {"tables": self._tables.state()} if self._tables else {}
         rank = self.reducer.transport.rank
         return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
 
@@ -605,15 +596,10 @@ class DistributedOptimizer(WrappedOptimizer):
             if reducer is not None and self._replica.sharded:
                 self._one_vector.agree_on_state(reducer)
         with self._replica.together(what):  # what raised above has changed no shard
-            if reducer is None:
-                self.reducer.reset()
-                if transport.rank == 0:
-                    empty = empty or "the state is that of an optimizer that was not wrapped"
-                    warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
-            else:
-                self.reducer.load_state_dict(reducer)
-            if self._tables is not None:
-                self._tables.load(tables)
+            self._engine.load(reducer, tables)
+            if reducer is None and transport.rank == 0:
+                empty = empty or "the state is that of an optimizer that was not wrapped"
+                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
             problem = ""
             try:
                 load_state(self.inner, state)
@@ -632,7 +618,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """Why this rank cannot load a state, in a sentence; "" if it can, but for what the reducer looks for itself."""
         problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
         if tables is not None and not problem:
-            problem = self._tables_state_problem(tables)
+            problem = self._tables.state_problem(tables)
         return problem
 
     def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
@@ -657,11 +643,6 @@ class DistributedOptimizer(WrappedOptimizer):
         """How the wrapped optimizer's states that ranks are about to load differ, in a sentence; "" if they may. Collective."""
         return states_difference(self.reducer.transport, state)
 
-    def _tables_state_problem(self, state: Any) -> str:
-        if self._tables is None:
-            return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
-        return self._tables.state_problem(state)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.
 
@@ -672,12 +653,10 @@ class DistributedOptimizer(WrappedOptimizer):
         copied = type(self)(
             inner,
             order=self._copied_order(memo),
-            sparse=[memo[id(table)] for table in self._table_list],
+            sparse=[memo[id(table)] for table in self._tables.tables],
             **self._arguments,
         )
-        copied.reducer.load_state_dict(self.reducer.state_dict())
-        if self._tables is not None and copied._tables is not None:
-            copied._tables.load(self._tables.state())
+        copied._engine.load(self.reducer.state_dict(), self._tables.state())
         copied.report = self.report
         return copied
 
@@ -689,10 +668,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Free what the library holds. Collective. The wrapped optimizer may then be wrapped again."""
         unregister_reducer(self)
-        announce([*self.reducer.transports, *([] if self._tables is None else self._tables.transports)])
-        if self._tables is not None:
-            self._tables.close()
-        self.reducer.close()
+        self._engine.close()
 
     def __repr__(self) -> str:
         library = self.reducer.transport.library

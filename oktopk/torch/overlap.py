@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -188,13 +188,14 @@ class BackwardBuckets:
         self._taken: dict[int, Tensor | None] = {}  # the gradients of these
         self._parameters = parameters
         self._hooks: list[Any] = []
+        self._numbers: dict[Tensor, tuple[int, int]] = {}  # parameter -> its bucket, and its number
         if overlapped:
             for bucket, each in enumerate(layout.ranges):
                 for number in range(each.start, each.stop):
-                    hook = _hook(weakref.ref(self), bucket, number)
-                    self._hooks.append(parameters[number].register_post_accumulate_grad_hook(hook))
+                    self._numbers[parameters[number]] = bucket, number
+            self._hooks = when_accumulated(self._numbers, self.accumulated)
 
-    def accumulated(self, bucket: int, number: int) -> None:
+    def accumulated(self, parameter: Tensor) -> None:
         """Take the gradient of a parameter, which the backward pass has accumulated, and start buckets that are complete.
 
         One that the user has taken away since then is forgotten, with all that was started. Every rank must do so then.
@@ -204,7 +205,7 @@ class BackwardBuckets:
         """
         if not self._armed:
             return
-        gradient = self._parameters[number].grad
+        (bucket, number), gradient = self._numbers[parameter], parameter.grad
         if number in self._taken and gradient is not self._taken[number]:
             self.abandon()  # as after model.zero_grad(): what was started is of gradients that are gone
         if not self._missing[bucket]:
@@ -243,7 +244,7 @@ class BackwardBuckets:
 
     def _in_place(self, gradients: GradientsInPlace, number: int, problem: str) -> tuple[Any, bool]:
         if self._reducer.reads_tensors(number):
-            return gradients.tensors(number, problem)
+            return gradients.tensors(bucket=number, problem=problem)
         return self._array(gradients.collect(self._layout.ranges[number], problem), number), True
 
     def _changed(self, first: bool) -> str:
@@ -386,12 +387,15 @@ class BackwardBuckets:
             hook.remove()
 
 
-def _hook(buckets: weakref.ref[BackwardBuckets], bucket: int, number: int) -> Callable[[Tensor], None]:
-    """Tell the buckets of a gradient; nothing once their optimizer is gone: a parameter outlives it, and its hooks with it."""
+def when_accumulated(parameters: Iterable[Tensor], call: Callable[[Tensor], None]) -> list[Any]:
+    """Call a method with each parameter whose gradient a backward pass has accumulated; returns the hooks.
+
+    Nothing is called once the method's object is gone: a parameter outlives it, and its hooks with it.
+    """
+    method = weakref.WeakMethod(call)
 
     def accumulated(parameter: Tensor) -> None:
-        own = buckets()
-        if own is not None:
-            own.accumulated(bucket, number)
+        if (own := method()) is not None:
+            own(parameter)
 
-    return accumulated
+    return [parameter.register_post_accumulate_grad_hook(accumulated) for parameter in parameters]

@@ -14,6 +14,7 @@ from collectives.closing import announce
 from collectives.rows import Rows
 from collectives.transport import Transport
 from oktopk.rows import RowReport, RowSparseAllreduce
+from oktopk.settings import Settings
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
@@ -30,41 +31,64 @@ def sparse_tables(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 class SparseTables:
-    """The tables of an optimizer, each reduced row by row.
+    """The tables of an optimizer or a hook, each reduced row by row. Of none every call returns at once.
 
     Args:
         comm: as `GradientAllreduce`. Collective.
         tables: of two dimensions, of one type.
         memory: of the tables.
-        settings: keywords of `oktopk.rows.RowSparseAllreduce`.
+        settings: whose `average`, `nonfinite` and `timeout` hold.
+        peer_memory: as `oktopk.rows.RowSparseAllreduce`.
+        names: one a table, its key in a state; None: their numbers.
 
     Attributes:
+        tables, names: as given.
         reducers: one a table.
         reports: of the last step, one a table; none where it was skipped.
     """
 
-    def __init__(self, comm: Any, tables: Sequence[Tensor], memory: TensorMemory, **settings: Any) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        tables: Sequence[Tensor],
+        memory: TensorMemory,
+        settings: Settings,
+        peer_memory: bool | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         self.tables = list(tables)
+        self.names = list(map(str, range(len(self.tables)))) if names is None else list(names)
         self._memory = memory
-        settings |= {"device": memory.device, "stream": memory.stream}
+        options: dict[str, Any] = {
+            "device": memory.device,
+            "stream": memory.stream,
+            "peer_memory": peer_memory,
+        }
+        options |= {name: getattr(settings, name) for name in ("average", "nonfinite", "timeout")}
         self.reducers: list[RowSparseAllreduce] = []
         self.reports: list[RowReport] = []
         with ExitStack() as opened:  # closed where this raises
             opened.callback(self.close)
             for table in self.tables:
                 kind = TYPE_NAMES[table.dtype]
-                self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **settings))
+                self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **options))
             opened.pop_all()
         self._gradients: list[Tensor | None] = [None] * len(self.tables)
 
-    def reduce(self, problem: str = "", ready: Callable[[Any], None] | None = None) -> bool:
-        """Make each gradient that over the ranks, a coalesced sparse tensor. Collective.
+    def __len__(self) -> int:
+        return len(self.tables)
 
-        One that is missing counts as no rows.
+    def reduce(
+        self, problem: str = "", ready: Callable[[Any], None] | None = None, all_or_none: bool = True
+    ) -> bool:
+        """Replace each table's gradient by that over the ranks, a coalesced sparse tensor. Collective.
+
+        One that is missing counts as no rows. `put_back` gives each what this rank alone computed.
 
         Args:
             problem: as `GradientAllreduce.step`.
             ready: called first, with the reducer's stream, on a GPU: to order that after the one that made the gradients.
+            all_or_none: where a table is skipped, undo the others; else it alone has a gradient without rows.
 
         Returns:
             False where a table was skipped, and with it all.
@@ -85,7 +109,7 @@ class SparseTables:
             except BaseException:
                 self._undo(done)
                 raise
-            if self.reports[-1].skipped:
+            if all_or_none and self.reports[-1].skipped:
                 self._undo(done)
                 return False
             done.append(reducer)
@@ -131,9 +155,17 @@ class SparseTables:
         """The elements of each reduced gradient, to be changed in place."""
         return [table.grad._values() for table in self.tables if table.grad is not None]
 
+    @property
+    def reports_by_name(self) -> dict[str, RowReport]:
+        """`reports`, by name."""
+        return dict(zip(self.names, self.reports, strict=False))
+
     def state(self) -> dict[str, Any]:
-        """The states of the tables, by number."""
-        return {str(number): as_tensors(reducer.state_dict()) for number, reducer in enumerate(self.reducers)}
+        """The states of the tables, by name."""
+        return {
+            name: as_tensors(reducer.state_dict())
+            for name, reducer in zip(self.names, self.reducers, strict=True)
+        }
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Continue from a `state`; None: as before the first step. Collective.
@@ -141,20 +173,21 @@ class SparseTables:
         Raises:
             ValueError: it is of other tables; on every rank alike.
         """
-        for number, reducer in enumerate(self.reducers):
+        for name, reducer in zip(self.names, self.reducers, strict=True):
             if state is None:
                 reducer.reset()
             else:
-                reducer.load_state_dict(as_arrays(state[str(number)]))
+                reducer.load_state_dict(as_arrays(state[name]))
 
     def state_problem(self, state: Any) -> str:
         """Why `load` would refuse a state on this rank, in a sentence; "" if it would not."""
-        wanted = {str(number) for number in range(len(self.tables))}
-        if not isinstance(state, dict) or state.keys() != wanted:
-            return f"the state is not that of {len(wanted)} tables with sparse gradients"
+        if not isinstance(state, dict) or state.keys() != set(self.names):
+            if not self.names:
+                return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
+            return f"the state is not that of {len(self.names)} tables with sparse gradients"
         problems = (
-            reducer.state_problem(as_arrays(state[str(number)]))
-            for number, reducer in enumerate(self.reducers)
+            reducer.state_problem(as_arrays(state[name]))
+            for name, reducer in zip(self.names, self.reducers, strict=True)
         )
         return next((problem for problem in problems if problem), "")
 

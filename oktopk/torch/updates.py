@@ -214,7 +214,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._failed = False  # the last exchange has, on all ranks
         self._state_is_known = False  # what the wrapped optimizer makes in its first step was looked at
         self._begin_window()
-        self._counted = [*self._parameters, *self._table_list]
+        self._counted = [*self._parameters, *self._tables.tables]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
         self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted), self._reconcile)
@@ -237,7 +237,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Collective."""
         inner, reducer = self.inner, self.reducer
         reducer.transport.agree({"whether the optimizer is an oktopk.torch.AdamW": takes_steps(inner)})
-        if self._interval > 1 or reducer.group is not None or self._tables is not None:
+        if self._interval > 1 or reducer.group is not None or self._tables:
             return None
         if not (self._replica.plain and takes_steps(inner)):
             return None
@@ -256,18 +256,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's."""
         self.inner.zero_grad(set_to_none)
-
-    def reduce(self, *, measure: bool = False, grad_scaler: GradScaler | None = None) -> StepReport:
-        """Refused: the optimizer steps before anything is reduced.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("reduce() and apply() are for sends='gradients': call step()")
-
-    def apply(self) -> None:
-        """As `reduce`."""
-        self.reduce()
 
     def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._kept is not None:
@@ -289,7 +277,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._reference.look()
         here = self._as_wrapped.problem or unreadable or self._unwrapped_parameters() or self._unreadable()
         self._problem = problem = self._problem or here
-        if self._tables is not None and grad_scaler is not None:  # tables are summed: all skip, or none
+        if self._tables and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
             if skipped is not None:
                 if not problem:
@@ -300,13 +288,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         scaled = grad_scaler is not None
         self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
         # a problem may be of another rank of the replica; `_unscale` has answered for tables
-        if self._problem and grad_scaler is not None and self._tables is None:
+        if self._problem and grad_scaler is not None and not self._tables:
             self._answer(grad_scaler)
         finite = not self._problem and self._finite(grad_scaler)
         if not finite and self._selecting is not None:
             self._selecting.forget()
         problem = self._problem  # perhaps of another rank of the replica
-        if self._tables is None:
+        if not self._tables:
             if finite:
                 self._step_alone()
         elif not self._step_with_tables(finite, problem):
@@ -421,7 +409,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         Returns:
             False where the step is skipped on all ranks, since a table's gradient is not finite.
         """
-        assert self._tables is not None
         dense = [(p, p.grad) for p in self._parameters]
         self._problem = ""  # raised here
         with self._memory.stream_scope():
@@ -471,7 +458,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         first = self.report is None and transport.rank == 0
         if first and (warning := reduced_twice_warning(self._trained, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
-        tables = bytes(table.grad is not None for table in self._table_list)
+        tables = bytes(table.grad is not None for table in self._tables.tables)
         token = self._agreement.tell(bytes(self._present) + tables)
         if self._selected and self._selecting is not None and not problem:
             moved: Displacement = self._selecting.displacement
@@ -523,8 +510,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 reference.marked.clear()
             factors = self._local.decay_of(self._replica.parameters, anywhere)
         self._failed = False
-        if self._tables is not None:
-            report.row_bytes = sum(each.bytes for each in self._tables.reports)
+        report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()

@@ -260,4 +260,20 @@ MUTANTS = (
         "what is written within `agreed` stays in the shards of the residual",
         f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",
     ),
+    Mutant(
+        "tables-alone",
+        "oktopk/torch/engine.py",
+        "report = self.bucketed.finish(all_or_none)\n        except BaseException:\n            self.tables.take_back()\n",
+        "report = self.bucketed.finish(all_or_none)\n        except BaseException:\n",
+        "tables count a step that the rest has not taken",
+        f"{_ON_THREE} tests/oktopk/test_tables.py",
+    ),
+    Mutant(
+        "hook-deaf",
+        "oktopk/torch/hooked.py",
+        "                self.hear(self._agreement, ended)\n",
+        "                pass\n",
+        "under DDP learning rates of the ranks may part",
+        f"{_ON_THREE} tests/oktopk/test_ddp_as_torch_alone.py",
+    ),
 )

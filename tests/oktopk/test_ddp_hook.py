@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from collectives.dense_allreduce import dense_words
 from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
@@ -174,6 +175,65 @@ def test_the_first_step_is_dense_and_then_buckets_stay(
         reducers.append(state.reducer)
         assert reducers[-1] is reducers[-2] or step == 1 + len(options)
     assert len(state.report.buckets) == 2
+
+
+def two_types() -> Branches:
+    """Its second layer is bfloat16."""
+    model = Branches()
+    model.second.to(torch.bfloat16)
+    model.second.register_forward_pre_hook(lambda module, given: (given[0].to(torch.bfloat16),))
+    model.second.register_forward_hook(lambda module, given, output: output.float())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        pytest.param(Branches, {}, id="plain"),
+        pytest.param(Branches, {"gradient_as_bucket_view": True}, id="views"),
+        pytest.param(Branches, {"static_graph": True}, id="static graph"),
+        pytest.param(Branches, {"find_unused_parameters": True}, id="unused parameters"),
+        pytest.param(two_types, {}, id="two types"),
+        pytest.param(two_types, {"gradient_as_bucket_view": True}, id="two types, views"),
+    ],
+)
+def test_the_first_step_is_that_of_ddp_alone_and_no_bucket_moves_after_it(
+    comm: MPI.Intracomm, made: Callable[[], Branches], options: dict[str, Any]
+) -> None:
+    ddp = DistributedDataParallel(made(), bucket_cap_mb=BUCKET_MB, **options)
+    alone = DistributedDataParallel(made(), bucket_cap_mb=BUCKET_MB, **options)
+    state = OkTopkState(density=0.05, threshold_interval=3)
+    ddp.register_comm_hook(state, ddp_hook)
+    for model in (ddp, alone):
+        train(model, comm.rank, range(1))
+    assert (state.report.method, state.report.step) == ("dense", 0)
+    mean = comm.allreduce(state.report.bytes) / comm.size
+    assert mean == pytest.approx(4 * dense_words(len(flat(ddp)), comm.size), abs=64)
+    assert np.allclose(flat(ddp), flat(alone), rtol=1e-2 if made is two_types else 1e-5, atol=1e-6)
+    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
+    train(ddp, comm.rank, range(1, 3))  # with static_graph=True the second one is dense, too
+    buckets, reducer = of_rank(state.state_dict())["buckets"], state.reducer
+    assert len(buckets) > 1
+    for step in range(3, 6):
+        before = [bucket.residual.copy() for bucket in reducer.buckets]
+        train(ddp, comm.rank, range(step, step + 1))
+        assert state.report.method == "oktopk"
+        assert (of_rank(state.state_dict())["buckets"], state.reducer) == (buckets, reducer)
+        assert any(map(np.any, before))
+    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
+
+
+def test_after_a_load_before_the_first_step_no_step_is_dense(comm: MPI.Intracomm) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(3))
+    again, continued = hooked()
+    again.module.load_state_dict(ddp.module.state_dict())
+    continued.load_state_dict(state.state_dict())
+    left = residuals(comm, continued)
+    train(again, comm.rank, range(3, 4))
+    assert (continued.report.method, continued.report.step) == ("oktopk", 3)
+    assert of_rank(continued.state_dict())["buckets"] == of_rank(state.state_dict())["buckets"]
+    assert any(np.any(each) for each in left.values())
 
 
 @pytest.mark.parametrize(
@@ -463,10 +523,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm
 
 
 def test_parameters_of_two_types_are_reduced(comm: MPI.Intracomm) -> None:
-    model = Branches()
-    model.second.to(torch.bfloat16)
-    model.second.register_forward_pre_hook(lambda module, given: (given[0].to(torch.bfloat16),))
-    model.second.register_forward_hook(lambda module, given, output: output.float())
+    model = two_types()
     ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     state = OkTopkState(density=1.0)
     ddp.register_comm_hook(state, ddp_hook)

@@ -135,10 +135,10 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
     def train(step: int, poison: bool = False) -> None:
         optimizer.zero_grad()
         poisoned = poison and comm.rank == 0
-        loss = model(batch_of(comm.rank, step), bags=True)
-        if poisoned and where == "out":
-            loss = loss * float("nan")
-        loss.backward()
+        nan = poisoned and where == "out"  # in the gradient of this layer alone
+        handle = model.out.weight.register_hook(lambda gradient: gradient * float("nan") if nan else gradient)
+        model(batch_of(comm.rank, step), bags=True).backward()
+        handle.remove()
         if poisoned and where != "out":
             gradient = getattr(model, where).weight.grad
             gradient._values()[0, 1] = float("nan")
@@ -247,7 +247,7 @@ def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
     assert {report.step for report in state.table_reports.values()} == {5}
     assert set(state.table_reports) == {"words.weight", "bags.weight"}
     if peer_memory is not None:
-        for table in state._tables.values():
+        for table in state._buckets.tables.reducers:
             assert (table.p2p_unavailable_reason == "") == peer_memory
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -285,11 +285,46 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
     for _ in range(3):
         step()
     assert state.reducer is not None
-    for reducer in [*state.reducer.buckets, *state._tables.values()]:
+    for reducer in [*state.reducer.buckets, *state._buckets.tables.reducers]:
         note(reducer)
     step()
     assert state.report is not None and len(state.table_reports) == 2
     assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_a_model_of_tables_alone_trains_under_ddps_hook(comm: MPI.Intracomm, group: Any) -> None:
+    def model() -> nn.Embedding:
+        torch.manual_seed(4)
+        return nn.Embedding(WORDS, WIDTH, sparse=True)
+
+    def train(ddp: DistributedDataParallel, state: OkTopkState, steps: range) -> None:
+        optimizer = inner("sgd", ddp)
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(batch_of(comm.rank, step)).square().sum().backward()
+            optimizer.step()
+            assert state.report is not None and state.report.step == step
+            assert state.table_reports["weight"].step == step
+
+    (ddp, state), (again, continued) = (
+        (DistributedDataParallel(model()), OkTopkState(density=0.2)) for _ in range(2)
+    )
+    ddp.register_comm_hook(state, ddp_hook)
+    again.register_comm_hook(continued, ddp_hook)
+    train(ddp, state, range(3))
+    again.load_state_dict(ddp.state_dict())
+    continued.load_state_dict(copy.deepcopy(state.state_dict()))
+    train(ddp, state, range(3, 5))
+    train(again, continued, range(3, 5))
+    alone = model()
+    other = inner("sgd", alone)
+    for step in range(5):
+        other.zero_grad()
+        for rank in range(comm.size):
+            (alone(batch_of(rank, step)).square().sum() / comm.size).backward()
+        other.step()
+    assert torch.equal(ddp.module.weight, again.module.weight)
+    assert torch.allclose(ddp.module.weight, alone.weight, atol=2e-6)
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
