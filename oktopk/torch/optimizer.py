@@ -238,7 +238,7 @@ class DistributedOptimizer(WrappedOptimizer):
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
         with ExitStack() as opened:  # closed where this raises
             with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
-                with transport.together(ValueError), self._replica.agree(limit.what) as alike:
+                with transport.together(ValueError) as anywhere, self._replica.agree(limit.what) as alike:
                     refuse(unknown_setting(settings, DistributedOptimizer, "peer_memory"))
                     if isinstance(optimizer, DistributedOptimizer):
                         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
@@ -260,13 +260,14 @@ class DistributedOptimizer(WrappedOptimizer):
                     self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
                     memory = memory_of(self._parameters[0].device, beside=overlap)
                     alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
+                    # before the reducer compares methods, which by default follow from `every`
+                    anywhere |= {name: own[name] for name in ("every", "local_share", "replica")}
+                    anywhere |= {"tables with sparse gradients": len(tables)}
                 strangers = compared(transport, optimizer, trained, clip_norm, broadcast, sends, shards)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
                 options |= settings | self._options()
                 self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
                 opened.callback(self.reducer.close)
-                exchanged = {name: own[name] for name in ("every", "local_share", "replica")}
-                self.reducer.transport.agree({"tables with sparse gradients": len(tables)} | exchanged)
                 peer_memory = settings.get("peer_memory")
                 self._tables = SparseTables(comm, tables, memory, self.reducer.settings, peer_memory)
                 self._engine = Engine(self.reducer, self._tables, memory)

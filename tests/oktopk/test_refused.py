@@ -143,6 +143,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
     ("optimizer", "tensors", [torch.zeros(4), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)], SHAPES),
     ("optimizer", "sends", "gradients", "updates", r"ranks disagree on sends: \['gradients', 'updates'\]"),
     ("updates", "every", 1, 2, ""),
+    ("updates", "density", 0.01, 0.02, ""),
     ("hosts", "replica", "host", "summed", ""),
     (
         "updates",
