@@ -141,20 +141,20 @@ def in_short(groups: Sequence[Group], where: str, only: str = "") -> list[str]:
     """What Ok-Topk came to beside the dense allreduce, a sentence for each figure that both have.
 
     Args:
-        where: they exchanged.
+        where: the ranks exchanged, of the seconds.
         only: this figure.
     """
     dense, ours = (next((g for g in groups if g.method == method), None) for method in METHODS)
     if dense is None or ours is None:
         return []
     forms: dict[str, tuple[str, Callable[[float], str]]] = {
-        "words": (f"Ok-Topk: {{}} words a rank and step {where}, dense: {{}}.", "{:,.0f}".format),
+        "words": ("Ok-Topk sends {} words a rank and step, dense {}.", "{:,.0f}".format),
         "held_out_accuracy": (
-            "Ok-Topk: {} of the held-out images at the end, dense: {}; one seed.",
+            "Ok-Topk gets {} of the held-out images right, dense {}; one seed.",
             "{:.1%}".format,
         ),
         "step_seconds": (
-            f"Ok-Topk: {{}} a step {where}, dense: {{}}.",
+            f"A step takes {{}} with Ok-Topk {where}, dense {{}}.",
             lambda seconds: f"{1e3 * seconds:.1f} ms",
         ),
     }

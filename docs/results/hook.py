@@ -243,12 +243,19 @@ def run(found, options, comm, device):
 
 
 def draw(documents, output):
-    """A bar for each of TITLES that was measured. BenchError: there is no document, or one is of something else."""
+    """A bar for each of TITLES that was measured.
+
+    Raises:
+        BenchError: there is no document, one is of something else, or the picture cannot be written.
+    """
     if not documents or any(document.get("kind") != "hook table" for document in documents):
         raise BenchError("--draw FILE.svg DOCUMENT.json ... takes documents of the table of hooks")
     bars = []
     for own in (document["runs"][0] for document in documents):
-        where = f"{bandwidth(own):g} Gb/s" if "links" in own["network"] else "one host"
+        where = "one host"
+        if "links" in own["network"]:
+            rate = bandwidth(own)
+            where = f"{rate:g} Gb/s" if math.isfinite(rate) else "unshaped links"
         steps = {method["name"]: method for method in own["methods"]}
         alone = 1e3 * steps["compute"]["seconds"]["median"]
         for name, (title, method) in TITLES.items():
@@ -275,7 +282,10 @@ def draw(documents, output):
         axes.margins(x=0.4)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("step, ms")
-        write(figure, axes, "Training steps with communication hooks", note, output)
+        try:
+            write(figure, axes, "Training steps with communication hooks", note, output)
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{output} cannot be written: {error}") from error
 
 
 def main(words, module="docs.results.hook", rivals=lambda density: {}, comm=MPI.COMM_WORLD):

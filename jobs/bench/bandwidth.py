@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data.command import command_parser, show
-from jobs.bench.document import HOST_ROWS, UNSHAPED, BenchError, Run, bits_per_second, read
+from jobs.bench.document import BENCHES, HOST_ROWS, UNSHAPED, BenchError, Run, bits_per_second, read
 from jobs.render.chart import Axis, Chart, Line
 from jobs.render.draw import save
 from jobs.render.style import COLOURS, DASHES, OURS, colour_of, title_of
@@ -121,8 +121,17 @@ KINDS = {
 
 
 def _runs(documents: Sequence[Run], length: int | None) -> list[Run]:
-    """The runs of the length. Raises BenchError: there is none, or None was given and they have several."""
+    """The runs of the length.
+
+    Raises:
+        BenchError: there is none, None was given and they have several, or a document is not of the bench itself.
+    """
+    for document in documents:
+        if document["kind"] not in BENCHES:
+            raise BenchError(f"documents of the kind {document['kind']!r} cannot be drawn here")
     runs = [run for document in documents for run in document["runs"]]
+    if not runs:
+        raise BenchError("the documents have no runs")
     lengths = list(dict.fromkeys(run["length"] for run in runs))
     if length is None and len(lengths) > 1:
         raise BenchError(f"the documents have runs of several lengths: choose one of {lengths} by --length")
@@ -157,10 +166,13 @@ def chart(
         kind: one of KINDS.
 
     Raises:
-        BenchError: a method was not measured, a run names no links or hosts, or lengths differ.
+        BenchError: there is no run, or one of another kind; no method was measured, or not a named one; a run names no links or
+            hosts; lengths differ.
     """
     shown, runs = KINDS[kind], _runs(documents, length)
     measured = points(runs, shown.at, shown.value)
+    if not measured:
+        raise BenchError(f"no method has this figure: {shown.title}")
     for name in methods or ():
         if name not in measured:
             raise BenchError(f"method {name!r} is in none of the documents: {', '.join(measured)}")
@@ -214,10 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--methods", nargs="+", metavar="NAME", help=text)
     text = "Length of the gradient of the runs to draw; default: the one that the documents have."
     add("--length", type=int, metavar="N", help=text)
+    kind = parser.add_mutually_exclusive_group()
     text = "Draw the bytes that a host sends to others in a step over the ranks per host."
-    add("--bytes", dest="kind", action="store_const", const="bytes", default="times", help=text)
+    kind.add_argument("--bytes", dest="kind", action="store_const", const="bytes", default="times", help=text)
     text = "Draw the words that a rank sends in a step over the ranks, between Ok-Topk's bounds."
-    add("--words", dest="kind", action="store_const", const="words", help=text)
+    kind.add_argument("--words", dest="kind", action="store_const", const="words", help=text)
     add("--output", type=Path, required=True, metavar="FILE", help="Picture to write, SVG or PNG.")
     options = parser.parse_args(arguments)
     methods = options.methods or (None if options.kind == "words" else ["mpi-ring", "oktopk"])

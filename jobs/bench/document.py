@@ -39,6 +39,9 @@ HOST_ROWS = {
 }
 """Ok-Topk flat and in two levels, on each wire, for hosts of several ranks: name -> settings."""
 
+BENCHES = ("bench", "ablation", "sweep", "gpu table")
+"""Kinds of documents of the bench itself, not of scripts beside results."""
+
 BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
 """Gradient type -> the method that its times are compared with."""
 

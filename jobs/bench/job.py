@@ -17,7 +17,7 @@ from jobs.bench.gpu.table import chosen
 from jobs.bench.nccl import leave
 from jobs.bench.options import Options, parse, parser
 from jobs.bench.run import FAULTS, measure_run, written
-from jobs.bench.tables import document_tables
+from jobs.bench.tables import cells_table, document_tables
 from jobs.cluster.agreement import check_launch, decide_on_root, say
 from oktopk import NonFiniteGradientError
 
@@ -68,6 +68,8 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
     """The kind of the document, and its runs."""
     if options.table == "gpu":
         return "gpu table", [partial(measure_run, own, comm) for own in chosen(options)]
+    if options.ablate and comm.size == 1:
+        raise BenchError("--ablate is not for one rank, which sends nothing: start two or more")
     each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
     return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
 
@@ -75,7 +77,7 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
 def measure_all(
     kind: str, todo: Sequence[Measure], options: Options, comm: MPI.Intracomm, output: Output | None
 ) -> None:
-    """Measure runs one after another, and print the tables of each. Collective.
+    """Measure runs one after another, print the tables of each, and at the end the table of all cells. Collective.
 
     Args:
         kind: of the document.
@@ -97,3 +99,5 @@ def measure_all(
             show("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
         if output is not None:
             output.write(content)
+    if kind == "gpu table" and len(runs) > 1 and not options.quiet:
+        show(f"\n{cells_table({'runs': runs})}", flush=True)

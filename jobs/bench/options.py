@@ -105,23 +105,32 @@ class Options:
     methods: tuple[str, ...] = _option((), _METHODS, nargs="+", metavar="NAME")
     lengths: tuple[int, ...] = _option((14_728_266,), _LENGTHS, flag="--length", type=numbers, metavar="N,N")
     density: float = _option(
-        0.01, f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]", type=float
+        0.01, f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]", type=float, metavar="SHARE"
     )
-    steps: int = _option(64, "Number of steps to measure, at least the threshold interval", type=_at_least(1))
+    steps: int = _option(
+        64,
+        "Number of steps to measure, at least the threshold interval",
+        type=_at_least(1),
+        metavar="N",
+    )
     warmup: int = _option(
-        -1, "Number of steps discarded before those; default: 2/density, rounded up", type=_at_least(0)
+        -1,
+        "Number of steps discarded before those, at least 0; default: 2/density, rounded up",
+        type=_at_least(0),
+        metavar="N",
     )
     dense_steps: int = _option(
         -1,
-        "Number of steps to measure of dense methods, at most --steps; default: --steps",
+        "Number of steps to measure of dense methods, from 1 to --steps; default: --steps",
         type=_at_least(1),
+        metavar="N",
     )
     gradients: str = _option(
         "heavy",
         "Kind of the random gradients; default: heavy, with --ablate clustered",
         choices=tuple(PROFILES),
     )
-    seed: int = _option(1, "Seed of the random gradients", type=int)
+    seed: int = _option(1, "Seed of the random gradients", type=int, metavar="N")
     device: str = _option(
         "cpu", "Device that gradients lie on; default: cpu, with --table gpu cuda", choices=DEVICES
     )
@@ -145,9 +154,12 @@ class Options:
     rows: tuple[int, ...] = _option(
         (), "Numbers of the rows of --table gpu to measure, from 1; default: all", type=numbers, metavar="I,I"
     )
-    commit: str = _option("", "Commit that is measured, for the record; default: the one that git names")
+    commit: str = _option(
+        "", "Commit that is measured, for the record; default: the one that git names", metavar="TEXT"
+    )
     json: Path | None = field(
-        default=None, metadata={"help": "File to write all results to; default: none", "type": Path}
+        default=None,
+        metadata={"help": "File to write all results to; default: none", "type": Path, "metavar": "FILE"},
     )
     memory: bool = _option(
         True,
@@ -155,8 +167,10 @@ class Options:
         flag="--no-memory",
         action="store_false",
     )
-    network: str = _option("", "Network that joins the ranks, in words for the record; default: none")
-    link: str = _option("", _LINK)
+    network: str = _option(
+        "", "Network that joins the ranks, in words for the record; default: none", metavar="TEXT"
+    )
+    link: str = _option("", _LINK, metavar="RATE")
     quiet: bool = _option(False, "Print neither tables nor progress on the terminal", action="store_true")
     module: str = "jobs.bench"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from jobs.bench.document import BenchError, Run, not_held, ordered
+from jobs.bench.document import BENCHES, BenchError, Run, not_held, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
@@ -281,7 +281,7 @@ def document_tables(content: Run) -> str:
     kind, runs = content["kind"], content["runs"]
     if kind in ("hook table", "rows table"):
         return text(block for run in runs for block in script_table(run))
-    if kind not in ("bench", "ablation", "sweep", "gpu table"):
+    if kind not in BENCHES:
         raise BenchError(f"documents of the kind {kind!r} have no tables here")
     above = [cells_table(content)] if kind == "gpu table" else []
     return text([*above, *(block for run in runs for block in run_tables(run, content))])

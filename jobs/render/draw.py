@@ -25,7 +25,7 @@ from matplotlib.ticker import (
 )
 
 from data.durable import replaced
-from jobs.render.chart import Axis, Chart
+from jobs.render.chart import Axis, Chart, Level
 from jobs.render.style import GREY, STYLE
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
@@ -36,10 +36,11 @@ LEGEND_LINES = 3  # fit below a picture of HEIGHT
 CHARACTERS = 8.3  # of a legend, that fit into an inch
 NOTE_CHARACTERS = 13.0
 ACCURACY_SHOWN = 0.3  # below the best
+LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
 INFINITE = 3.0  # times the largest finite value, on an axis with a tick at each
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
 LABEL: dict[str, Any] = {"va": "center", "ha": "left", "fontsize": "small", "color": GREY}
-LABEL |= {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
+LABEL |= {"xycoords": ("axes fraction", "data"), "textcoords": "axes fraction", "annotation_clip": False}
 PAGE: dict[Any, Any] = {**STYLE, "font.size": 12, "legend.fontsize": 11, "axes.labelsize": 12}
 
 
@@ -110,8 +111,6 @@ def draw(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log", base=chart.y.log)
     for level in chart.levels:
         axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
-        # at the right of the axes, where no curve runs
-        axes.annotate(level.label, (1.01, level.value), **LABEL)
     if chart.x.each:
         form = chart.x.form or "{:g}".format
         axes.set_xticks(list(places.values()), [form(value) for value in places])
@@ -127,6 +126,7 @@ def draw(axes: Axes, chart: Chart) -> None:
     if chart.y.zero:
         axes.set_ylim(bottom=0)
     _count(axes.yaxis, chart.y, axes.get_ylim(), largest)
+    _name_levels(axes, chart.levels)
 
 
 def _ticks(columns: Sequence[Any]) -> dict[float, float]:
@@ -158,9 +158,20 @@ def _count(ticks: AnyAxis, axis: Axis, limits: tuple[float, float], largest: flo
             ticks.set_minor_locator(LogLocator(subs=(2, 5)))
 
 
+def _name_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Name dotted lines at the right of the axes, where no curve runs; the limits are set."""
+    left, to_axes, lowest = axes.get_xlim()[0], axes.transData + axes.transAxes.inverted(), -1.0
+    for level in sorted(levels, key=lambda level: level.value):
+        # a label gives way to the one below it
+        lowest = max(to_axes.transform((left, level.value))[1], lowest + LABEL_ROOM)
+        axes.annotate(level.label, (1.01, level.value), (1.01, lowest), **LABEL)
+
+
 def _legend(figure: Figure, axes: Axes) -> None:
     """The legend below the axes; a picture with a long one is higher."""
     handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
     width, height = figure.get_size_inches()
     columns = max(1, min(len(labels), int(CHARACTERS * width) // (max(map(len, labels)) + 4)))
     further = max(0, math.ceil(len(labels) / columns) - LEGEND_LINES)

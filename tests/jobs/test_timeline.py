@@ -165,6 +165,9 @@ def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: P
     exposed = exposed_seconds(found)[wholes]
     # the thread takes one bucket after the other, the first behind the backward pass
     assert np.all(exposed <= found["seconds"][wholes]) and exposed.sum() < found["seconds"][wholes].sum()
+    for rank in range(slow):  # its last bucket waits for the slow rank, whose forward pass is longer
+        last = (found["rank"][wholes] == rank) & (found["bucket"][wholes] == 2)
+        assert np.any(exposed[last] > 0.02)
     # against a clock that no span was made of
     with RunReader(path) as reader:
         elapsed = reader.steps()["elapsed"]

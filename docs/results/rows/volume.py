@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from collectives.cpu.rows import HostRowKernels
 from collectives.rows import Rows, row_sparse_allreduce
 from collectives.transport import Transport
+from data.command import command_parser
 from jobs.render.table import Column, figure, table
 
 _WAIT = 120.0
@@ -126,10 +127,13 @@ def volume_table(length: int, touched: int, ranks: tuple[int, ...] = (2, 3, 4, 6
         for size in ranks
     ]
     columns = [Column("rows", figure("skew", "{}")), Column("ranks", figure("ranks"))]
-    columns += [Column("own, distinct", figure("own")), Column("in the sum", figure("summed"))]
+    columns += [Column("distinct", figure("own")), Column("in the sum", figure("summed"))]
     columns += [Column(f"{part} / (r + u)(P−1)/P", figure(part, "{:.3f}")) for part in ("mean", "busiest")]
     return table(columns, counted).markdown()
 
 
 if __name__ == "__main__":
+    command_parser(
+        "docs.results.rows.volume", "Count the bytes that sums of rows send, for 2 to 64 ranks.", ""
+    ).parse_args()
     print(volume_table(1_000_000, 50_000))

@@ -55,7 +55,9 @@ def test_a_host_sends_what_all_its_ranks_send_and_only_what_is_counted_is_drawn(
     lines = {line.label: line for line in chart(documents, kind="bytes").lines}
     assert lines["flat, plain"].x.tolist() == [1, 2, 4]
     assert lines["flat, plain"].y[1] == 2 * method["bytes_between"]["mean"]
-    assert not any("MPI" in line.label for line in chart([at_rate("1gbit", 1.0)], kind="bytes").lines)
+    both = read(RESULTS / "three-runs" / "bandwidth-1gbit-1.json")
+    assert [method["name"] for method in both["runs"][0]["methods"]] == ["mpi-ring", "oktopk"]
+    assert [line.label for line in chart([both], kind="bytes").lines] == ["Ok-Topk"]
 
 
 def test_words_stand_between_the_bounds_and_the_busiest_rank_where_it_sends_more() -> None:
@@ -102,6 +104,25 @@ def test_the_pictures_of_the_pages_are_drawn_from_their_documents(
 ) -> None:
     assert main([*published(documents), *words, "--output", str(tmp_path / picture)]) == 0
     assert (tmp_path / picture).read_bytes() == (RESULTS / picture).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"runs": []}, "words", "the documents have no runs"),
+        ({"kind": "rows table"}, "times", "documents of the kind 'rows table' cannot be drawn here"),
+        ({}, "bytes", "no method has this figure: Bytes that a host sends in a step"),
+    ],
+)
+def test_documents_without_what_is_drawn_are_refused(change: dict[str, Any], kind: str, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        chart([at_rate("1gbit", 1.0) | change], kind=kind)
+
+
+def test_one_picture_is_drawn_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["a.json", "--words", "--bytes", "--output", "a.svg"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ def test_help_is_printed_once(comm: MPI.Intracomm, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().out.count("usage: ") == (comm.rank == 0)
 
 
+def test_an_ablation_on_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--ablate") == 2
+    said = "jobs.bench: --ablate is not for one rank, which sends nothing: start two or more\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_wire_is_given_to_the_method_that_takes_it() -> None:
     assert bench("--methods", "oktopk,topka", "--set", "wire=int8") == 0
 

@@ -18,7 +18,7 @@ from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
 from jobs.bench.run import measure_run
-from jobs.bench.tables import document_tables
+from jobs.bench.tables import cells_table, document_tables
 
 ROOT = Path(__file__).parents[3]
 TINY = (Cell(3000, 0.05, 4, 8), Cell(2000, 0.05, 8, 8))
@@ -54,14 +54,17 @@ def test_everyone_is_first_in_turn() -> None:
     assert ["".join(order) for order in orders] == ["bca", "cab", "abc", "bca", "cab", "abc"]
 
 
-def test_all_cells_are_measured_and_written(tmp_path: Path) -> None:
+def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "table.json"
     options = dataclasses.replace(
-        gpu_options("--gradient-type", "float32"), device="cpu", methods=("oktopk", "mpi")
+        gpu_options("--gradient-type", "float32"), device="cpu", methods=("oktopk", "mpi"), quiet=False
     )
     todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
     measure_all("gpu table", todo, options, MPI.COMM_SELF, Output(path))
     found = read(path)
+    assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found)}\n")
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)
     assert [(run["length"], run["k"], run["course"]["steps"]) for run in found["runs"]] == [
         (3000, 150, 8),

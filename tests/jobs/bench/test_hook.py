@@ -67,6 +67,29 @@ def test_what_it_does_not_take_is_refused(
 
 
 @pytest.mark.pictures
+@pytest.mark.parametrize("name", ["nowhere/h.svg", "h.foo"])
+def test_a_picture_that_cannot_be_written_is_refused_in_a_sentence(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hook.main(["--draw", str(tmp_path / name), str(RESULTS / "hook-4.json")]) == 2
+    assert f"docs.results.hook: {tmp_path / name} cannot be written: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_bars_say_where_links_were_unshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = read(RESULTS / "hook-1gbit.json")
+    document["runs"][0]["network"] = "4 hosts, TCP over unshaped links"
+    labels: list[str] = []
+
+    def write(figure: Any, axes: Any, *_: Any) -> None:
+        labels.extend(label.get_text() for label in axes.get_yticklabels())
+
+    monkeypatch.setattr(hook, "write", write)
+    hook.draw([document], tmp_path / "h.svg")
+    assert labels and all(label.endswith(", unshaped links") for label in labels)
+
+
+@pytest.mark.pictures
 def test_the_picture_of_the_page_is_drawn_from_its_documents(tmp_path: Path) -> None:
     files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]
     assert hook.main(["--draw", str(tmp_path / "hook.svg"), *files]) == 0

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jobs.bench.document import BenchError
-from jobs.bench.options import parse
+from jobs.bench.options import parse, parser
 from oktopk import METHODS
 
 
@@ -38,6 +38,22 @@ def test_settings_are_numbers_or_words() -> None:
     given = ["--set", "threshold_interval=4", "--set", "balance_trigger=inf", "--set", "nonfinite=skip"]
     settings = parse(given).settings
     assert settings == {"threshold_interval": 4, "balance_trigger": math.inf, "nonfinite": "skip"}
+
+
+def test_help_says_what_an_option_takes_and_from_where() -> None:
+    text = " ".join(parser().format_help().split())
+    for words in (
+        "--steps N ",
+        "--json FILE ",
+        "--commit TEXT ",
+        "--network TEXT ",
+        "--link RATE ",
+        "--seed N ",
+    ):
+        assert words in text, words
+    assert re.search(r"--warmup N [^-]*, at least 0;", text) and re.search(
+        r"--dense-steps N [^-]*, from 1 to", text
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,18 @@ def test_bytes_are_those_of_own_rows_and_sums_up_to_64_ranks(skew: str) -> None:
         assert counted["busiest"] <= 1.3, counted
 
 
-def test_the_table_of_volumes_has_a_line_for_each_skew_and_number() -> None:
-    assert len(volume.volume_table(50, 9, (2, 3)).splitlines()) == 2 + 2 * len(volume.SKEWS)
+def test_the_table_of_volumes_has_the_page_s_heads_and_a_line_for_each_skew_and_number() -> None:
+    lines = volume.volume_table(50, 9, (2, 3)).splitlines()
+    assert len(lines) == 2 + 2 * len(volume.SKEWS)
+    page = (Path(volume.__file__).parent.parent / "rows.md").read_text(encoding="utf-8")
+    assert lines[0].split() in [line.split() for line in page.splitlines()]
+
+
+def test_help_counts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["volume", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(volume.__file__, run_name="__main__")
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_drawn_rows_lie_in_the_table_and_low_ones_come_more_often_by_zipf() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from jobs.render.chart import Chart
-from jobs.render.draw import PAGE, draw, svg
+from jobs.render.chart import Axis, Chart, Level, Line
+from jobs.render.draw import HEIGHT, PAGE, WIDTH, draw, svg
 from jobs.render.style import METHODS
 from jobs.render.table import Column, table
 from jobs.report import pictures
@@ -110,6 +111,27 @@ def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -
     assert isinstance(name, Annotation)
     assert (name.get_text(), name.xy[1]) == ("target 90%", 0.9)
     assert "</svg>" in svg(panel)
+
+
+def test_labels_of_close_levels_do_not_overlap() -> None:
+    line = Line("Ok-Topk", np.array([1.0, 2.0]), np.array([100.0, 5e6]))
+    k = 1000.0
+    levels = tuple(Level(2 * k * (ranks - 1) / ranks, "2k(P−1)/P") for ranks in (8, 16, 17))
+    words = Chart("words", "", "", Axis("step", "step"), Axis("words", "words", log=10), (line,), levels)
+    with mpl.rc_context(PAGE):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        draw(axes, words)
+        figure.draw_without_rendering()
+        boxes = [label.get_window_extent() for label in axes.texts]
+    assert len(boxes) == 3
+    assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+
+
+@pytest.mark.pictures
+def test_a_chart_without_labels_has_no_legend() -> None:
+    line = Line("", np.array([1.0, 2.0]), np.array([1.0, 2.0]))
+    assert "</svg>" in svg(Chart("a", "", "", Axis("step", "step"), Axis("loss", "loss"), (line,)))
 
 
 @pytest.mark.long("draws two pages; `make test` has what a page shows")
