@@ -175,7 +175,7 @@ class BucketedAllreduce:
             beside: problem, absent, token, as `GradientAllreduce.step`.
 
         Returns:
-            The bucket's report, or its error; done after `finish` or `end_started` at the latest, in a thread earlier. Its update
+            The bucket's report, or its error; done after `finish` at the latest, in a thread earlier. Its update
             is then valid, on a GPU on the reducer's stream, until it starts again.
 
         Raises:
@@ -215,7 +215,7 @@ class BucketedAllreduce:
         """
         return self._threads[0].submit(call)
 
-    def end_started(self) -> None:
+    def _end_started(self) -> None:
         """End the buckets that were put on the stream, in their order. Collective: every rank must call.
 
         It waits for the decisions of the ranks. The futures are then done, but for those of buckets in threads.
@@ -303,7 +303,7 @@ class BucketedAllreduce:
 
     def _end(self) -> tuple[list[Future[StepReport]], list[StepReport], list[BaseException]]:
         """Wait for the buckets that were started; their futures, and what those have: reports and errors. Collective."""
-        self.end_started()
+        self._end_started()
         futures, self._started = self._started, []
         outcomes = [(future, future.exception()) for future in futures]
         reports = [future.result() for future, error in outcomes if error is None]

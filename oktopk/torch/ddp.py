@@ -233,7 +233,7 @@ class OkTopkState:
         options = self._arguments | {"dense_warmup_steps": dense_steps, "advice": _SAME_PASSES}
         made = HookedBuckets(self._comm, buckets, tables, self._names, memory, orders=self._orders, **options)
         self._buckets = made
-        register_reducer(self, dense)
+        register_reducer(self, [*dense, *tables])
         if self._settled:
             made.renumber(self._dense_steps)
         elif made.reducer.transport.rank == 0:
@@ -310,36 +310,38 @@ class OkTopkState:
             raise ValueError("the state is not one of OkTopkState.state_dict()")
         try:
             buckets, tables = [list(names) for names in state["buckets"]], sorted(dict(state["tables"]))
-            with suppress(RuntimeError):  # there is no DistributedDataParallel yet
-                self._names = self._names or self._parameter_names()
-            if state["reducer"] is not None and self._names:
-                sizes = [sum(each.numel() for each in bucket) for bucket in self._found(buckets)]
-                if self._buckets is not None and sizes == self._buckets.reducer.lengths:
-                    refuse(self._buckets.reducer.state_problem(as_arrays(state["reducer"])))
+            names = (
+                self._names
+            )  # not to be kept: they may be known before the DistributedDataParallel, whose group counts
+            with suppress(RuntimeError):  # there is neither yet
+                names = names or self._parameter_names()
+            if state["reducer"] is None or not names:
+                return buckets, tables
+            layout, _ = _found(buckets, names), _found([tables], names)
+            own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
+            saved = as_arrays(state["reducer"])
+            lengths = [saved["buckets"][str(number)]["length"] for number in range(len(saved["buckets"]))]
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"the state is damaged: {type(error).__name__} {error}") from error
+        if buckets and lengths != own:
+            raise ValueError(f"the state has buckets of {lengths} elements, their parameters have {own}")
+        if self._buckets is not None and own == self._buckets.reducer.lengths:
+            refuse(self._buckets.reducer.state_problem(saved))
         return buckets, tables
 
     def _set_up_loaded(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from a state. Collective."""
-        self._loaded, self._goes_on = None, True
-        self._settled = state["reducer"] is not None
+        self._goes_on, self._settled = True, state["reducer"] is not None
         if not self._settled:
             self._free()
+            self._loaded = None
             return
 
         def layout() -> tuple[list[list[Tensor]], list[Tensor]]:
-            return self._found(state["buckets"]), self._found([state["tables"]])[0]
+            return _found(state["buckets"], self._names), _found([state["tables"]], self._names)[0]
 
         self._set_up(device, layout, loading=True).load(state["reducer"], state["tables"])
-
-    def _found(self, names: Sequence[Sequence[str]]) -> list[list[Tensor]]:
-        """The parameters of these names."""
-        known = {name: parameter for parameter, name in self._names.items()}
-        unknown = [name for bucket in names for name in bucket if name not in known]
-        if unknown:
-            raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
-        return [[known[name] for name in bucket] for bucket in names]
+        self._loaded = None  # else the next step says the same
 
     def _parameter_names(self) -> dict[Tensor, str]:
         """Of each parameter of the module its name; the DDP tells the ranks, too, and how many steps are dense."""
@@ -421,6 +423,15 @@ def _check_group(comm: Any, group: dist.ProcessGroup) -> None:
             f"OkTopkState has {has}, and its DistributedDataParallel reduces over ranks {theirs}: leave comm out, or pass the "
             "process_group of the DistributedDataParallel"
         )
+
+
+def _found(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[list[Tensor]]:
+    """The parameters of these names; named: the model's."""
+    known = {name: parameter for parameter, name in named.items()}
+    unknown = [name for bucket in names for name in bucket if name not in known]
+    if unknown:
+        raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
+    return [[known[name] for name in bucket] for bucket in names]
 
 
 def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,9 @@ _Result = TypeVar("_Result")
 
 
 class OneVector:
-    """A `GradientAllreduce` as the one bucket of a step, which `finish` takes as a whole. Methods as of `BucketedAllreduce`.
+    """A `GradientAllreduce` as the one bucket of a step, which `finish` takes as a whole.
+
+    Methods as of `BucketedAllreduce`, but that `start` only keeps what the step takes.
 
     Args:
         reducer: of the vector.
@@ -116,7 +118,8 @@ class Engine:
             reduced = not self.tables or self._reduce_tables(problem, all_or_none)
         except TOGETHER:
             if self.bucketed.started:
-                self._discard()
+                with suppress(*TOGETHER):  # the tables' error names the ranks
+                    self._discard()
             raise
         if not reduced:
             return self._discard()
@@ -181,4 +184,4 @@ class Engine:
 
 
 def _nothing() -> None:
-    """What a reducer of one vector waits for, beside torch's current stream."""
+    """There is no mark to wait for: a reducer of one vector is on torch's current stream."""

@@ -60,8 +60,8 @@ class Given:
 class HookedBuckets(Engine):
     """Reduces gradients as a DDP hands them over, and tables behind them.
 
-    A bucket whose parameters are those of one of DDP's, in their order, is reduced when that comes, where it lies. Others are
-    copied, and start when all have come.
+    Buckets whose parameters are those of DDP's, in their order, are reduced as these come, where they lie. The first that is
+    not, and all behind it, are copied and start when all have come.
 
     Args:
         comm, method, options: as `BucketedAllreduce`. Collective.
@@ -169,6 +169,10 @@ class HookedBuckets(Engine):
         for number in range(self.reducer.started, len(self._layout)):
             self._start(number, self._copied(number, came))
         self._used, self._problem = set(), ""
+        own = [table.grad for table in self.tables.tables]
+        for each in given:  # in a pass that DDP takes for others, as in `join`, not what the table has
+            if each.buffer.is_sparse:
+                each.parameters[0].grad = each.buffer
         report: StepReport | None = None
         failed: Exception | None = None
         try:
@@ -181,6 +185,8 @@ class HookedBuckets(Engine):
         for each in given:
             each.end(each.buffer if failed is not None else self._mean(each), failed)
         self.tables.put_back()
+        for table, gradient in zip(self.tables.tables, own, strict=True):
+            table.grad = gradient
         return report
 
     @torch.no_grad()
@@ -226,7 +232,8 @@ class HookedBuckets(Engine):
 
     def leave(self) -> None:
         """Undo a step of which DDP has not handed over all buckets. Every rank must call."""
-        self._problem = ""
+        self._problem, self._running = "", False
+        self._used = None  # gradients of that pass are kept, or not
         with self.before_torch():
             self.reducer.abandon()
 

@@ -45,11 +45,8 @@ class LocalStep:
     @property
     def factors(self) -> list[float]:
         """float[groups]: the decay that is due in the next exchange, of the groups as they are now."""
-        known, groups = (
-            len(self._factors),
-            len(self._inner.param_groups),
-        )  # a user may have made others of them
-        return (self._factors + [1.0] * (groups - known))[:groups]
+        groups = len(self._inner.param_groups)  # a user may have made others of them
+        return (self._factors + [1.0] * (groups - len(self._factors)))[:groups]
 
     @factors.setter
     def factors(self, factors: Sequence[float]) -> None:

@@ -73,7 +73,7 @@ class SparseTables:
                 kind = TYPE_NAMES[table.dtype]
                 self.reducers.append(RowSparseAllreduce(comm, *table.shape, element_type=kind, **options))
             opened.pop_all()
-        self._gradients: list[Tensor | None] = [None] * len(self.tables)
+        self._gradients: list[Tensor | None] = []  # while `reduce` has replaced them
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -130,9 +130,11 @@ class SparseTables:
 
     def put_back(self) -> None:
         """Give each table what this rank alone computed."""
-        for table, gradient in zip(self.tables, self._gradients, strict=True):
+        for table, gradient in zip(
+            self.tables, self._gradients, strict=False
+        ):  # none after they were put back
             table.grad = gradient
-        self._gradients = [None] * len(self.tables)  # `zero_grad` of the model frees what it was
+        self._gradients = []  # `zero_grad` of the model frees what they were
 
     def leave_out(self, used: Sequence[int]) -> None:
         """Let tables be without a gradient that no rank has one of: 0 in `used`, else 1, one a table."""

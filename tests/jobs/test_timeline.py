@@ -167,7 +167,7 @@ def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: P
     assert np.all(exposed <= found["seconds"][wholes]) and exposed.sum() < found["seconds"][wholes].sum()
     for rank in range(slow):  # its last bucket waits for the slow rank, whose forward pass is longer
         last = (found["rank"][wholes] == rank) & (found["bucket"][wholes] == 2)
-        assert np.any(exposed[last] > 0.02)
+        assert np.any(exposed[last] > 0.005)
     # against a clock that no span was made of
     with RunReader(path) as reader:
         elapsed = reader.steps()["elapsed"]

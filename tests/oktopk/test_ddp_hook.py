@@ -540,13 +540,17 @@ def test_states_that_ranks_have_unlike_are_refused_on_all(comm: MPI.Intracomm, t
     ddp, state = hooked()
     train(ddp, comm.rank, range(3))
     saved, (_, fresh) = of_rank(state.state_dict()), hooked()
-    others: list[dict[str, Any]] = [
-        {"buckets": [], "reducer": None, "tables": {}},
-        {**saved, "buckets": [saved["buckets"][0][::-1], *saved["buckets"][1:]]},
-        {**saved, "tables": {"another": {}}},
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"buckets": [], "reducer": None, "tables": {}}, "ranks disagree on whether a state is empty"),
+        (
+            {**saved, "buckets": [saved["buckets"][0][::-1], *saved["buckets"][1:]]},
+            "ranks disagree on buckets of the state",
+        ),
+        ({**saved, "tables": {"first.weight": {}}}, "ranks disagree on tables of the state"),
+        ({**saved, "tables": {"another": {}}}, f"rank {comm.size - 1}: the state has a parameter 'another'"),
     ]
-    for other in others:
-        with pytest.raises(ValueError, match=r"ranks disagree on .* (state|empty)"):
+    for other, sentence in others:
+        with pytest.raises(ValueError, match=sentence):
             (state if trained else fresh).load_state_dict(other if comm.rank == comm.size - 1 else saved)
     train(ddp, comm.rank, range(3, 4))
 
@@ -641,3 +645,40 @@ def test_a_parameter_that_ddp_no_longer_reduces_is_named(comm: MPI.Intracomm) ->
     loaded.load_state_dict(state.state_dict())
     with pytest.raises(Exception, match=r"DDP does not reduce the parameter 'first\.bias' any more"):
         loss(other, comm.rank, 0).backward()
+
+
+def test_a_state_loaded_before_there_is_a_ddp_leaves_the_group_to_the_ddp(comm: MPI.Intracomm) -> None:
+    alone = [dist.new_group([rank]) for rank in range(comm.size)][comm.rank]
+    model = nn.Linear(4, 2)
+    state = OkTopkState(density=0.5, module=model)
+    state.load_state_dict(OkTopkState(density=0.5, module=model).state_dict())
+    ddp = DistributedDataParallel(model, process_group=alone)
+    ddp.register_comm_hook(state, ddp_hook)
+    ddp(torch.full((1, 4), 1.0 + comm.rank)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 4), 1.0 + comm.rank))
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_a_state_of_other_sizes_is_refused_when_it_is_loaded_and_changes_nothing(
+    comm: MPI.Intracomm, steps: int
+) -> None:
+    def wide(width: int) -> tuple[DistributedDataParallel, OkTopkState]:
+        ddp, state = DistributedDataParallel(nn.Linear(9, width)), OkTopkState(density=0.2)
+        ddp.register_comm_hook(state, ddp_hook)
+        return ddp, state
+
+    def train_on(ddp: DistributedDataParallel, more: int) -> None:
+        for step in range(more):
+            ddp(torch.full((2, 9), 1.0 + comm.rank + step)).square().mean().backward()
+
+    other, saved = wide(5)
+    train_on(other, 3)
+    ddp, state = wide(6)
+    train_on(ddp, steps)
+    before = [] if state.reducer is None else [b.residual.copy() for b in state.reducer.buckets]
+    with pytest.raises(ValueError, match=r"the state has buckets of \[50\] elements, .* have \[60\]"):
+        state.load_state_dict(saved.state_dict())
+    after = [] if state.reducer is None else [b.residual.copy() for b in state.reducer.buckets]
+    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    train_on(ddp, 3)
+    assert state.report.step == steps + 2

@@ -123,6 +123,7 @@ def test_a_weight_that_a_dense_layer_shares_is_reduced_by_its_rows(comm: MPI.Int
     [
         *(("words", False, "raise"), ("words", False, "skip"), ("bags", False, "skip")),
         *(("bags", True, "raise"), ("out", False, "raise"), ("out", True, "skip")),
+        *(("loss", True, "raise"), ("loss", False, "skip")),
     ],
 )
 def test_a_nan_in_a_table_or_beside_it_changes_neither(
@@ -137,9 +138,10 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
         poisoned = poison and comm.rank == 0
         nan = poisoned and where == "out"  # in the gradient of this layer alone
         handle = model.out.weight.register_hook(lambda gradient: gradient * float("nan") if nan else gradient)
-        model(batch_of(comm.rank, step), bags=True).backward()
+        scale = float("nan") if poisoned and where == "loss" else 1.0
+        (scale * model(batch_of(comm.rank, step), bags=True)).backward()
         handle.remove()
-        if poisoned and where != "out":
+        if poisoned and where in ("words", "bags"):
             gradient = getattr(model, where).weight.grad
             gradient._values()[0, 1] = float("nan")
         optimizer.step()
@@ -148,7 +150,7 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
     values = [p.detach().clone() for p in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
     if nonfinite == "raise":
-        with pytest.raises(NonFiniteGradientError):
+        with pytest.raises(NonFiniteGradientError, match=r"NaN or Inf on rank\(s\) 0\b"):
             train(1, poison=True)
     else:
         train(1, poison=True)
@@ -352,6 +354,39 @@ def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
         assert gradient is not None and not gradient._nnz()
     backward(False)
     assert not state.table_reports["bags.weight"].skipped
+
+
+@pytest.mark.parametrize("where", ["loss", "out"])
+def test_a_nan_beside_a_table_under_ddp_names_its_rank_and_leaves_the_gradients(
+    where: str, comm: MPI.Intracomm, group: Any
+) -> None:
+    ddp = DistributedDataParallel(TwoTables(sparse=True))
+    ddp.register_comm_hook(OkTopkState(density=0.2), ddp_hook)
+    ddp(batch_of(comm.rank, 0), bags=True).backward()
+    ddp.zero_grad()
+    bad = float("nan") if comm.rank == 0 else 1.0
+    if where == "out":
+        ddp.module.out.weight.register_hook(lambda gradient: gradient * bad)
+    with pytest.raises(RuntimeError, match=r"NaN or Inf on rank\(s\) 0\b"):
+        ((bad if where == "loss" else 1.0) * ddp(batch_of(comm.rank, 1), bags=True)).backward()
+    for parameter in ddp.module.parameters():
+        assert parameter.grad is not None
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_has_joined_adds_no_rows_of_its_last_step(comm: MPI.Intracomm, group: Any) -> None:
+    ddp = DistributedDataParallel(TwoTables(sparse=True))
+    ddp.register_comm_hook(OkTopkState(density=0.2), ddp_hook)
+    last = comm.rank == comm.size - 1
+    with ddp.join():
+        for step in range(3 + last):
+            ddp.zero_grad()
+            ddp(batch_of(comm.rank, step), bags=True).backward()
+    if last:
+        reduced = ddp.module.words.weight.grad.coalesce()
+        own = TwoTables(sparse=True)
+        own(batch_of(comm.rank, 3), bags=True).backward()
+        assert torch.equal(reduced._indices(), own.words.weight.grad.coalesce()._indices())
 
 
 def test_on_another_number_of_ranks_tables_go_on_at_their_step(comm: MPI.Intracomm) -> None:
