@@ -273,11 +273,8 @@ def draw(documents, output):
             axes.barh(place, median - alone, left=alone, color=colour_of(method))
             spread = [[median - least], [most - median]]
             axes.errorbar(median, place, xerr=spread, color="#999999", capsize=3, linewidth=1.2)
-            text, look = (
-                f"{alone:.0f} + {median - alone:.0f} ms",
-                {"textcoords": "offset points", "va": "center"},
-            )
-            axes.annotate(text, (most, place), xytext=(6, 0), **look)
+            text = f"{alone:.0f} + {median - alone:.0f} ms"
+            axes.annotate(text, (most, place), (6, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(bars)), [bar[0] for bar in reversed(bars)])
         axes.margins(x=0.4)
         axes.grid(axis="y", visible=False)

@@ -135,7 +135,7 @@ class HookedBuckets(Engine):
         """Take a bucket of DDP's, and start the reducer's next one if that is the same. Collective."""
         if given.buffer.is_sparse:
             return
-        self._problem = self._problem or self._order_problem(given.pieces)
+        self._problem = self._problem or self._order_problem(given)
         number = self.reducer.started
         if number == len(self._layout) or given.buffer.dtype != self._dtype:
             return
@@ -163,11 +163,13 @@ class HookedBuckets(Engine):
         Returns:
             The step's report; None where DDP is given an error.
         """
-        came = {parameter: parameter for parameter in self._own}
-        for each in given:
-            came |= each.pieces
-        for number in range(self.reducer.started, len(self._layout)):
-            self._start(number, self._copied(number, came))
+        rest = range(self.reducer.started, len(self._layout))
+        if rest:
+            came = {parameter: parameter for parameter in self._own}
+            for each in given:
+                came |= each.pieces
+            for number in rest:
+                self._start(number, self._copied(number, came))
         self._used, self._problem = set(), ""
         own = [table.grad for table in self.tables.tables]
         for each in given:  # in a pass that DDP takes for others, as in `join`, not what the table has
@@ -208,17 +210,16 @@ class HookedBuckets(Engine):
             whole = torch.cat([self._updates[parameter] for parameter in given.parameters])
         return whole.to(given.buffer.dtype)
 
-    def _order_problem(self, pieces: dict[Tensor, Tensor]) -> str:
+    def _order_problem(self, given: Given) -> str:
         """Whether DDP gives gradients in another order than it takes them back, in a sentence; "" if it does not.
 
         It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
         residuals.
         """
-        for parameter, piece in pieces.items():
-            strides = parameter.stride()
-            if self._orders.get(parameter) == strides or parameter.dim() < 2:
-                continue
-            gradient = parameter.grad
+        new = [p for p in given.parameters if p.dim() > 1 and self._orders.get(p) != p.stride()]
+        pieces = given.pieces if new else {}
+        for parameter in new:
+            strides, gradient, piece = parameter.stride(), parameter.grad, pieces[parameter]
             if gradient is None or not is_dense(parameter):
                 continue
             there = piece.as_strided(parameter.size(), strides, piece.storage_offset())
