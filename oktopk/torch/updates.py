@@ -27,12 +27,13 @@ from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
-from oktopk.torch.local_step import LocalStep, is_adaptive, most_share
+from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
+from oktopk.torch.shared_moments import SharedMoments
 from oktopk.torch.states import by_rank, groups_problem, kept_difference, names_kept, on_host
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
@@ -75,7 +76,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
       place of momentum;
     - beta2 becomes beta2^(1/P), and at least 0.998, but in RAdam;
     - the learning rate is divided by the root of a ratio that is measured: the squared norm of the mean gradient over the mean
-      squared norm of the ranks' gradients, see `SampledRatio`.
+      squared norm of the ranks' gradients, see `SampledRatio`;
+    - where more than four replicas exchange in each step, second moments become their mean over the replicas, each about once
+      in a thousand exchanges, see `SharedMoments`.
 
     Around `oktopk.torch.AdamW` the step of the optimizer is computed in the pass that selects, and parameters are written once.
 
@@ -124,9 +127,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
         the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
         `Reference.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
-        every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With hosts both are of one rank a
-        shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer memory, in
-        every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some words. Among
+        every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With more than four replicas, and
+        `every` of 1, in the same exchanges 20.5 (P-1)/P bits for each of a hundredth of the elements. With hosts all these are of
+        one rank a shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer
+        memory, in every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some
+        words. Among
         the ranks that shard one model a control allgather of six int64 a step, of one more with a GradScaler, of one in each
         exchange, of three in each measurement of the ratio.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
@@ -209,6 +214,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._ratio: SampledRatio | None = None
         if is_adaptive(self.inner):
             self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
+        self._moments: SharedMoments | None = None
+        if self._ratio is not None and self._interval == 1 and self._replicas > SHARED_BY:
+            self._moments = SharedMoments(self.inner, self._replica, self.reducer, self._memory)
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
@@ -514,6 +522,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
+            if self._moments is not None:
+                self._moments.average(self._ratio.measured)
             _count(report, self.reducer.take_traffic())
         _count(report, self._replica.take_traffic())
 

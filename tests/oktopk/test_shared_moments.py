@@ -1,0 +1,153 @@
+"""Second moments become the mean over the replicas, a slice at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from oktopk import DistributedOptimizer, GradientAllreduce
+from oktopk.torch.interop import TensorMemory
+from oktopk.torch.local_step import SHARED_BY
+from oktopk.torch.replica import Replica
+from oktopk.torch.shared_moments import SLICES, SharedMoments
+from tests.training import network, train
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
+
+
+FEW = 3
+
+
+class Case:
+    """An optimizer with second moments of this rank, over many octaves, and what averages them."""
+
+    def __init__(self, comm: MPI.Intracomm, **settings: Any) -> None:
+        drawn = torch.Generator().manual_seed(comm.rank)
+        shapes = [(40, 50), (7,), (3, 8, 5, 5), (0,), (1,)]
+        self.parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+        optimizer = torch.optim.Adam(self.parameters)
+        for parameter in self.parameters:
+            octaves = torch.rand(parameter.shape, generator=drawn) * 20 - 60
+            optimizer.state[parameter] = {"exp_avg_sq": 2.0**octaves}
+        self.state = optimizer.state
+        length = sum(each.numel() for each in self.parameters)
+        self.reducer = GradientAllreduce(comm, length, "union", density=0.1, **settings)
+        self.shared = SharedMoments(optimizer, Replica(self.parameters), self.reducer, TensorMemory(), FEW)
+
+    def moments(self, number: int) -> torch.Tensor:
+        return self.state[self.parameters[number]]["exp_avg_sq"]
+
+    def average_all(self) -> None:
+        for number in range(FEW):
+            self.shared.average(number)
+
+
+def means(comm: MPI.Intracomm, values: torch.Tensor, weight: float = 1.0) -> np.ndarray[Any, Any]:
+    """The mean over the ranks, in float64. weight: of this rank's."""
+    total = np.zeros(values.shape)
+    comm.Allreduce(values.numpy().astype(np.float64) * weight, total)
+    return total / comm.allreduce(weight)
+
+
+def near(found: torch.Tensor, wanted: np.ndarray[Any, Any]) -> bool:
+    """Whether values differ by the rounding of 8 bits, there and back, over blocks of at most 25 octaves."""
+    return np.allclose(found.numpy(), wanted, rtol=2 * (2 ** (25 / 127 / 2) - 1), atol=0)
+
+
+def test_all_slices_together_become_the_mean_with_the_same_bits_on_all_ranks(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    case.moments(0)[3] = 0.0
+    wanted = [means(comm, case.moments(number)) for number in range(5)]
+    case.average_all()
+    for number, mean in enumerate(wanted):
+        assert near(case.moments(number), mean)
+        assert len(set(comm.allgather(case.moments(number).numpy().tobytes()))) == 1
+    assert not case.moments(0)[3].any()
+    assert case.reducer.take_traffic().bytes > 0
+
+
+def test_one_slice_leaves_the_others_alone(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    before = [case.moments(number).clone() for number in range(5)]
+    case.shared.average(FEW + 1)
+    size = -(-sum(each.numel() for each in before) // FEW)
+    changed = case.moments(0).reshape(-1) != before[0].reshape(-1)
+    assert changed[size : 2 * size].any()
+    assert not (changed[:size].any() or changed[2 * size :].any())
+    assert all(torch.equal(case.moments(number), before[number]) for number in range(1, 5))
+
+
+def test_moments_in_another_memory_format_are_averaged_by_element(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    if comm.rank == 0:
+        state = case.state[case.parameters[2]]
+        state["exp_avg_sq"] = state["exp_avg_sq"].contiguous(memory_format=torch.channels_last)
+    wanted = means(comm, case.moments(2).contiguous())
+    case.average_all()
+    assert near(case.moments(2).contiguous(), wanted)
+
+
+def test_a_rank_without_moments_counts_as_zero_and_gets_none(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    if comm.rank == 0:
+        wanted = means(comm, torch.zeros(case.moments(0).shape))
+        del case.state[case.parameters[0]]
+    else:
+        wanted = means(comm, case.moments(0))
+    case.average_all()
+    if comm.rank:
+        assert near(case.moments(0), wanted)
+    else:
+        assert case.parameters[0] not in case.state
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_moments_of_one_rank_that_are_not_finite_spread_to_none(comm: MPI.Intracomm, value: float) -> None:
+    case = Case(comm)
+    own = case.moments(1).clone()
+    if comm.rank == comm.size - 1:
+        case.moments(1)[2], own[2] = value, 0.0
+    wanted = means(comm, own)
+    case.average_all()
+    assert near(case.moments(1), wanted)
+
+
+def test_a_mean_that_is_not_finite_leaves_the_slice_as_it_is(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    case.moments(4)[:] = torch.finfo(torch.float32).max
+    before = case.moments(4).clone()
+    case.average_all()
+    assert torch.equal(case.moments(4), before)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_hosts_count_by_their_ranks(comm: MPI.Intracomm) -> None:
+    case = Case(comm, levels="hosts", ranks_per_host=2)
+    host = comm.Split(comm.rank // 2, comm.rank)
+    for number in (0, 2):  # the ranks of a host have equal ones
+        host.Bcast(case.moments(number).numpy())
+    wanted = means(comm, case.moments(0))
+    case.average_all()
+    assert near(case.moments(0), wanted)
+    assert len(set(comm.allgather(case.moments(0).numpy().tobytes()))) == 1
+    host.Free()
+
+
+def test_more_than_four_replicas_share_them_in_the_exchanges_that_measure_the_ratio(
+    comm: MPI.Intracomm,
+) -> None:
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = DistributedOptimizer(inner, comm=comm, sends="updates", density=0.05, method="union")
+    train(model, optimizer, comm.rank, range(20))
+    moments = torch.cat([inner.state[each]["exp_avg_sq"].reshape(-1) for each in model.parameters()])
+    size = -(-len(moments) // SLICES)
+    alike = [
+        len(set(comm.allgather(moments[at * size : (at + 1) * size].numpy().tobytes()))) == 1
+        for at in (20, 60)
+    ]
+    assert alike == [comm.size > SHARED_BY, False]
