@@ -66,8 +66,9 @@ class OkTopkState:
 
     Raises:
         ValueError: a setting is not known or out of range.
-        RuntimeError: in the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises, or of a
-            ValueError where the ranks' optimizers differ.
+        RuntimeError: at the end of the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises, or
+            of a ValueError where optimizers, parameters or states do not fit. Gradients are then this rank's own, residuals as
+            before, and DDP can take its next backward pass.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
     Traffic: that of the method, for each bucket. In the first step, with static_graph=True in two, a dense allreduce: over
@@ -101,6 +102,7 @@ class OkTopkState:
         self._goes_on = False  # a state was loaded
         self._report: StepReport | None = None
         self._given: list[Given] = []  # of the step that runs, or that was left
+        self._failed: Exception | None = None  # why that step is not taken
 
     @property
     def report(self) -> StepReport | None:
@@ -138,20 +140,37 @@ class OkTopkState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce a bucket of DDP's; with the last one end the step. Collective.
 
+        DDP cannot go on after a hook that has raised: an error is kept until the last bucket has come, and all futures have it.
+
         Returns:
             A future of the mean over the ranks, laid out as the bucket's buffer. It is valid until the next step.
         """
         given = Given(bucket.parameters(), bucket.buffer())
+        device = given.buffer.device
         if bucket.index() == 0:
-            self._begin_step(given.buffer.device)
+            self._failed = None
+            self._attempt(self._begin_step, device)
         self._given.append(given)
         if self._buckets is not None:
-            self._buckets.add(given)
+            self._attempt(self._buckets.add, given)
         if bucket.is_last():
-            self._end_step(given.buffer.device)
+            self._attempt(self._end_step, device)
+            for each in self._given if self._failed is not None else ():
+                each.end(each.buffer, self._failed)
+            self._given = []
         return given.mean
 
+    def _attempt(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Call it, unless the step has failed; keep its error."""
+        if self._failed is None:
+            try:
+                call(argument)
+            except Exception as error:
+                self._failed = error
+
     def _begin_step(self, device: torch.device) -> None:
+        if self._buckets is not None:
+            self._buckets.came = True
         self._leave_step()
         self._names = self._names or self._parameter_names()
         if self._loaded is not None:
@@ -160,8 +179,6 @@ class OkTopkState:
             self._settled = self._buckets.reducer.steps >= self._dense_steps
             if self._settled:
                 self._free()
-        if self._buckets is not None:
-            self._buckets.came = True
 
     def _end_step(self, device: torch.device) -> None:
         """Wait for what is reduced, and give it to DDP. Collective."""
@@ -173,9 +190,9 @@ class OkTopkState:
                 buckets.add(given)
         else:
             buckets = self._buckets
-            self._check_parameters(buckets)
-        self._report = buckets.end(self._given) or self._report
-        self._given = []
+            with buckets.told():
+                self._check_parameters(buckets)
+        self._report = buckets.end(self._given)
 
     def _check_parameters(self, buckets: HookedBuckets) -> None:
         """Raise ValueError where DDP does not hand over the gradients that the reducer has."""
@@ -221,7 +238,7 @@ class OkTopkState:
             buckets, tables = layout()
             alike["tables with sparse gradients"] = [self._names[table] for table in tables]
             dense = [parameter for parameters in buckets for parameter in parameters]
-            refuse(type_problem(dense) or tables_problem(tables, tables, {}))
+            refuse(type_problem(dense) or tables_problem(tables, tables, self._arguments))
             if reducer_of([*dense, *tables], DistributedOptimizer) is not None:
                 raise ValueError(
                     "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
@@ -406,7 +423,12 @@ class OkTopkState:
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
 def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of a DistributedDataParallel by Ok-Topk, for `register_comm_hook`; see `OkTopkState`."""
-    return state.reduce(bucket)
+    try:
+        return state.reduce(bucket)
+    except RuntimeError as closed:  # DDP cannot go on after a hook that has raised
+        given = Given(bucket.parameters(), bucket.buffer())
+        given.end(given.buffer, closed)
+        return given.mean
 
 
 def _check_group(comm: Any, group: dist.ProcessGroup) -> None:
