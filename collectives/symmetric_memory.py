@@ -17,7 +17,7 @@ from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
-from collectives.transport import NoPeerMemoryError, Transport
+from collectives.transport import NoPeerMemoryError, Transport, refuse
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -45,20 +45,6 @@ def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False)
     if not shared_gpus and len({gpu for _, gpu in everyone}) < transport.size:
         return "ranks share a GPU"
     return ""
-
-
-def raise_problems(transport: Transport, problem: str, what: str, error: type[RuntimeError]) -> None:
-    """Raise an error with all ranks' problems where one has any. Collective.
-
-    Args:
-        problem: of this rank, "" if it has none.
-        what: what cannot be had, how the sentence begins.
-    """
-    problems = transport.allgather_objects(problem)
-    if any(problems):
-        ranks = transport.ranks
-        texts = "; ".join(f"rank {ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
-        raise error(f"{what}: {texts}")
 
 
 class SymmetricMemory:
@@ -108,17 +94,16 @@ class SymmetricMemory:
         except Exception as error:  # of CUDA, or another one: the other ranks wait below
             problem = problem or str(error) or type(error).__name__
         everyone = transport.allgather_objects((problem, handle, device.epoch))
-        if not any(theirs for theirs, _, _ in everyone):
-            device.epoch = max(epoch for _, _, epoch in everyone)  # an aborted step may have left them apart
-            try:
-                self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
-                self._table = device.allocate(self.size, np.uint64)
-                self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
-                device.synchronize()
-            except Exception as error:
-                problem = str(error) or type(error).__name__
         try:
-            raise_problems(transport, problem, "no peer memory", NoPeerMemoryError)
+            with transport.together_or("no peer memory", NoPeerMemoryError):
+                refuse(problem)
+                if not any(theirs for theirs, _, _ in everyone):
+                    # an aborted step may have left them apart
+                    device.epoch = max(epoch for _, _, epoch in everyone)
+                    self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
+                    self._table = device.allocate(self.size, np.uint64)
+                    self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
+                    device.synchronize()
         except NoPeerMemoryError:
             self.close()
             raise

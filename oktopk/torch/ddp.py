@@ -17,24 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.closing import closes
 from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
+from collectives.transport import EVERY_RANK_CALLS, Transport
 from oktopk.buckets import BucketedAllreduce
-from oktopk.elastic import of_rank, problem_of
+from oktopk.damage import StateError, reading
+from oktopk.elastic import check_read, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import settings_problem, timeout_of
+from oktopk.settings import Settings, check_names, timeout_of
 from oktopk.torch.agreement import (
+    check_types,
     reducer_of,
     register_reducer,
     rescaled_warning,
-    type_problem,
     unregister_reducer,
 )
 from oktopk.torch.hooked import Given, HookedBuckets
 from oktopk.torch.interop import memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
-from oktopk.torch.tables import tables_problem
+from oktopk.torch.tables import check_tables
 
 _USE_ALL = "where ranks do not use every parameter in every step, pass find_unused_parameters=True to DistributedDataParallel"
 _SAME_PASSES = f"Every rank must take the same number of backward passes outside no_sync; {_USE_ALL}"
@@ -89,7 +90,8 @@ class OkTopkState:
         **settings: Any,
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
-        refuse(settings_problem(settings, OkTopkState, *beside))
+        check_names(settings, OkTopkState, *beside)
+        Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._arguments: dict[str, Any] = {"method": method, **settings}
         self._given_comm = self._comm = comm
         self._module = module
@@ -238,7 +240,8 @@ class OkTopkState:
             buckets, tables = layout()
             alike["tables with sparse gradients"] = [self._names[table] for table in tables]
             dense = [parameter for parameters in buckets for parameter in parameters]
-            refuse(type_problem(dense) or tables_problem(tables, tables, self._arguments))
+            check_types(dense)
+            check_tables(tables, tables, self._arguments)
             if reducer_of([*dense, *tables], DistributedOptimizer) is not None:
                 raise ValueError(
                     "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
@@ -322,28 +325,25 @@ class OkTopkState:
 
     def _check_state(self, state: Any) -> tuple[list[list[str]], list[str]]:
         """The buckets and tables of a state; ValueError where it cannot be loaded, as far as is known so far."""
-        refuse(problem_of(state))
+        check_read(state)
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
-            raise ValueError("the state is not one of OkTopkState.state_dict()")
-        try:
+            raise StateError("the state is not one of OkTopkState.state_dict()")
+        # not to be kept: they may be known before the DistributedDataParallel, whose group counts
+        names = self._names
+        with suppress(RuntimeError):  # there is neither yet
+            names = names or self._parameter_names()
+        with reading():
             buckets, tables = [list(names) for names in state["buckets"]], sorted(dict(state["tables"]))
-            names = (
-                self._names
-            )  # not to be kept: they may be known before the DistributedDataParallel, whose group counts
-            with suppress(RuntimeError):  # there is neither yet
-                names = names or self._parameter_names()
             if state["reducer"] is None or not names:
                 return buckets, tables
             layout, _ = _found(buckets, names), _found([tables], names)
             own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
             saved = as_arrays(state["reducer"])
             lengths = [saved["buckets"][str(number)]["length"] for number in range(len(saved["buckets"]))]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"the state is damaged: {type(error).__name__} {error}") from error
         if buckets and lengths != own:
-            raise ValueError(f"the state has buckets of {lengths} elements, their parameters have {own}")
+            raise StateError(f"the state has buckets of {lengths} elements, their parameters have {own}")
         if self._buckets is not None and own == self._buckets.reducer.lengths:
-            refuse(self._buckets.reducer.state_problem(saved))
+            self._buckets.reducer.check_state(saved)
         return buckets, tables
 
     def _set_up_loaded(self, state: dict[str, Any], device: torch.device) -> None:
@@ -452,7 +452,7 @@ def _found(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[lis
     known = {name: parameter for parameter, name in named.items()}
     unknown = [name for bucket in names for name in bucket if name not in known]
     if unknown:
-        raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
+        raise StateError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
     return [[known[name] for name in bucket] for bucket in names]
 
 
