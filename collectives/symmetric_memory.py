@@ -54,10 +54,9 @@ class SymmetricMemory:
         comm: ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
-        problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
-        NoPeerMemoryError: a window cannot be allocated or mapped, or a rank has a problem.
+        NoPeerMemoryError: a window cannot be allocated or mapped; on every rank alike.
 
     Attributes:
         payload: bytes of payload in every window, at least `nbytes`.
@@ -71,14 +70,14 @@ class SymmetricMemory:
 
     first = -(-ctypes.sizeof(WindowHead) // _ALIGNMENT) * _ALIGNMENT
 
-    def __init__(self, transport: Transport, device: Device, nbytes: int, problem: str = "") -> None:
+    def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.transport = transport
         self._device = device
         self._opened: list[int] = []
         self.bases: list[int] = []
         self._memory: Any = None
-        handle = b""
+        handle, problem = b"", ""
         allocated = -(-(self.first + nbytes) // _GRANULE) * _GRANULE
         self.payload = allocated - self.first
         try:
@@ -92,7 +91,7 @@ class SymmetricMemory:
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
         except Exception as error:  # of CUDA, or another one: the other ranks wait below
-            problem = problem or str(error) or type(error).__name__
+            problem = str(error) or type(error).__name__
         everyone = transport.allgather_objects((problem, handle, device.epoch))
         try:
             with transport.together_or("no peer memory", NoPeerMemoryError):

@@ -78,16 +78,13 @@ class DenseP2P:
         self._device, self._timeout = device, timeout
         self._most_units = most_units(ranks)
         within, first = areas(ranks), SymmetricMemory.first
-        problem = ""
-        try:
+        with transport.together_or("no peer memory", NoPeerMemoryError):
             self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
             for element_type in ("float32", "bfloat16") if len(measure) else ():
                 dense_kernels(element_type, ranks)
-        except Exception as error:  # whatever CUDA or a compiler raises: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        self._memory = SymmetricMemory(transport, device, within.nbytes, problem)
+        self._memory = SymmetricMemory(transport, device, within.nbytes)
         with transport.together_or("no peer memory", NoPeerMemoryError):
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
             starts = 1, 0, 0, 0  # launches of one_shot begin at 1

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from collectives.transport import refuse
 from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, FoundOptimizers
@@ -139,7 +138,7 @@ class HookedBuckets(Engine):
             return
         number = self.reducer.started
         with self.told():
-            refuse(self._order_problem(given))
+            self._check_order(given)
         with self.told():
             ours = number < len(self._layout) and given.buffer.dtype == self._dtype
             if ours and _key(given.parameters) == _key(self._layout[number]):
@@ -220,8 +219,8 @@ class HookedBuckets(Engine):
             whole = torch.cat([self._updates[parameter] for parameter in given.parameters])
         return whole.to(given.buffer.dtype)
 
-    def _order_problem(self, given: Given) -> str:
-        """Whether DDP gives gradients in another order than it takes them back, in a sentence; "" if it does not.
+    def _check_order(self, given: Given) -> None:
+        """Raise ValueError where DDP gives gradients in another order than it takes them back.
 
         It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
         residuals.
@@ -234,12 +233,11 @@ class HookedBuckets(Engine):
                 continue
             there = piece.as_strided(parameter.size(), strides, piece.storage_offset())
             if parameter in self._orders or not torch.allclose(there, gradient, 0, 0, equal_nan=True):
-                return (
+                raise ValueError(
                     f"the parameter {self._names[parameter]!r} is laid out otherwise in memory than when DistributedDataParallel "
                     "was made: call model.to(memory_format=...) before"
                 )
             self._orders[parameter] = strides
-        return ""
 
     def leave(self) -> None:
         """Undo a step of which DDP has not handed over all buckets. Every rank must call."""

@@ -251,7 +251,7 @@ class DistributedOptimizer(WrappedOptimizer):
                             "sends='gradients'"
                         )
                     refuse(refused)
-                    refuse(_second_reducer_problem(optimizer, trained))
+                    _check_reduced_once(optimizer, trained)
                     held = trained if shards is None else self._parameters
                     check_wrapping(optimizer, held, clip_norm)
                     check_tables(named, trained, settings)
@@ -703,13 +703,14 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
-def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> str:
-    """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
+def _check_reduced_once(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
+    """Raise ValueError where another reducer has these parameters."""
     if (other := reducer_of(trained)) is None:
-        return ""
+        return
     name = (
         "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
     )
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
-    return f"{name} {what} already: use that one, or close() it first"
+    del other  # which the error's traceback would keep alive
+    raise ValueError(f"{name} {what} already: use that one, or close() it first")

@@ -538,14 +538,14 @@ def test_an_error_on_one_rank_is_raised_by_all_and_leaves_residuals_as_they_were
     train(ddp, comm.rank, range(3))
     before, last = residuals(comm, state), comm.size - 1
 
-    def no_memory(given: Any, start: Callable[[Any], str] = state._buckets._order_problem) -> str:
+    def no_memory(given: Any, check: Callable[[Any], None] = state._buckets._check_order) -> None:
         if state._buckets.reducer.started == 1:
             raise MemoryError("no memory for the order")
-        return start(given)
+        check(given)
 
     with monkeypatch.context() as patch:
         if comm.rank == last:
-            patch.setattr(state._buckets, "_order_problem", no_memory)
+            patch.setattr(state._buckets, "_check_order", no_memory)
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match="no memory for the order") as raised:
             loss(ddp, comm.rank, 3).backward()
