@@ -150,7 +150,7 @@ class OkTopkState:
         given = Given(bucket.parameters(), bucket.buffer())
         device = given.buffer.device
         if bucket.index() == 0:
-            self._failed = None
+            self._failed = None  # of a pass that left buckets out
             self._attempt(self._begin_step, device)
         self._given.append(given)
         if self._buckets is not None:
@@ -159,7 +159,7 @@ class OkTopkState:
             self._attempt(self._end_step, device)
             for each in self._given if self._failed is not None else ():
                 each.end(each.buffer, self._failed)
-            self._given = []
+            self._given, self._failed = [], None
         return given.mean
 
     def _attempt(self, call: Callable[[Any], None], argument: Any) -> None:
@@ -221,8 +221,8 @@ class OkTopkState:
             )
 
     def _leave_step(self) -> None:
-        """Undo what a backward pass has begun that left buckets out, if the last one did. Every rank must call then."""
-        if self._given and self._buckets is not None:
+        """Undo what a backward pass has begun that did not end, if the last one did not. Every rank must call then."""
+        if self._buckets is not None and (self._given or self._buckets.reducer.started):
             self._buckets.leave()
         self._given = []
 

@@ -530,6 +530,30 @@ def test_after_an_error_of_the_hook_ddp_can_take_its_next_backward_pass(
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
+def test_after_an_error_that_no_bucket_could_tell_the_next_step_is_that_of_before(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bucket does not start: those before it are undone when the next backward pass begins."""
+    ddp, state = hooked(nonfinite="skip")
+    train(ddp, comm.rank, range(3))
+    before = residuals(comm, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(state._buckets._agreement, "tell", lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            loss(ddp, comm.rank, 3).backward()
+    assert state.reducer is not None and state.reducer.started == 1
+    ddp.zero_grad()
+    loss(ddp, comm.rank, 3).backward()
+    reduced = [parameter.grad.clone() for parameter in ddp.parameters()]
+    again, twin = hooked(nonfinite="skip")
+    train(again, comm.rank, range(3))
+    assert all(np.array_equal(each, before[name]) for name, each in residuals(comm, twin).items())
+    again.zero_grad()
+    loss(again, comm.rank, 3).backward()
+    for mine, parameter in zip(reduced, again.parameters(), strict=True):
+        assert torch.allclose(mine, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_an_error_on_one_rank_is_raised_by_all_and_leaves_residuals_as_they_were(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
