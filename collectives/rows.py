@@ -89,10 +89,11 @@ def row_type(length: int) -> Any:
     return np.int32 if length <= MAX_LENGTH else np.int64
 
 
-def rows_problem(rows: Any, length: int) -> str:
-    """Which of some row ids is not in a table of so many rows, in a sentence; "" if all are."""
+def check_rows(rows: Any, length: int) -> None:
+    """Raise ValueError where one of some row ids is not in a table of so many rows."""
     low, high = int(rows.min()), int(rows.max())
-    return "" if 0 <= low <= high < length else f"row {low if low < 0 else high} is not in [0, {length})"
+    if not 0 <= low <= high < length:
+        raise ValueError(f"row {low if low < 0 else high} is not in [0, {length})")
 
 
 class RowWindows(Protocol):

@@ -8,7 +8,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.transport import Transport
+from collectives.transport import Transport, refuse
 
 
 class SharedVectors:
@@ -41,20 +41,16 @@ class SharedVectors:
             problem = str(error)
         problem, path, identity = transport.allgather_objects((problem, path, identity))[0]
         try:
-            if transport.rank and not problem:
-                file = os.open(path, os.O_RDWR)
-                if _identity(file) != identity:  # ranks that number processes differently
-                    problem = f"{path} is another file there"
-            if not problem:
+            with transport.together_or("no memory that the ranks of a host share", RuntimeError):
+                refuse(problem)
+                if transport.rank:
+                    file = os.open(path, os.O_RDWR)
+                    if _identity(file) != identity:  # ranks that number processes differently
+                        raise OSError(f"{path} is another file there")
                 memory = mmap.mmap(file, transport.size * stride)
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        problems = transport.allgather_objects(problem)
-        if file >= 0:
-            os.close(file)  # now that every rank has mapped it
-        if any(problems):
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"no memory that the ranks of a host share: {texts}")
+        finally:
+            if file >= 0:
+                os.close(file)  # now that every rank has mapped it
         # freed with the last array that reads it
         self.rows: NDArray[np.float32] = np.frombuffer(memory, np.float32).reshape(transport.size, -1)
 

@@ -17,7 +17,7 @@ from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
-from collectives.transport import NoPeerMemoryError, Transport
+from collectives.transport import NoPeerMemoryError, Transport, refuse
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -47,20 +47,6 @@ def symmetric_memory_problem(transport: Transport, *, shared_gpus: bool = False)
     return ""
 
 
-def raise_problems(transport: Transport, problem: str, what: str, error: type[RuntimeError]) -> None:
-    """Raise an error with all ranks' problems where one has any. Collective.
-
-    Args:
-        problem: of this rank, "" if it has none.
-        what: what cannot be had, how the sentence begins.
-    """
-    problems = transport.allgather_objects(problem)
-    if any(problems):
-        ranks = transport.ranks
-        texts = "; ".join(f"rank {ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
-        raise error(f"{what}: {texts}")
-
-
 class SymmetricMemory:
     """One window a rank, mapped by all ranks.
 
@@ -68,10 +54,9 @@ class SymmetricMemory:
         comm: ranks of one host, each with its GPU current. Collective: every rank must call.
         device: the GPU and stream of this rank.
         nbytes: of payload in every window.
-        problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
-        NoPeerMemoryError: a window cannot be allocated or mapped, or a rank has a problem.
+        NoPeerMemoryError: a window cannot be allocated or mapped; on every rank alike.
 
     Attributes:
         payload: bytes of payload in every window, at least `nbytes`.
@@ -85,14 +70,14 @@ class SymmetricMemory:
 
     first = -(-ctypes.sizeof(WindowHead) // _ALIGNMENT) * _ALIGNMENT
 
-    def __init__(self, transport: Transport, device: Device, nbytes: int, problem: str = "") -> None:
+    def __init__(self, transport: Transport, device: Device, nbytes: int) -> None:
         self.rank, self.size = transport.rank, transport.size
         self.transport = transport
         self._device = device
         self._opened: list[int] = []
         self.bases: list[int] = []
         self._memory: Any = None
-        handle = b""
+        handle, problem = b"", ""
         allocated = -(-(self.first + nbytes) // _GRANULE) * _GRANULE
         self.payload = allocated - self.first
         try:
@@ -106,19 +91,18 @@ class SymmetricMemory:
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
         except Exception as error:  # of CUDA, or another one: the other ranks wait below
-            problem = problem or str(error) or type(error).__name__
+            problem = str(error) or type(error).__name__
         everyone = transport.allgather_objects((problem, handle, device.epoch))
-        if not any(theirs for theirs, _, _ in everyone):
-            device.epoch = max(epoch for _, _, epoch in everyone)  # an aborted step may have left them apart
-            try:
-                self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
-                self._table = device.allocate(self.size, np.uint64)
-                self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
-                device.synchronize()
-            except Exception as error:
-                problem = str(error) or type(error).__name__
         try:
-            raise_problems(transport, problem, "no peer memory", NoPeerMemoryError)
+            with transport.together_or("no peer memory", NoPeerMemoryError):
+                refuse(problem)
+                if not any(theirs for theirs, _, _ in everyone):
+                    # an aborted step may have left them apart
+                    device.epoch = max(epoch for _, _, epoch in everyone)
+                    self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
+                    self._table = device.allocate(self.size, np.uint64)
+                    self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
+                    device.synchronize()
         except NoPeerMemoryError:
             self.close()
             raise

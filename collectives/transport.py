@@ -357,6 +357,19 @@ class Transport(ABC):
                 raise problem from failed
             raise failed from None
 
+    @contextmanager
+    def together_or(self, what: str, kind: type[Exception]) -> Iterator[None]:
+        """As `together`, of whatever the block raises; what all ranks then raise is of this kind, and begins with `what`."""
+        problem = ""
+        try:
+            yield
+        except Exception as error:  # of CUDA or a compiler, too: the other ranks wait below
+            problem = str(error) or type(error).__name__
+        problems = self.allgather_objects(problem)
+        if any(problems):
+            texts = (f"rank {self.ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
+            raise kind(f"{what}: {'; '.join(texts)}")
+
     def agree(self, mine: dict[str, Any], problem: str = "") -> None:
         """Check at construction that all ranks pass the same arguments. Collective.
 

@@ -16,7 +16,6 @@ from oktopk.devices import GRADIENT_TYPES
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.host_group import HostGroup
 from oktopk.results import StepReport
-from oktopk.settings import unknown_setting
 from oktopk.state import Resumable
 from oktopk.step import Spans
 from oktopk.steps import NonFiniteGradientError
@@ -77,10 +76,8 @@ class GradientAllreduce(Resumable):
         update: Any = None,
         **settings: Any,
     ) -> None:
-        problem = unknown_setting(settings, GradientAllreduce)
-        super().__init__(
-            Parts(comm, length, method, device, gradient_type, stream, peer_memory, update, problem, settings)
-        )
+        own = comm, length, method, device, gradient_type, stream, peer_memory, update
+        super().__init__(Parts(*own, GradientAllreduce, settings))
 
     @property
     def update(self) -> NDArray[np.float32]:

@@ -19,10 +19,11 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.elastic import problem_of
+from oktopk.damage import StateError, reading
+from oktopk.elastic import check_read
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
-from oktopk.state import state_problem
+from oktopk.state import check_state
 from oktopk.worker import CommunicationThread
 
 _Result = TypeVar("_Result")
@@ -436,28 +437,24 @@ class BucketedAllreduce:
             ValueError: as `GradientAllreduce.load_state_dict`, or of other buckets; on every rank alike.
         """
         self._check_idle("load_state_dict()")
-        problem = self.state_problem(state)
         self.meet("load_state_dict")
-        self.transport.agree({"lengths": self.lengths}, problem)
+        with self.transport.together(ValueError):
+            self.check_state(state)
         for number, reducer in enumerate(self.buckets):
             reducer.load_state_dict(state["buckets"][str(number)])
         self._incomplete = None
 
-    def state_problem(self, state: Any) -> str:
-        """Why `load_state_dict` would refuse a state on this rank, in a sentence; "" if it would not."""
-        if problem := problem_of(state):
-            return problem
-        try:
+    def check_state(self, state: Any) -> None:
+        """Raise StateError where `load_state_dict` would refuse a state on this rank."""
+        check_read(state)
+        with reading(what="the state is not one of buckets: "):
             buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
             lengths = [bucket["length"] for bucket in buckets]
-        except (KeyError, TypeError, ValueError) as error:
-            return f"the state is not one of buckets: {type(error).__name__} {error}"
         if lengths != self.lengths:
-            return f"the state has buckets of {lengths} elements, this reducer of {self.lengths}"
-        problems = (
-            state_problem(bucket, reducer) for bucket, reducer in zip(buckets, self.buckets, strict=True)
-        )
-        return next((f"bucket {number}: {text}" for number, text in enumerate(problems) if text), "")
+            raise StateError(f"the state has buckets of {lengths} elements, this reducer of {self.lengths}")
+        for number, (bucket, reducer) in enumerate(zip(buckets, self.buckets, strict=True)):
+            with reading(f"bucket {number}: "):
+                check_state(bucket, reducer)
 
     def reset(self) -> None:
         """As `GradientAllreduce.reset`."""

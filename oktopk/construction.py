@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from collectives.sparse import check_length
-from collectives.transport import Transport, refuse
+from collectives.transport import Transport
 from oktopk.devices import make_backend
 from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
 from oktopk.placement import Placement, TwoLevels
-from oktopk.settings import DENSE_ABOVE, Settings, timeout_of
+from oktopk.settings import DENSE_ABOVE, Settings, check_names, timeout_of
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -27,7 +27,7 @@ class Parts:
     """The parts of a `GradientAllreduce`, which has these arguments, errors and attributes. Collective: every rank must call.
 
     Args:
-        keywords: of `Settings`.
+        taker: of `keywords`, which are those of `Settings`.
 
     Attributes:
         length, method: as given; settings: with the wire that is used.
@@ -45,7 +45,7 @@ class Parts:
         stream: Any,
         peer_memory: bool | None,
         update: Any,
-        problem: str,
+        taker: Callable[..., Any],
         keywords: Mapping[str, Any],
     ) -> None:
         self.length, self.method = length, method
@@ -53,7 +53,7 @@ class Parts:
             host = connect(communicator(comm), Limit("GradientAllreduce(...)", timeout_of(keywords)))
             opened.callback(host.close)
             with host.together(TypeError, ValueError) as alike:
-                refuse(problem)
+                check_names(keywords, taker)
                 self.settings = Settings(**keywords)
                 check_length(length)
                 if method not in METHODS:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from oktopk.damage import StateError
 from oktopk.levels import Layout
 
 _EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
@@ -74,7 +75,7 @@ def redistribute(
 
     Returns:
         A new state, without the key of `of_rank`; its vectors may be those of one that was read. Where a state that was read
-        cannot be, a state that `load_state_dict` refuses on all ranks, naming that rank: see `problem_of`.
+        cannot be, a state that `load_state_dict` refuses on all ranks, naming that rank: see `check_read`.
 
     Raises:
         ValueError: as `inherited_ranks`, or as many hosts as there are no ranks.
@@ -123,9 +124,10 @@ def without_residual(
     return {**state, **nothing, "rank": rank, "ranks": ranks, "hosts": None if hosts is None else list(hosts)}
 
 
-def problem_of(state: Any) -> str:
-    """What `redistribute` found wrong with the states that it read on this rank, in a sentence; "" for nothing."""
-    return str(state.get("problem", "")) if isinstance(state, dict) else ""
+def check_read(state: Any) -> None:
+    """Raise StateError for what `redistribute` found wrong with the states that it read on this rank."""
+    if isinstance(state, dict) and state.get("problem"):
+        raise StateError(str(state["problem"]))
 
 
 class _BadStateError(Exception):

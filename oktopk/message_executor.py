@@ -43,7 +43,7 @@ class MessageExecutor:
         out = vectors.update if method.writes_out else None
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:
-            # a problem travels as the flag of a gradient that is not finite; its text follows only where a flag is up
+            # that of a gradient which is not finite takes a problem along, see `Plan.problem`
             flag = is_flagged(gradient) or bool(plan.problem)
             transport.token, transport.tokens = (plan.token if by_message else None), None
             result = method.reduce(gradient, residual, out, plan, flag)

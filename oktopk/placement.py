@@ -120,15 +120,15 @@ class Placement:
         """The part that this rank holds of float32[n], on host or device; a copy where it is not all."""
         return whole
 
-    def agree_on_state(
-        self, common: dict[str, Any], held: dict[str, Any], learned: dict[str, Any], problem: str
-    ) -> None:
-        """As `Transport.agree`. Collective.
+    @contextmanager
+    def agreed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+        """As `Transport.together`. Collective.
 
-        Args:
-            held, learned: equal on the ranks that hold the same part, or one residual together.
+        Yields:
+            Dicts of what must be equal on all ranks, on those that hold the same part, and on those that hold one residual.
         """
-        self._transport.agree(common | held, problem)
+        with self._transport.together(ValueError) as common:
+            yield common, common, {}
 
     def group_of_means(self) -> HostGroup:
         """The ranks of this host, which can sum their gradients in float32.
@@ -232,19 +232,27 @@ class TwoLevels(Placement):
         shard = self.group.shard
         return part if shard is None else self.group.layout.extract(whole, shard, part)
 
-    def agree_on_state(
-        self, common: dict[str, Any], held: dict[str, Any], learned: dict[str, Any], problem: str
-    ) -> None:
+    @contextmanager
+    def agreed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
         self._transport.barrier()  # names those that do not come
         group, number = self.group, self.group.layout.hosts[self._transport.rank]
+        held: dict[str, Any] = {}
+        learned: dict[str, Any] = {}
         whom = (group.between, held, f"shard {group.shard}"), (group.holders, learned, f"host {number}")
-        for transport, mine, where in whom:
+        failed: Exception | None = None
+        with self._transport.together(ValueError) as common:
             try:
-                if transport is not None:
-                    transport.agree(mine)
-            except ValueError as error:
-                problem = problem or f"among the ranks of {where} {error}"
-        self._transport.agree(common, problem)
+                yield common, held, learned
+            except Exception as error:
+                failed = error
+            for transport, mine, where in whom:
+                try:
+                    if transport is not None:
+                        transport.agree(mine)
+                except ValueError as error:
+                    failed = failed or ValueError(f"among the ranks of {where} {error}")
+            if failed is not None:
+                raise failed
 
     def group_of_means(self) -> HostGroup:
         if self.group.gradient.dtype != np.float32:

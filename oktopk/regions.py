@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.transport import Transport
+from oktopk.damage import StateError
 
 
 def equal_boundaries(length: int, ranks: int) -> NDArray[np.int64]:
@@ -67,15 +68,15 @@ class Regions:
         return None if boundaries is None else [int(b) for b in boundaries], state["splits"] is None
 
     @staticmethod
-    def state_problem(state: dict[str, Any], length: int) -> str:
+    def check_state(state: dict[str, Any], length: int) -> None:
+        """Raise StateError where a `state_dict` cannot be loaded."""
         boundaries, splits = state["boundaries"], state["splits"]
         if boundaries is not None and not (
             _ascend([0, *boundaries, length]) and boundaries[0] == 0 and boundaries[-1] == length
         ):
-            return f"boundaries of the state do not ascend from 0 to {length}"
+            raise StateError(f"boundaries of the state do not ascend from 0 to {length}")
         if splits is not None and not _ascend([0, *splits, length]):
-            return f"splits of the state do not ascend within [0, {length}]"
-        return ""
+            raise StateError(f"splits of the state do not ascend within [0, {length}]")
 
     def state_dict(self) -> dict[str, Any]:
         """Boundaries and splits, copied."""

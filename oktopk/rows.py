@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from collectives.rows import (
 )
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport, refuse
 from oktopk.allreduce import NonFiniteGradientError
+from oktopk.damage import StateError, reading
 from oktopk.devices import make_backend
 from oktopk.settings import Settings, timeout_of
 
@@ -74,7 +75,6 @@ class RowSparseAllreduce:
         stream: as `GradientAllreduce`.
         timeout: seconds that ranks may come late to a step.
         peer_memory: as `GradientAllreduce`; the bits are those of messages.
-        problem: an error that the caller found on this rank alone; every rank then raises it.
 
     Raises:
         RuntimeError: as `GradientAllreduce`, and where ranks do not come.
@@ -107,12 +107,11 @@ class RowSparseAllreduce:
         *,
         element_type: str = "float32",
         average: bool = True,
-        nonfinite: str = "raise",
+        nonfinite: Literal["raise", "skip"] = "raise",
         device: str = "cpu",
         stream: Any = None,
         timeout: float = Settings.timeout,
         peer_memory: bool | None = None,
-        problem: str = "",
     ) -> None:
         arguments = {"length": length, "width": width, "element_type": element_type, "average": average}
         arguments |= {"nonfinite": nonfinite, "device": device}
@@ -125,8 +124,8 @@ class RowSparseAllreduce:
             self.transport: Transport = connect(comm, Limit("RowSparseAllreduce(...)", self._timeout))
             opened.callback(self.transport.close)
             with self.transport.together(ValueError) as alike:
-                refuse(problem or _problem(**arguments))
-                Settings(average=average, timeout=timeout)
+                _check(length, width, element_type, device)
+                Settings(average=average, nonfinite=nonfinite, timeout=timeout)
                 alike |= arguments | {"peer_memory": peer_memory, "timeout": timeout}
             self.kernels: RowKernels = HostRowKernels()
             self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -179,7 +178,8 @@ class RowSparseAllreduce:
         local, nonfinite = self._empty(), 0
         into: RowKernels | RowWindows = self.kernels if self.windows is None else self.windows
         try:
-            refuse(problem or self._given_problem(rows, values))
+            refuse(problem)
+            self._check_given(rows, values)
             local, nonfinite = into.coalesce(rows, values, self.length, 1.0)
         except ValueError as error:
             problem = str(error)
@@ -229,21 +229,22 @@ class RowSparseAllreduce:
         empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type].dtype
         return Rows(empty(0, row_type(self.length)), empty((0, self.width), kind))
 
-    def _given_problem(self, rows: Any, values: Any) -> str:
-        """What is wrong with what a step was given, in a sentence; "" if nothing is."""
+    def _check_given(self, rows: Any, values: Any) -> None:
+        """Raise ValueError where a step cannot take what it was given."""
         kind, array = ELEMENT_TYPES[self.element_type].dtype, self.kernels.arrays.ndarray
         for name, argument in (("rows", rows), ("values", values)):
             if not isinstance(argument, array):
-                return f"{name} are a {type(argument).__name__}, not a {array.__module__}.{array.__name__}"
+                wanted = f"{array.__module__}.{array.__name__}"
+                raise ValueError(f"{name} are a {type(argument).__name__}, not a {wanted}")
         if rows.ndim != 1 or rows.dtype.kind != "i" or rows.dtype.itemsize < 4:
-            return f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension"
+            raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension")
         if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:
-            return f"values are {values.dtype}{list(values.shape)}, not {kind}[{len(rows)}, {self.width}]"
+            given = f"{values.dtype}{list(values.shape)}"
+            raise ValueError(f"values are {given}, not {kind}[{len(rows)}, {self.width}]")
         if len(values) != len(rows):
-            return f"there are {len(rows)} row ids and {len(values)} rows of values"
+            raise ValueError(f"there are {len(rows)} row ids and {len(values)} rows of values")
         if not values.flags.c_contiguous:
-            return "values are not C-contiguous"
-        return ""
+            raise ValueError("values are not C-contiguous")
 
     def state_dict(self) -> dict[str, Any]:
         """What a restart of this rank needs: arrays and plain values."""
@@ -255,22 +256,21 @@ class RowSparseAllreduce:
         Raises:
             ValueError: the state is of another table on some rank; on every rank alike.
         """
-        problem = self.state_problem(state)
         self.transport.expect_all("load_state_dict", self._timeout)
-        self.transport.agree({} if problem else {"steps": state["steps"]}, problem)
+        with self.transport.together(ValueError) as alike:
+            self.check_state(state)
+            alike["steps"] = state["steps"]
         self.steps = int(state["steps"])
 
-    def state_problem(self, state: Any) -> str:
-        """Why `load_state_dict` would refuse a state on this rank, in a sentence; "" if it would not."""
-        try:
-            shape, steps = (state["length"], state["width"]), state["steps"]
-        except (KeyError, TypeError) as error:
-            return f"the state is not that of a table: {type(error).__name__} {error}"
-        if shape != (self.length, self.width):
-            return f"the state is of a table of {shape[0]} x {shape[1]}, this one has {self.length} x {self.width}"
+    def check_state(self, state: Any) -> None:
+        """Raise StateError where `load_state_dict` would refuse a state on this rank."""
+        with reading(what="the state is not that of a table: "):
+            length, width, steps = state["length"], state["width"], state["steps"]
+        if (length, width) != (self.length, self.width):
+            own = f"{self.length} x {self.width}"
+            raise StateError(f"the state is of a table of {length} x {width}, this one has {own}")
         if not isinstance(steps, int) or steps < 0:
-            return f"the state is damaged: {steps!r} steps"
-        return ""
+            raise StateError(f"the state is damaged: {steps!r} steps")
 
     def reset(self) -> None:
         """Forget the number of steps. Collective."""
@@ -288,17 +288,14 @@ class RowSparseAllreduce:
         self.transport.close()
 
 
-def _problem(length: Any, width: Any, element_type: Any, average: Any, nonfinite: Any, device: Any) -> str:
-    """What is wrong with these arguments of `RowSparseAllreduce`, in a sentence; "" if nothing is."""
+def _check(length: Any, width: Any, element_type: Any, device: Any) -> None:
+    """Raise ValueError where an argument of `RowSparseAllreduce` is out of range."""
     for name, value in (("length", length), ("width", width)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            return f"{name} {value!r} is not a number of at least 1"
+            raise ValueError(f"{name} {value!r} is not a number of at least 1")
     if element_type not in ELEMENT_TYPES:
-        return f"element_type {element_type!r} is not one of {', '.join(ELEMENT_TYPES)}"
-    if nonfinite not in ("raise", "skip"):
-        return f"nonfinite {nonfinite!r} is not 'raise' or 'skip'"
+        raise ValueError(f"element_type {element_type!r} is not one of {', '.join(ELEMENT_TYPES)}")
     if device not in ("cpu", "cuda"):
-        return f"device {device!r} is not 'cpu' or 'cuda'"
+        raise ValueError(f"device {device!r} is not 'cpu' or 'cuda'")
     if device == "cuda" and length > LONGEST_ON_GPU:
-        return f"a table on a GPU has at most {LONGEST_ON_GPU} rows, not {length}"
-    return ""
+        raise ValueError(f"a table on a GPU has at most {LONGEST_ON_GPU} rows, not {length}")

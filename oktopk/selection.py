@@ -14,8 +14,9 @@ from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
 from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
+from oktopk.damage import StateError
 from oktopk.settings import selection_cap
-from oktopk.thresholds import MISS, NOTHING, OCTAVE, kth_magnitude, learned_trend, threshold_problem
+from oktopk.thresholds import MISS, NOTHING, OCTAVE, check_threshold, kth_magnitude, learned_trend
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
 _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
@@ -158,14 +159,15 @@ class LocalSelection:
         self.needs_exact = self.needs_host = True
 
     @staticmethod
-    def state_problem(state: dict[str, Any]) -> str:
+    def check_state(state: dict[str, Any]) -> None:
+        """Raise StateError where a `state_dict` cannot be loaded."""
         held = {name: state[name] for name in _STATE}
         if not (0 < held["slope"] < math.inf):
-            return f"slope {held['slope']!r} of the state is not a positive number"
+            raise StateError(f"slope {held['slope']!r} of the state is not a positive number")
         for name in ("needs_exact", "needs_host"):
             if not isinstance(held[name], bool):
-                return f"{name} {held[name]!r} of the state is not True or False"
-        return threshold_problem("local", state)
+                raise StateError(f"{name} {held[name]!r} of the state is not True or False")
+        check_threshold("local", state)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _STATE}

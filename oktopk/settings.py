@@ -191,8 +191,8 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
         return Settings.timeout
 
 
-def unknown_setting(keywords: Iterable[str], taker: Callable[..., Any], *more: str) -> str:
-    """The first keyword that neither the taker nor `Settings` has, in a sentence that names the nearest one; "" for none.
+def check_names(keywords: Iterable[str], taker: Callable[..., Any], *more: str) -> None:
+    """Raise ValueError for a keyword that neither the taker nor `Settings` has, and name the nearest one.
 
     Args:
         keywords: of a call.
@@ -205,19 +205,7 @@ def unknown_setting(keywords: Iterable[str], taker: Callable[..., Any], *more: s
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            return f"{name}: unknown setting{hint}; valid: {', '.join(known)}"
-    return ""
-
-
-def settings_problem(keywords: Mapping[str, Any], taker: Callable[..., Any], *more: str) -> str:
-    """What is wrong with keywords of `Settings`, in a sentence; "" if nothing is. Arguments as `unknown_setting`."""
-    if unknown := unknown_setting(keywords, taker, *more):
-        return unknown
-    try:
-        Settings(**{name: value for name, value in keywords.items() if name not in more})
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+            raise ValueError(f"{name}: unknown setting{hint}; valid: {', '.join(known)}")
 
 
 def entries_kept(density: float, length: int) -> int:

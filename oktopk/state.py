@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import EXACT_WIRES
-from oktopk.elastic import problem_of
+from oktopk.damage import StateError, reading
+from oktopk.elastic import check_read
 from oktopk.methods import METHODS
 from oktopk.steps import Steps
 
@@ -95,23 +95,16 @@ class Resumable(Steps):
 
     def agree_on_state(self, state: dict[str, Any]) -> None:
         """Raise what `load_state_dict` would; nothing is changed. Collective."""
-        problem = state_problem(state, self)
-        common: dict[str, Any] = {}
-        agreed: dict[str, Any] = {}
-        learned: dict[str, Any] = {}
-        if not problem:
-            common = {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
+        with self._expecting("load_state_dict"), self._placement.agreed() as (common, agreed, learned):
+            check_state(state, self)
+            common |= {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
             common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
-            agreed = {name: METHODS[name].agreed_state(theirs) for name, theirs in state["methods"].items()}
-            learned = {
-                name: [theirs.get("selection"), theirs.get("threshold")]
-                for name, theirs in state["methods"].items()
-            }
+            for name, theirs in state["methods"].items():
+                agreed[name] = METHODS[name].agreed_state(theirs)
+                learned[name] = theirs.get("selection"), theirs.get("threshold")
             # of the ranks that hold a shard: all of them together
-            held = {"whether there is a residual": state["residual"] is not None}
-            agreed, learned = agreed | held, learned | held
-        with self._expecting("load_state_dict"):
-            self._placement.agree_on_state(common, agreed, learned, problem)
+            agreed["whether there is a residual"] = state["residual"] is not None
+            learned["whether there is a residual"] = state["residual"] is not None
 
     def reset(self) -> None:
         """Forget residual, thresholds, regions and the number of steps, as if newly constructed. Collective."""
@@ -172,29 +165,22 @@ class Resumable(Steps):
             self._vectors.pending = True
 
 
-def state_problem(state: Any, loader: Resumable) -> str:
-    """Why a state cannot be loaded, in a sentence; "" if it can. Talks to no other rank.
+@reading()
+def check_state(state: Any, loader: Resumable) -> None:
+    """Raise StateError where a state cannot be loaded. Talks to no other rank.
 
     Args:
         state: as `GradientAllreduce.state_dict` returns it.
         loader: the reducer that is to load it.
     """
-    try:
-        return next(filter(None, _problems(state, loader)), "")
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        return f"the state is damaged: {type(error).__name__} {error}"
-
-
-def _problems(state: Any, loader: Resumable) -> Iterator[str]:
-    """What is wrong, in sentences; "" if nothing is. Behind the first one nothing need hold."""
     if not isinstance(state, dict):
-        yield f"the state is a {type(state).__name__}, not a dict"
-    yield problem_of(state)
+        raise StateError(f"the state is a {type(state).__name__}, not a dict")
+    check_read(state)
     names = ("length", "method", *_COUNTS, "last_k", "unaided", "methods", "residual", *_PLACE, "wire")
     if missing := [name for name in names if name not in state]:
-        yield f"the state lacks {', '.join(missing)}"
+        raise StateError(f"the state lacks {', '.join(missing)}")
     if not isinstance(state.get("saved", {}), dict):
-        yield f"saved of the state is a {type(state['saved']).__name__}, not a dict"
+        raise StateError(f"saved of the state is a {type(state['saved']).__name__}, not a dict")
     for name, own in (("length", loader.length), ("method", loader.method)):
         if state[name] != own:
             remedy = (
@@ -202,38 +188,40 @@ def _problems(state: Any, loader: Resumable) -> Iterator[str]:
                 if name == "method" and state[name] in METHODS
                 else ""
             )
-            yield f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}"
+            raise StateError(f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}")
     wire, own = state["wire"], loader.settings.wire
     if wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):
-        yield (
+        raise StateError(
             f"state has wire {wire!r}, this reducer {own!r}: pass wire={wire!r} to go on as before, "
             "or set 'wire' in the state to change it"
         )
     rank, ranks = loader.transport.rank, loader.transport.size
     another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
     if (state["rank"], state["ranks"]) != (rank, ranks):
-        yield (
+        raise StateError(
             f"the state is of rank {state['rank']} of {state['ranks']}, and this is rank {rank} of {ranks}: every rank saves and "
             f"loads its own, as residuals differ; {another}"
         )
     if state["hosts"] != loader.hosts:
-        yield f"the state is of {_levels(state['hosts'])}, and this reducer has {_levels(loader.hosts)}: {another}"
+        levels = f"the state is of {_levels(state['hosts'])}, and this reducer has {_levels(loader.hosts)}"
+        raise StateError(f"{levels}: {another}")
     for name in (*_COUNTS, "last_k", "unaided"):
         value = state[name]
         if not ((type(value) is int and value >= 0) or (name == "last_k" and value is None)):
-            yield f"{name} {value!r} of the state is not an integer >= 0"
+            raise StateError(f"{name} {value!r} of the state is not an integer >= 0")
     residual = state["residual"]
     if residual is not None:
         if not isinstance(residual, np.ndarray):
-            yield f"residual of the state is a {type(residual).__name__}, not an array"
+            raise StateError(f"residual of the state is a {type(residual).__name__}, not an array")
         if residual.dtype != np.float32 or residual.shape != (loader.carried,):
-            yield f"residual of the state is {residual.dtype}{list(residual.shape)}, not float32[{loader.carried}]"
+            given = f"{residual.dtype}{list(residual.shape)}"
+            raise StateError(f"residual of the state is {given}, not float32[{loader.carried}]")
         if not np.isfinite(residual).all():
-            yield "residual of the state is not finite"
+            raise StateError("residual of the state is not finite")
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
-        yield f"the state is of unknown methods: {', '.join(unknown)}"
+        raise StateError(f"the state is of unknown methods: {', '.join(unknown)}")
     for name, held in state["methods"].items():
-        yield METHODS[name].state_problem(held, loader.carried)
+        METHODS[name].check_state(held, loader.carried)
 
 
 def _levels(hosts: list[int] | None) -> str:

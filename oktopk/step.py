@@ -32,7 +32,9 @@ class Plan:
         scale: factor on the sum over the ranks.
         timer: times the stages.
         may_defer: the step may return before the host knows how it went.
-        problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it.
+        problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it. It is a
+            sentence and no exception, as no rank asks the others in a step (`Transport.together`): the step's own messages take
+            along a flag, and only where one is up the sentences follow.
         absent: spans of elements of which this rank has no gradient, not equal on all ranks: what its residual holds there stays.
         token: a word of this rank's that all ranks are to see; None for none.
         meanwhile: work for a device while messages are on the wire, of a method that takes it; see `Method.hides_work`.

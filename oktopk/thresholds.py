@@ -22,6 +22,7 @@ from collectives.cpu.kernels import bits_magnitude
 from collectives.split_and_reduce import RegionLists
 from collectives.transport import FlaggedRanksError
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
+from oktopk.damage import StateError
 from oktopk.settings import selection_cap
 
 NOTHING = 0x7F800000
@@ -48,16 +49,13 @@ def learned_trend(trend: int, missed: int) -> int:
     return min(max(trend + int(_STEADY * missed), -_STEEPEST), _STEEPEST)
 
 
-def threshold_problem(name: str, state: dict[str, Any]) -> str:
-    """Why the bits and the trend of a saved threshold cannot be loaded, in a sentence; "" if they can."""
+def check_threshold(name: str, state: dict[str, Any]) -> None:
+    """Raise StateError where the bits and the trend of a saved threshold cannot be loaded."""
     bits, trend = state["bits"], state["trend"]
     if bits is not None and not (type(bits) is int and 1 <= bits < 2**31):
-        return f"the {name} threshold of the state is not the bits of a magnitude: {bits!r}"
-    return (
-        ""
-        if type(trend) is int
-        else f"the trend of the {name} threshold of the state is not an integer: {trend!r}"
-    )
+        raise StateError(f"the {name} threshold of the state is not the bits of a magnitude: {bits!r}")
+    if type(trend) is not int:
+        raise StateError(f"the trend of the {name} threshold of the state is not an integer: {trend!r}")
 
 
 def kth_magnitude(histogram: Callable[[int, int], NDArray[np.int64]], k: int) -> tuple[int, int, int]:

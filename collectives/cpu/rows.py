@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.compiled import FLOAT, compiled
 from collectives.element_types import NAMES, narrow, widen
-from collectives.rows import Rows, row_type, rows_problem
+from collectives.rows import Rows, check_rows, row_type
 
 _BLOCK = 1 << 18
 """Elements of half a word that are widened to float32 at a time: 1 MB."""
@@ -59,8 +59,8 @@ class HostRowKernels:
     arrays: Any = np
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        if len(rows) and (problem := rows_problem(rows, length)):
-            raise ValueError(problem)
+        if len(rows):
+            check_rows(rows, length)
         return _add_up(rows.astype(row_type(length), copy=False), values, scale)
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:

@@ -11,7 +11,6 @@ import cupy
 import numpy as np
 
 from collectives.cuda.device import Device
-from collectives.symmetric_memory import raise_problems
 from collectives.transport import Transport
 
 MEASURED = tuple(4096 << i for i in range(15))
@@ -94,25 +93,20 @@ def measured_seconds(
         RuntimeError: a launch failed, and all were aborted; on every rank alike, naming the ranks.
     """
     times: list[float] = []
-    problem = ""
-    try:
+    cannot = "dense allreduces over peer memory cannot be measured"
+    with transport.together_or(cannot, NotMeasuredError):
         vector = device.allocate(max(nbytes for nbytes, _ in runs) // 4, np.float32)
         with device.gpu:
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream:
                 vector.fill(0)
-    except Exception as error:  # of CUDA, or another one: the other ranks wait below
-        problem = str(error) or type(error).__name__
-    cannot = "dense allreduces over peer memory cannot be measured"
-    raise_problems(transport, problem, cannot, NotMeasuredError)
-    try:
-        with device.gpu:
+    with transport.together_or(cannot, RuntimeError), device.gpu:
+        try:
             for nbytes, name in runs:
                 one = functools.partial(call, vector.data.ptr, nbytes, name, stream.ptr)
                 times.append(graph_seconds(one, stream))
-    except Exception as error:
-        problem = str(error) or type(error).__name__
-        abort()  # the others' kernels wait for this rank's
-    raise_problems(transport, problem, cannot, RuntimeError)
+        except Exception:
+            abort()  # the others' kernels wait for this rank's
+            raise
     slowest = [max(each) for each in zip(*transport.allgather_objects(times), strict=True)]
     return dict(zip(runs, slowest, strict=True))

@@ -33,7 +33,7 @@ from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
 from collectives.element_types import ELEMENT_TYPES
-from collectives.symmetric_memory import SymmetricMemory, raise_problems
+from collectives.symmetric_memory import SymmetricMemory
 from collectives.transport import NoPeerMemoryError, Transport
 
 
@@ -78,25 +78,19 @@ class DenseP2P:
         self._device, self._timeout = device, timeout
         self._most_units = most_units(ranks)
         within, first = areas(ranks), SymmetricMemory.first
-        problem = ""
-        try:
+        with transport.together_or("no peer memory", NoPeerMemoryError):
             self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
             for element_type in ("float32", "bfloat16") if len(measure) else ():
                 dense_kernels(element_type, ranks)
-        except Exception as error:  # whatever CUDA or a compiler raises: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        self._memory = SymmetricMemory(transport, device, within.nbytes, problem)
-        try:
+        self._memory = SymmetricMemory(transport, device, within.nbytes)
+        with transport.together_or("no peer memory", NoPeerMemoryError):
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
             starts = 1, 0, 0, 0  # launches of one_shot begin at 1
             for counts, start in zip(self._counts, starts, strict=True):
                 counts.set(np.full(counts.size, start, np.uint64), stream=device.stream)
             device.synchronize()
-        except Exception as error:
-            problem = str(error) or type(error).__name__
-        raise_problems(transport, problem, "no peer memory", NoPeerMemoryError)
         self._report = ctypes.c_uint32.from_address(self._report_memory.ptr)
         self._report.value = 0
         self._lines = lines_arrive_whole(transport, device)  # and no rank writes before all have zeroed

@@ -51,19 +51,14 @@ class P2PDenseAllreduce:
         self._vector, self._device, self._transport = vector, device, transport
         self._key = "dense", device.id, device.stream.ptr, timeout
         shared: SharedWindows | None = transport.shared.get(self._key)
-        mine, problem = None, ""
-        try:
+        mine = None
+        with transport.together_or("no dense sums through peer memory", RuntimeError):
             device.report("dense nonfinite", 1)
             dense_kernels("float32", transport.size)
             if shared is not None and not shared.windows.aborted:
                 mine = shared.number, shared.users
-        except Exception as error:  # of CUDA or a compiler: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        everyone = transport.allgather_objects((mine, next(_NUMBERS), problem))
-        if any(theirs for _, _, theirs in everyone):
-            texts = "; ".join(f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(everyone) if text)
-            raise RuntimeError(f"no dense sums through peer memory: {texts}")
-        if shared is None or any(theirs is None or theirs != mine for theirs, _, _ in everyone):
+        everyone = transport.allgather_objects((mine, next(_NUMBERS)))
+        if shared is None or any(theirs is None or theirs != mine for theirs, _ in everyone):
             # a device of its own: that of a vector ends with it, the windows with the last vector
             with device.gpu:
                 windows = DenseP2P(transport, Device(device.stream), timeout, measure=())

@@ -22,7 +22,7 @@ from collectives.cuda.layouts import (
     RowState,
 )
 from collectives.element_types import ELEMENT_TYPES
-from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, row_type, rows_problem
+from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, check_rows, row_type
 from collectives.sparse import MAX_LENGTH
 
 _SOURCE = Path(__file__).with_name("rows.cu")
@@ -79,7 +79,7 @@ class DeviceRowKernels:
                 self._device.zero(self._mark.params.state, ctypes.sizeof(RowState))
                 raise
         if self._report.outside:
-            raise ValueError(rows_problem(rows, length))
+            check_rows(rows, length)
         return sums, self._report.nonfinite
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:

@@ -22,8 +22,8 @@ from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
 from jobs.train.tasks.task import Workload
 from oktopk import MissingRanksError
-from oktopk.elastic import problem_of
-from oktopk.torch.states import groups_problem
+from oktopk.elastic import check_read
+from oktopk.torch.states import check_groups
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,10 @@ def restore(
         _copy(files.COMMON, "model", common["model"], model.named_parameters())
         _copy(name, "buffers", own["buffers"], model.named_buffers())
         residuals = found.residuals(rank, comm.size, optimizer.hosts)
-        if problem := problem_of(residuals):
-            raise BadCheckpointError(problem)
+        try:
+            check_read(residuals)
+        except ValueError as error:
+            raise BadCheckpointError(str(error)) from error
         state = {**common["optimizer"], **residuals}
         _check_optimizer(name if MOMENTS in residuals else files.COMMON, state, optimizer.inner)
         if not isinstance(residuals["reducer"], dict):
@@ -208,7 +210,11 @@ def _copy(part: str, kind: str, saved: Any, tensors: Iterable[tuple[str, Tensor]
 
 def _check_optimizer(part: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise BadCheckpointError where a state would end a step of the optimizer, which torch does not see when it loads it."""
-    problem = groups_problem(optimizer, state)
+    problem = ""
+    try:
+        check_groups(optimizer, state)
+    except ValueError as error:
+        problem = str(error)
     for own, theirs in zip(optimizer.param_groups, [] if problem else state["param_groups"], strict=False):
         for name, value in own.items():
             if name != "params" and not _like(theirs.get(name, ...), value):

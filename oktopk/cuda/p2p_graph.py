@@ -12,7 +12,6 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.environment import is_cuda_error
 from collectives.cuda.kernels import tile_shift
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import (
@@ -109,20 +108,13 @@ class P2PGraph:
         self._memory = SymmetricMemory(transport, self._device, kept_at + entries_bytes(kept))
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
-        problem = ""
-        try:
-            self._make_buffers(settings.timeout)
-            self._lay_out(packed_at, kept_at, settings)
-        except Exception as error:
-            if not isinstance(error, MemoryError) and not is_cuda_error(error):
-                raise
-            problem = str(error) or type(error).__name__
-        # without agreement the other GPUs would wait for this rank
-        problems = transport.allgather_objects(problem)
-        if any(problems):
+        try:  # without agreement the other GPUs would wait for this rank
+            with transport.together_or("no memory for steps over symmetric memory", RuntimeError):
+                self._make_buffers(settings.timeout)
+                self._lay_out(packed_at, kept_at, settings)
+        except RuntimeError:
             self.close()
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-            raise RuntimeError(f"no memory for steps over symmetric memory: {texts}")
+            raise
 
     def _make_buffers(self, timeout: float) -> None:
         device, ranks, k = self._device, self._transport.size, self.k

@@ -105,10 +105,9 @@ class Method(ABC):
         """What of a `state_dict` must be equal on all ranks, as a plain value."""
         return None
 
-    @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
-        """Why a `state_dict` cannot be loaded, in a sentence; "" if it can. A missing key is a KeyError."""
-        return ""
+    @classmethod  # noqa: B027 - a method may keep nothing
+    def check_state(cls, state: dict[str, Any], length: int) -> None:
+        """Raise StateError where a `state_dict` cannot be loaded; KeyError where it lacks a key."""
 
     @property
     def sends_control(self) -> bool:
@@ -207,8 +206,8 @@ class SparseMethod(Method):
         """
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
-        return LocalSelection.state_problem(state["selection"])
+    def check_state(cls, state: dict[str, Any], length: int) -> None:
+        LocalSelection.check_state(state["selection"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"selection": self.selection.state_dict()}

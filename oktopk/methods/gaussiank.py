@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
 from collectives.sparse import SparseVector
+from oktopk.damage import StateError
 from oktopk.methods.topka import TopkA
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import selection_cap
@@ -86,8 +87,8 @@ class Gaussiank(TopkA):
     selection_type = GaussianSelection
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
+    def check_state(cls, state: dict[str, Any], length: int) -> None:
         correction = state["selection"]["correction"]
         if not 0 < correction < math.inf:
-            return f"correction {correction!r} of the state is not a positive number"
-        return super().state_problem(state, length)
+            raise StateError(f"correction {correction!r} of the state is not a positive number")
+        super().check_state(state, length)

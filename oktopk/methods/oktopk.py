@@ -18,7 +18,7 @@ from oktopk.regions import Regions, equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
-from oktopk.thresholds import GlobalThreshold, threshold_problem
+from oktopk.thresholds import GlobalThreshold, check_threshold
 
 
 class OkTopk(SparseMethod):
@@ -122,12 +122,10 @@ class OkTopk(SparseMethod):
         return state["threshold"], *Regions.agreed_state(state)
 
     @classmethod
-    def state_problem(cls, state: dict[str, Any], length: int) -> str:
-        return (
-            super().state_problem(state, length)
-            or threshold_problem("global", state["threshold"])
-            or Regions.state_problem(state, length)
-        )
+    def check_state(cls, state: dict[str, Any], length: int) -> None:
+        super().check_state(state, length)
+        check_threshold("global", state["threshold"])
+        Regions.check_state(state, length)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"threshold": self.threshold.state_dict()} | self.regions.state_dict()

@@ -72,44 +72,42 @@ class _Mine(NamedTuple):
     values: bytes
 
 
-def wrapping_problem(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float, settings: dict[str, Any]
-) -> str:
-    """What keeps an optimizer from being wrapped on this rank, in a sentence; "" if nothing does.
+def check_wrapping(optimizer: torch.optim.Optimizer, parameters: list[Tensor], clip_norm: float) -> None:
+    """Raise ValueError where an optimizer cannot be wrapped on this rank.
 
     Args:
         optimizer: to be wrapped.
         parameters: those that need a gradient.
-        clip_norm, settings: as `DistributedOptimizer`.
+        clip_norm: as `DistributedOptimizer`.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return (
+        raise ValueError(
             f"{type(optimizer).__name__} computes gradients several times a step, by a closure, and each would have to be "
             "reduced: take an optimizer whose step needs none"
         )
     if not parameters:
-        return "no parameter of the optimizer needs a gradient"
+        raise ValueError("no parameter of the optimizer needs a gradient")
     first = parameters[0]
-    if problem := type_problem(parameters):
-        return problem
+    check_types(parameters)
     for parameter in parameters:
         if parameter.dtype != first.dtype:
-            return f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type"
+            raise ValueError(f"parameters are {first.dtype} and {parameter.dtype}: all must be of one type")
         if parameter.device != first.device:
-            return f"parameters are on {first.device} and {parameter.device}: all must be on one device"
+            raise ValueError(
+                f"parameters are on {first.device} and {parameter.device}: all must be on one device"
+            )
         if not is_dense(parameter):
-            return (
+            raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} with strides {parameter.stride()} is not contiguous in any "
                 "order of its dimensions: make it a tensor of its own, by clone()"
             )
     if not (math.isfinite(clip_norm) and clip_norm >= 0):
-        return f"clip_norm {clip_norm} is not in [0, inf)"
-    return ""
+        raise ValueError(f"clip_norm {clip_norm} is not in [0, inf)")
 
 
-def type_problem(parameters: Iterable[Tensor]) -> str:
-    """Why gradients of these parameters' types are not reduced, in a sentence; "" if they are."""
+def check_types(parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError where gradients of these parameters' types are not reduced."""
     for parameter in parameters:
         if parameter.dtype not in TYPE_NAMES:
             parts = (
@@ -117,11 +115,10 @@ def type_problem(parameters: Iterable[Tensor]) -> str:
                 if parameter.is_complex()
                 else ""
             )
-            return (
+            raise ValueError(
                 f"a parameter is {parameter.dtype} on {parameter.device}, "
                 f"not torch.float32, torch.bfloat16 or torch.float16{parts}"
             )
-    return ""
 
 
 def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[dict[str, Any]]]:
@@ -272,7 +269,7 @@ def compared(
     """The ranks whose parameters have other values than rank 0's. Collective.
 
     Args:
-        optimizer, parameters, clip_norm: as `wrapping_problem`.
+        optimizer, parameters, clip_norm: as `check_wrapping`.
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
         shards: of the parameters, where they are sharded.
@@ -300,7 +297,7 @@ def compared(
     )
     everyone = transport.allgather_objects(mine)
     if shards is not None:
-        refuse(_replicas_problem([theirs.shard for theirs in everyone]))
+        _check_replicas([theirs.shard for theirs in everyone])
         shards.replicas = [theirs.shard[1] for theirs in everyone if theirs.shard is not None]
     if len({theirs.length for theirs in everyone}) > 1:
         return []  # which the reducer refuses
@@ -324,8 +321,8 @@ def compared(
     return others
 
 
-def _replicas_problem(shards: Sequence[tuple[int, list[int]] | None]) -> str:
-    """Why ranks do not hold one shard, each of another replica, in a sentence; "" if they do.
+def _check_replicas(shards: Sequence[tuple[int, list[int]] | None]) -> None:
+    """Raise ValueError where ranks do not hold one shard, each of another replica.
 
     Args:
         shards: of each rank the number of its shard, and the ranks of its replica; None: its parameters are not sharded.
@@ -333,14 +330,13 @@ def _replicas_problem(shards: Sequence[tuple[int, list[int]] | None]) -> str:
     known = [shard for shard in shards if shard is not None]
     group = 'pass the group of those that hold this rank\'s shard, mesh["replicate"].get_group()'
     if len({tuple(ranks) for _, ranks in known}) < len(shards):
-        return f"comm has several ranks of one replica, which shard its model together: {group}"
+        raise ValueError(f"comm has several ranks of one replica, which shard its model together: {group}")
     if len({number for number, _ in known}) > 1:
-        return f"comm has ranks that hold different shards: {group}"
-    return ""
+        raise ValueError(f"comm has ranks that hold different shards: {group}")
 
 
-def states_difference(transport: Transport, state: Any) -> str:
-    """How the states of an optimizer that ranks are about to load differ, in a sentence; "" if they do not. Collective.
+def compare_states(transport: Transport, state: Any) -> None:
+    """Raise ValueError where the states of an optimizer that ranks are about to load differ. Collective.
 
     Args:
         state: with the keys "state" and "param_groups".
@@ -349,11 +345,12 @@ def states_difference(transport: Transport, state: Any) -> str:
     """
     mine = state_digest(state), numbers_of(state["param_groups"])
     everyone = transport.allgather_objects(mine)
-    if problem := groups_difference([numbers for _, numbers in everyone]):
-        return problem
+    refuse(groups_difference([numbers for _, numbers in everyone]))
     if others := _unlike_first([digest for digest, _ in everyone]):
-        return f"the optimizer's state on rank(s) {_listed(others)} differs from rank 0's: load one state on all ranks"
-    return ""
+        ranks = _listed(others)
+        raise ValueError(
+            f"the optimizer's state on rank(s) {ranks} differs from rank 0's: load one state on all ranks"
+        )
 
 
 def state_digest(state: Any) -> bytes:

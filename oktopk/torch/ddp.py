@@ -17,24 +17,25 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.closing import closes
 from collectives.connect import connect
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
+from collectives.transport import EVERY_RANK_CALLS, Transport
 from oktopk.buckets import BucketedAllreduce
-from oktopk.elastic import of_rank, problem_of
+from oktopk.damage import StateError, reading
+from oktopk.elastic import check_read, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import settings_problem, timeout_of
+from oktopk.settings import Settings, check_names, timeout_of
 from oktopk.torch.agreement import (
+    check_types,
     reducer_of,
     register_reducer,
     rescaled_warning,
-    type_problem,
     unregister_reducer,
 )
 from oktopk.torch.hooked import Given, HookedBuckets
 from oktopk.torch.interop import memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
-from oktopk.torch.tables import tables_problem
+from oktopk.torch.tables import check_tables
 
 _USE_ALL = "where ranks do not use every parameter in every step, pass find_unused_parameters=True to DistributedDataParallel"
 _SAME_PASSES = f"Every rank must take the same number of backward passes outside no_sync; {_USE_ALL}"
@@ -66,8 +67,9 @@ class OkTopkState:
 
     Raises:
         ValueError: a setting is not known or out of range.
-        RuntimeError: in the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises, or of a
-            ValueError where the ranks' optimizers differ.
+        RuntimeError: at the end of the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises, or
+            of a ValueError where optimizers, parameters or states do not fit. Gradients are then this rank's own, residuals as
+            before, and DDP can take its next backward pass.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
     Traffic: that of the method, for each bucket. In the first step, with static_graph=True in two, a dense allreduce: over
@@ -88,7 +90,8 @@ class OkTopkState:
         **settings: Any,
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
-        refuse(settings_problem(settings, OkTopkState, *beside))
+        check_names(settings, OkTopkState, *beside)
+        Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._arguments: dict[str, Any] = {"method": method, **settings}
         self._given_comm = self._comm = comm
         self._module = module
@@ -101,6 +104,7 @@ class OkTopkState:
         self._goes_on = False  # a state was loaded
         self._report: StepReport | None = None
         self._given: list[Given] = []  # of the step that runs, or that was left
+        self._failed: Exception | None = None  # why that step is not taken
 
     @property
     def report(self) -> StepReport | None:
@@ -138,20 +142,37 @@ class OkTopkState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce a bucket of DDP's; with the last one end the step. Collective.
 
+        DDP cannot go on after a hook that has raised: an error is kept until the last bucket has come, and all futures have it.
+
         Returns:
             A future of the mean over the ranks, laid out as the bucket's buffer. It is valid until the next step.
         """
         given = Given(bucket.parameters(), bucket.buffer())
+        device = given.buffer.device
         if bucket.index() == 0:
-            self._begin_step(given.buffer.device)
+            self._failed = None  # of a pass that left buckets out
+            self._attempt(self._begin_step, device)
         self._given.append(given)
         if self._buckets is not None:
-            self._buckets.add(given)
+            self._attempt(self._buckets.add, given)
         if bucket.is_last():
-            self._end_step(given.buffer.device)
+            self._attempt(self._end_step, device)
+            for each in self._given if self._failed is not None else ():
+                each.end(each.buffer, self._failed)
+            self._given, self._failed = [], None
         return given.mean
 
+    def _attempt(self, call: Callable[[Any], None], argument: Any) -> None:
+        """Call it, unless the step has failed; keep its error."""
+        if self._failed is None:
+            try:
+                call(argument)
+            except Exception as error:
+                self._failed = error
+
     def _begin_step(self, device: torch.device) -> None:
+        if self._buckets is not None:
+            self._buckets.came = True
         self._leave_step()
         self._names = self._names or self._parameter_names()
         if self._loaded is not None:
@@ -160,8 +181,6 @@ class OkTopkState:
             self._settled = self._buckets.reducer.steps >= self._dense_steps
             if self._settled:
                 self._free()
-        if self._buckets is not None:
-            self._buckets.came = True
 
     def _end_step(self, device: torch.device) -> None:
         """Wait for what is reduced, and give it to DDP. Collective."""
@@ -173,9 +192,9 @@ class OkTopkState:
                 buckets.add(given)
         else:
             buckets = self._buckets
-            self._check_parameters(buckets)
-        self._report = buckets.end(self._given) or self._report
-        self._given = []
+            with buckets.told():
+                self._check_parameters(buckets)
+        self._report = buckets.end(self._given)
 
     def _check_parameters(self, buckets: HookedBuckets) -> None:
         """Raise ValueError where DDP does not hand over the gradients that the reducer has."""
@@ -202,8 +221,8 @@ class OkTopkState:
             )
 
     def _leave_step(self) -> None:
-        """Undo what a backward pass has begun that left buckets out, if the last one did. Every rank must call then."""
-        if self._given and self._buckets is not None:
+        """Undo what a backward pass has begun that did not end, if the last one did not. Every rank must call then."""
+        if self._buckets is not None and (self._given or self._buckets.reducer.started):
             self._buckets.leave()
         self._given = []
 
@@ -221,7 +240,8 @@ class OkTopkState:
             buckets, tables = layout()
             alike["tables with sparse gradients"] = [self._names[table] for table in tables]
             dense = [parameter for parameters in buckets for parameter in parameters]
-            refuse(type_problem(dense) or tables_problem(tables, tables, {}))
+            check_types(dense)
+            check_tables(tables, tables, self._arguments)
             if reducer_of([*dense, *tables], DistributedOptimizer) is not None:
                 raise ValueError(
                     "a DistributedOptimizer reduces gradients of this DistributedDataParallel already: take the hook or the "
@@ -305,28 +325,25 @@ class OkTopkState:
 
     def _check_state(self, state: Any) -> tuple[list[list[str]], list[str]]:
         """The buckets and tables of a state; ValueError where it cannot be loaded, as far as is known so far."""
-        refuse(problem_of(state))
+        check_read(state)
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
-            raise ValueError("the state is not one of OkTopkState.state_dict()")
-        try:
+            raise StateError("the state is not one of OkTopkState.state_dict()")
+        # not to be kept: they may be known before the DistributedDataParallel, whose group counts
+        names = self._names
+        with suppress(RuntimeError):  # there is neither yet
+            names = names or self._parameter_names()
+        with reading():
             buckets, tables = [list(names) for names in state["buckets"]], sorted(dict(state["tables"]))
-            names = (
-                self._names
-            )  # not to be kept: they may be known before the DistributedDataParallel, whose group counts
-            with suppress(RuntimeError):  # there is neither yet
-                names = names or self._parameter_names()
             if state["reducer"] is None or not names:
                 return buckets, tables
             layout, _ = _found(buckets, names), _found([tables], names)
             own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
             saved = as_arrays(state["reducer"])
             lengths = [saved["buckets"][str(number)]["length"] for number in range(len(saved["buckets"]))]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"the state is damaged: {type(error).__name__} {error}") from error
         if buckets and lengths != own:
-            raise ValueError(f"the state has buckets of {lengths} elements, their parameters have {own}")
+            raise StateError(f"the state has buckets of {lengths} elements, their parameters have {own}")
         if self._buckets is not None and own == self._buckets.reducer.lengths:
-            refuse(self._buckets.reducer.state_problem(saved))
+            self._buckets.reducer.check_state(saved)
         return buckets, tables
 
     def _set_up_loaded(self, state: dict[str, Any], device: torch.device) -> None:
@@ -406,7 +423,12 @@ class OkTopkState:
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
 def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of a DistributedDataParallel by Ok-Topk, for `register_comm_hook`; see `OkTopkState`."""
-    return state.reduce(bucket)
+    try:
+        return state.reduce(bucket)
+    except RuntimeError as closed:  # DDP cannot go on after a hook that has raised
+        given = Given(bucket.parameters(), bucket.buffer())
+        given.end(given.buffer, closed)
+        return given.mean
 
 
 def _check_group(comm: Any, group: dist.ProcessGroup) -> None:
@@ -430,7 +452,7 @@ def _found(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[lis
     known = {name: parameter for parameter, name in named.items()}
     unknown = [name for bucket in names for name in bucket if name not in known]
     if unknown:
-        raise ValueError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
+        raise StateError(f"the state has a parameter {unknown[0]!r}, and the model has none of this name")
     return [[known[name] for name in bucket] for bucket in names]
 
 

@@ -12,7 +12,7 @@ from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
-from collectives.transport import NoPeerMemoryError
+from collectives.transport import NoPeerMemoryError, refuse
 from oktopk.settings import Settings
 from oktopk.torch.agreement import TYPE_NAMES
 
@@ -62,24 +62,18 @@ class DenseAllreduce:
         self.size = self._transport.size
         with ExitStack() as opened:  # closed where this raises
             opened.callback(self._transport.close)
-            problems = {
-                rank: each
-                for rank, each in enumerate(self._transport.allgather_objects(gpu_problem()))
-                if each
-            }
-            problem = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
-            if not problem:
-                import cupy
+            with self._transport.together_or("no dense allreduce through peer memory", NoPeerMemoryError):
+                refuse(gpu_problem())
+            import cupy
 
-                from collectives.cuda.dense_choices import MEASURED
-                from collectives.cuda.dense_p2p import DenseP2P
-                from collectives.cuda.device import Device
-                from collectives.symmetric_memory import symmetric_memory_problem
+            from collectives.cuda.dense_choices import MEASURED
+            from collectives.cuda.dense_p2p import DenseP2P
+            from collectives.cuda.device import Device
+            from collectives.symmetric_memory import symmetric_memory_problem
 
-                self._gpu = torch.device("cuda", torch.cuda.current_device())
-                cupy.cuda.Device(self._gpu.index).use()
-                problem = symmetric_memory_problem(self._transport, shared_gpus=shared_gpus)
-            if problem:
+            self._gpu = torch.device("cuda", torch.cuda.current_device())
+            cupy.cuda.Device(self._gpu.index).use()
+            if problem := symmetric_memory_problem(self._transport, shared_gpus=shared_gpus):
                 raise NoPeerMemoryError(f"no dense allreduce through peer memory: {problem}")
             self._dense = DenseP2P(self._transport, Device(), timeout, MEASURED if measure else ())
             opened.pop_all()

@@ -8,7 +8,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from collectives.closing import announce
+from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.results import StepReport
@@ -145,14 +148,26 @@ class Engine:
         with self.before_torch():
             return self.bucketed.discard()
 
-    def hear(self, agreement: StepAgreement, report: StepReport) -> bytes:
+    def hear(
+        self, agreement: StepAgreement, report: StepReport, token: int | None = None, problem: str = ""
+    ) -> bytes:
         """As `StepAgreement.hear`, of a step that has ended; it is undone where ranks differ in the groups' numbers.
 
+        Args:
+            token: of this rank, told where the bucket that was to take it along was skipped; None: nothing is heard then.
+            problem: for which the step is undone, too; all ranks have it alike.
+
         Raises:
-            ValueError: they differ; on every rank alike.
+            ValueError: they differ, or there is a problem; on every rank alike.
+
+        Traffic: a control allgather of the tokens, where they are told.
         """
+        tokens, transport = self.reducer.tokens, self.reducer.transport
+        if tokens is None and token is not None and report.skipped and report.complete:
+            tokens = tuple(transport.allgather_control(np.array([token], np.int64))[:, 0].tolist())
         try:
-            return agreement.hear(self.reducer.tokens, self.reducer.transport, not report.complete)
+            refuse(problem)
+            return agreement.hear(tokens, transport, not report.complete)
         except ValueError:
             self.reducer.take_back()
             self.tables.take_back()

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from collectives.closing import closes
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
+from oktopk.damage import StateError, reading
 from oktopk.results import StepReport
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
 from oktopk.torch.engine import OneVector
@@ -274,22 +275,14 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         state = super()._reducer_state()
         return {**state, "order": list(self._order)} if self._in_buckets else state
 
-    def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
-        problem = super()._parts_problem(state, reducer, tables)
-        if reducer is not None and self._in_buckets and not problem:
-            problem = self._order_problem(reducer)
-        return problem
-
-    def _order_problem(self, reducer: Any) -> str:
-        try:
-            if "buckets" not in reducer:
-                return ""  # the reducer says so
-            saved = list(reducer["order"])
-        except (KeyError, TypeError) as error:
-            return f"the state is damaged: {type(error).__name__} {error}"
-        if saved == self._order:
-            return ""
-        return "the state has buckets of parameters in another order: pass the order that it was taken with"
+    def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
+        super()._check_parts(state, reducer, tables)
+        if reducer is not None and self._in_buckets:
+            with reading():  # of a state without buckets the reducer says so
+                if "buckets" in reducer and list(reducer["order"]) != self._order:
+                    raise StateError(
+                        "the state has buckets of parameters in another order: pass the order that it was taken with"
+                    )
 
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
         return [memo[id(parameter)] for parameter in self._trained] if self._in_buckets else None

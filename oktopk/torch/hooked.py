@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ class HookedBuckets(Engine):
             self._updates |= _pieces(parameters, update)
         self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
         self._orders = orders
-        self._problem = ""  # of this step, on this rank
+        self._problem = ""  # of this step, on this rank: the next bucket tells the others
+        self._token = 0  # of this step
         self.optimizers = FoundOptimizers(names)
         self.optimizers.look()
         self._agreement = StepAgreement(self.optimizers.groups, renew=self.optimizers.state_found_anew)
@@ -135,13 +136,22 @@ class HookedBuckets(Engine):
         """Take a bucket of DDP's, and start the reducer's next one if that is the same. Collective."""
         if given.buffer.is_sparse:
             return
-        self._problem = self._problem or self._order_problem(given)
         number = self.reducer.started
-        if number == len(self._layout) or given.buffer.dtype != self._dtype:
-            return
-        if _key(given.parameters) == _key(self._layout[number]):
-            self._copies.pop(number, None)
-            self._start(number, given.buffer)
+        with self.told():
+            self._check_order(given)
+        with self.told():
+            ours = number < len(self._layout) and given.buffer.dtype == self._dtype
+            if ours and _key(given.parameters) == _key(self._layout[number]):
+                self._copies.pop(number, None)
+                self._start(number, given.buffer)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Let an error of the `with` block, on this rank, be the problem of the step, which every rank raises in `end`."""
+        try:
+            yield
+        except Exception as error:
+            self._problem = self._problem or str(error) or type(error).__name__
 
     def _start(self, number: int, gradient: Tensor) -> None:
         parameters, used, token = self._layout[number], self._used, None
@@ -150,18 +160,18 @@ class HookedBuckets(Engine):
         if number == len(self._layout) - 1:
             self.optimizers.look()
             self._agreement.state = self.optimizers.state()
-            token = self._agreement.tell()
+            token = self._token = self._agreement.tell()
         array = self._memory.array(gradient)
         self.reducer.start(array, self.ready(), absent=absent, problem=self._problem, token=token)
 
-    def end(self, given: Sequence[Given]) -> StepReport | None:
+    def end(self, given: Sequence[Given]) -> StepReport:
         """Start the other buckets, wait for all, and give DDP the means. Collective.
 
         Args:
             given: all of DDP's, which were added.
 
-        Returns:
-            The step's report; None where DDP is given an error.
+        Raises:
+            NonFiniteGradientError, ValueError, RuntimeError: as `Engine.finish` and `Engine.hear`; nothing is applied.
         """
         rest = range(self.reducer.started, len(self._layout))
         if rest:
@@ -170,35 +180,34 @@ class HookedBuckets(Engine):
                 came |= each.pieces
             for number in rest:
                 self._start(number, self._copied(number, came))
-        self._used, self._problem = set(), ""
+        problem, self._problem, self._used = self._problem, "", set()
         own = [table.grad for table in self.tables.tables]
         for each in given:  # in a pass that DDP takes for others, as in `join`, not what the table has
             if each.buffer.is_sparse:
                 each.parameters[0].grad = each.buffer
-        report: StepReport | None = None
-        failed: Exception | None = None
         try:
-            ended = self.finish(all_or_none=False)
-            if not ended.skipped:
-                self.hear(self._agreement, ended)
-            report = ended
-        except Exception as error:  # DDP raises it
-            failed = error
-        for each in given:
-            each.end(each.buffer if failed is not None else self._mean(each), failed)
-        self.tables.put_back()
-        for table, gradient in zip(self.tables.tables, own, strict=True):
-            table.grad = gradient
+            report = self.finish(problem, all_or_none=False)
+            self.hear(self._agreement, report, self._token, problem)
+            means = [self._mean(each) for each in given]
+        finally:
+            self.tables.put_back()
+            for table, gradient in zip(self.tables.tables, own, strict=True):
+                table.grad = gradient
+        for each, mean in zip(given, means, strict=True):
+            each.end(mean, None)
         return report
 
     @torch.no_grad()
     def _copied(self, number: int, came: dict[Tensor, Tensor]) -> Tensor:
-        """The gradient of a bucket from the pieces that came."""
-        pieces = [came[parameter] for parameter in self._layout[number]]
+        """The gradient of a bucket from the pieces that came; zeros where there is a problem, as pieces may be missing."""
+        parameters = self._layout[number]
         if number not in self._copies:
-            length = sum(piece.numel() for piece in pieces)
-            self._copies[number] = torch.empty(length, dtype=self._dtype, device=pieces[0].device)
-        return torch.cat(pieces, out=self._copies[number])
+            length, device = sum(parameter.numel() for parameter in parameters), parameters[0].device
+            self._copies[number] = torch.empty(length, dtype=self._dtype, device=device)
+        if not self._problem:
+            with self.told():
+                return torch.cat([came[parameter] for parameter in parameters], out=self._copies[number])
+        return self._copies[number].zero_()
 
     def _mean(self, given: Given) -> Tensor:
         if given.buffer.is_sparse:
@@ -210,8 +219,8 @@ class HookedBuckets(Engine):
             whole = torch.cat([self._updates[parameter] for parameter in given.parameters])
         return whole.to(given.buffer.dtype)
 
-    def _order_problem(self, given: Given) -> str:
-        """Whether DDP gives gradients in another order than it takes them back, in a sentence; "" if it does not.
+    def _check_order(self, given: Given) -> None:
+        """Raise ValueError where DDP gives gradients in another order than it takes them back.
 
         It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
         residuals.
@@ -224,12 +233,11 @@ class HookedBuckets(Engine):
                 continue
             there = piece.as_strided(parameter.size(), strides, piece.storage_offset())
             if parameter in self._orders or not torch.allclose(there, gradient, 0, 0, equal_nan=True):
-                return (
+                raise ValueError(
                     f"the parameter {self._names[parameter]!r} is laid out otherwise in memory than when DistributedDataParallel "
                     "was made: call model.to(memory_format=...) before"
                 )
             self._orders[parameter] = strides
-        return ""
 
     def leave(self) -> None:
         """Undo a step of which DDP has not handed over all buckets. Every rank must call."""

@@ -23,36 +23,36 @@ from collectives.limit import Limit
 from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from oktopk.elastic import of_rank, problem_of, saved_rank, without_residual
+from oktopk.damage import StateError
+from oktopk.elastic import check_read, of_rank, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import DENSE_ABOVE, Settings, plain, timeout_of, unknown_setting
-from oktopk.state import state_problem
+from oktopk.settings import DENSE_ABOVE, Settings, check_names, plain, timeout_of
+from oktopk.state import check_state
 from oktopk.torch.agreement import (
+    check_wrapping,
+    compare_states,
     compared,
     reducer_of,
     register_reducer,
     replaced_warning,
     rescaled_warning,
-    states_difference,
     unregister_reducer,
-    wrapping_problem,
 )
 from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
     BackwardBuckets,
-    buckets_problem,
+    check_buckets,
     in_models_order,
-    order_problem,
 )
 from oktopk.torch.replica import Replica
 from oktopk.torch.sharded_replica import ShardedReplica
-from oktopk.torch.shards import shards_problem
-from oktopk.torch.states import as_arrays, as_tensors, by_rank, groups_problem, kept_problem, load_state
+from oktopk.torch.shards import check_shards
+from oktopk.torch.states import as_arrays, as_tensors, by_rank, check_groups, check_kept, load_state
 from oktopk.torch.step_agreement import numbers_of
-from oktopk.torch.tables import SparseTables, sparse_tables, tables_problem
+from oktopk.torch.tables import SparseTables, check_tables, sparse_tables
 from oktopk.torch.wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ class DistributedOptimizer(WrappedOptimizer):
         trained = [p for p in owned if p.requires_grad]
         places = {id(p): place for place, p in enumerate(trained)}
         used = None if order is None else list(order)
-        unordered = "" if used is None else order_problem(used, trained)
-        if (overlap or bucket_mb) and not unordered:
+        lacking = set(places) - set(map(id, trained if used is None else used))  # not in `order`
+        if (overlap or bucket_mb) and not lacking:
             if used is not None:
                 trained = [p for p in {id(p): p for p in used}.values() if id(p) in places]
             elif len(optimizer.param_groups) > 1:
@@ -239,11 +239,11 @@ class DistributedOptimizer(WrappedOptimizer):
         with ExitStack() as opened:  # closed where this raises
             with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
                 with transport.together(ValueError) as anywhere, self._replica.agree(limit.what) as alike:
-                    refuse(unknown_setting(settings, DistributedOptimizer, "peer_memory"))
+                    check_names(settings, DistributedOptimizer, "peer_memory")
                     if isinstance(optimizer, DistributedOptimizer):
                         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
                     self._check_sends(sends, every, local_share)
-                    refuse(shards_problem(trained, sends, replica, named, settings.get("levels", "auto")))
+                    check_shards(trained, sends, replica, named, settings.get("levels", "auto"))
                     refused = self._refused(self._arguments | {"tables": tables})
                     if refused and unsaid:
                         refused += (
@@ -251,12 +251,13 @@ class DistributedOptimizer(WrappedOptimizer):
                             "sends='gradients'"
                         )
                     refuse(refused)
-                    refuse(_second_reducer_problem(optimizer, trained))
+                    _check_reduced_once(optimizer, trained)
                     held = trained if shards is None else self._parameters
-                    refuse(wrapping_problem(optimizer, held, clip_norm, settings))
-                    refuse(tables_problem(named, trained, settings))
-                    refuse(buckets_problem(overlap, bucket_mb, used is not None))
-                    refuse(unordered)
+                    check_wrapping(optimizer, held, clip_norm)
+                    check_tables(named, trained, settings)
+                    check_buckets(overlap, bucket_mb, used is not None)
+                    if lacking:
+                        raise ValueError(f"order lacks {len(lacking)} of the parameters that need a gradient")
                     self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
                     memory = memory_of(self._parameters[0].device, beside=overlap)
                     alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
@@ -559,17 +560,15 @@ class DistributedOptimizer(WrappedOptimizer):
     def _load_parts(
         self,
         state: dict[str, Any],
-        problem: str = "",
-        told: dict[str, Any] | None = None,
-        alike: dict[str, Any] | None = None,
+        check: Callable[[dict[str, Any], dict[str, Any]], None] = lambda given, same: None,
         empty: str = "",
     ) -> None:
         """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
 
         Args:
             state: as `_state` returns it.
-            problem: why this rank cannot load it, in a sentence.
-            told, alike: name -> what of it is to be equal on all ranks; on those of a replica.
+            check: raises StateError where this rank cannot load what is of a kind; fills in what of it is to be equal on all
+                ranks, and on those of a replica.
             empty: why residuals start empty, in a sentence, where the state has none.
 
         Raises:
@@ -587,13 +586,15 @@ class DistributedOptimizer(WrappedOptimizer):
             reducer = None if reducer is None else as_arrays(reducer)
             # the ranks that have another shard must not load theirs either
             with transport.together(ValueError) as given, self._replica.agree(what) as same:
-                given |= {**(told or {}), "whether the state has residuals": reducer is not None}
+                check_read(state)
+                check(given, same)
+                given |= {"whether the state has residuals": reducer is not None}
                 given |= {"whether the state has tables": tables is not None}
-                refuse(problem or self._parts_problem(state, reducer, tables))
+                self._check_parts(state, reducer, tables)
                 if self._replica.sharded and reducer is not None:
-                    refuse(state_problem(reducer, self._one_vector))
-                same |= {**(alike or {}), "the groups of the state": numbers_of(state["param_groups"])}
-            refuse(self._states_difference(state))
+                    check_state(reducer, self._one_vector)
+                same |= {"the groups of the state": numbers_of(state["param_groups"])}
+            self._compare_states(state)
             if reducer is not None and self._replica.sharded:
                 self._one_vector.agree_on_state(reducer)
         with self._replica.together(what):  # what raised above has changed no shard
@@ -601,12 +602,13 @@ class DistributedOptimizer(WrappedOptimizer):
             if reducer is None and transport.rank == 0:
                 empty = empty or "the state is that of an optimizer that was not wrapped"
                 warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
-            problem = ""
-            try:
-                load_state(self.inner, state)
-            except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
-                problem = f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
-            transport.agree({}, problem)
+            with transport.together(StateError):
+                try:
+                    load_state(self.inner, state)
+                except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
+                    raise StateError(
+                        f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
+                    ) from error
         self._not_saved = not_saved
 
     @property
@@ -615,12 +617,12 @@ class DistributedOptimizer(WrappedOptimizer):
         assert isinstance(self.reducer, GradientAllreduce)
         return self.reducer
 
-    def _parts_problem(self, state: dict[str, Any], reducer: Any, tables: Any) -> str:
-        """Why this rank cannot load a state, in a sentence; "" if it can, but for what the reducer looks for itself."""
-        problem = problem_of(state) or groups_problem(self.inner, state) or kept_problem(self.inner, state)
-        if tables is not None and not problem:
-            problem = self._tables.state_problem(tables)
-        return problem
+    def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
+        """Raise StateError where this rank cannot load a state, but for what the reducer looks for itself."""
+        check_groups(self.inner, state)
+        check_kept(self.inner, state)
+        if tables is not None:
+            self._tables.check_state(tables)
 
     def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
         """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective."""
@@ -640,9 +642,9 @@ class DistributedOptimizer(WrappedOptimizer):
             warnings.warn(self._not_saved, stacklevel=5)
         self._not_saved = ""
 
-    def _states_difference(self, state: dict[str, Any]) -> str:
-        """How the wrapped optimizer's states that ranks are about to load differ, in a sentence; "" if they may. Collective."""
-        return states_difference(self.reducer.transport, state)
+    def _compare_states(self, state: dict[str, Any]) -> None:
+        """Raise ValueError where the wrapped optimizer's states that ranks are about to load differ. Collective."""
+        compare_states(self.reducer.transport, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
         """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.
@@ -701,13 +703,14 @@ def _is_zero(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
-def _second_reducer_problem(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> str:
-    """What is wrong where another reducer has these parameters; "" if none has. A string, which keeps no reducer alive."""
+def _check_reduced_once(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
+    """Raise ValueError where another reducer has these parameters."""
     if (other := reducer_of(trained)) is None:
-        return ""
+        return
     name = (
         "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
     )
     same = getattr(other, "inner", None) is optimizer
     what = "is around this optimizer" if same else "reduces gradients of these parameters"
-    return f"{name} {what} already: use that one, or close() it first"
+    del other  # which the error's traceback would keep alive
+    raise ValueError(f"{name} {what} already: use that one, or close() it first")

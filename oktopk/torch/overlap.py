@@ -85,29 +85,18 @@ class BucketLayout:
         return [each.stop - each.start for each in self.slices]
 
 
-def order_problem(order: Sequence[Tensor], trained: Sequence[Tensor]) -> str:
-    """Why buckets cannot hold parameters in this order, in a sentence; "" if they can.
-
-    Args:
-        trained: the parameters that need a gradient.
-    """
-    missing = {id(parameter) for parameter in trained} - {id(parameter) for parameter in order}
-    return f"order lacks {len(missing)} of the parameters that need a gradient" if missing else ""
-
-
-def buckets_problem(overlap: Any, bucket_mb: Any, ordered: bool) -> str:
-    """What is wrong with these arguments of `DistributedOptimizer`, in a sentence; "" if nothing is.
+def check_buckets(overlap: Any, bucket_mb: Any, ordered: bool) -> None:
+    """Raise ValueError where these arguments of `DistributedOptimizer` do not fit.
 
     Args:
         ordered: whether `order` is given.
     """
     if not isinstance(overlap, bool):
-        return f"overlap {overlap!r} is not True or False"
+        raise ValueError(f"overlap {overlap!r} is not True or False")
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not 0 <= bucket_mb < math.inf:
-        return f"bucket_mb {bucket_mb!r} is not a number in [0, inf)"
+        raise ValueError(f"bucket_mb {bucket_mb!r} is not a number in [0, inf)")
     if ordered and not (overlap or bucket_mb):
-        return "order is for buckets: pass overlap=True, or a bucket_mb"
-    return ""
+        raise ValueError("order is for buckets: pass overlap=True, or a bucket_mb")
 
 
 class BucketReducer(Protocol):

@@ -44,10 +44,10 @@ def laid_out_as_parameter(value: Any, parameter: Any) -> Any:
     return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def shards_problem(
+def check_shards(
     parameters: Sequence[Any], sends: str, replica: str, tables: Sequence[Tensor], levels: str
-) -> str:
-    """Why parameters of which some are sharded cannot be trained, in a sentence; "" if they can, or if none is sharded.
+) -> None:
+    """Raise ValueError where parameters of which some are sharded cannot be trained.
 
     Args:
         parameters: of an optimizer, those that need a gradient.
@@ -57,35 +57,40 @@ def shards_problem(
     """
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not sharded:
-        return ""
+        return
     from torch.distributed.tensor import Shard
 
     if any(parameter.device_mesh.ndim > 1 for parameter in sharded):
-        return (
+        raise ValueError(
             "a parameter is on a mesh of two dimensions, over which FSDP reduces densely: call "
             'fully_shard(..., mesh=mesh["shard"])'
         )
     if sends == "gradients":
-        return "a parameter is sharded, as by fully_shard: pass sends='updates'"
+        raise ValueError("a parameter is sharded, as by fully_shard: pass sends='updates'")
     if len(sharded) < len(parameters):
-        return (
+        raise ValueError(
             f"{len(sharded)} parameter(s) of the optimizer are sharded and {len(parameters) - len(sharded)} are not: give those "
             "that are not an optimizer of their own"
         )
     for parameter in sharded:
         (placement,) = parameter.placements
         if parameter.device_mesh != sharded[0].device_mesh:
-            return "parameters are sharded over several meshes: give those of each an optimizer of their own"
+            raise ValueError(
+                "parameters are sharded over several meshes: give those of each an optimizer of their own"
+            )
         if type(placement) is not Shard:
-            return f"a parameter is laid out as {placement}, not as Shard: only what fully_shard makes can be exchanged"
+            raise ValueError(
+                f"a parameter is laid out as {placement}, not as Shard: only what fully_shard makes can be exchanged"
+            )
         if type(held_tensor(parameter)) is not Tensor:
             kind = type(held_tensor(parameter)).__name__
-            return (
+            raise ValueError(
                 f"a shard is a {kind}, not a plain tensor: leave low precision to FSDP's MixedPrecisionPolicy"
             )
     if replica != "auto" or levels == "hosts":
         wrong = "levels='hosts'" if replica == "auto" else f"replica={replica!r}"
-        return f"{wrong} is not for sharded parameters: the ranks that shard one model are the replica"
+        raise ValueError(
+            f"{wrong} is not for sharded parameters: the ranks that shard one model are the replica"
+        )
     if tables:
-        return "tables with sparse gradients cannot be sharded: build them with sparse=False"
-    return ""
+        raise ValueError("tables with sparse gradients cannot be sharded: build them with sparse=False")

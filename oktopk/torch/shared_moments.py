@@ -70,11 +70,12 @@ class SharedMoments:
         self._codec = make_codec(_WIRE, among.kernels, among.workspace, among.size, among.ranks)
 
     @torch.no_grad()
-    def average(self, number: int) -> None:
+    def average(self, number: int, takes: bool = True) -> None:
         """Average one slice. Collective. Nothing changes where a mean would not be finite.
 
         Args:
             number: of the slice, counted on and on; equal on all ranks.
+            takes: whether this rank's moments become the mean. Those of a replica that has not stepped stay as they are.
         """
         self._reducer.meet("an average of second moments")
         begin = number % self._slices * self._size
@@ -90,7 +91,7 @@ class SharedMoments:
             told = mean.cpu().numpy()
             self._host.broadcast(told, 0)
             mean.copy_(torch.from_numpy(told))
-        for moments, here, there in pieces:
+        for moments, here, there in pieces if takes else ():
             flat = moments.reshape(-1)
             flat[here] = torch.where(mean[there] > 0, mean[there].to(flat.dtype), flat[here])
             if flat.data_ptr() != moments.data_ptr():  # laid out in another order, as channels_last

@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oktopk.damage import StateError, reading
+
+NOT_AN_OPTIMIZERS = "the state is not that of an optimizer: "
+
 
 def by_rank(state: Any, rank: int = 0) -> dict[str, Any]:
     """A rank's own state under a key with its rank, which `oktopk.elastic.of_rank` takes away.
@@ -46,30 +50,29 @@ def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     return convert(state) if isinstance(state, kind) else state
 
 
-def groups_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
-    """Why a state's groups are not those of the optimizer, in a sentence; "" if they are."""
+@reading(what=NOT_AN_OPTIMIZERS)
+def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Raise StateError where a state's groups are not those of the optimizer."""
     own = [len(group["params"]) for group in optimizer.param_groups]
-    try:
-        given = [len(group["params"]) for group in state["param_groups"]]
-    except (KeyError, TypeError) as error:
-        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
-    return "" if given == own else f"the state has groups of {given} parameters, the optimizer of {own}"
+    given = [len(group["params"]) for group in state["param_groups"]]
+    if given != own:
+        raise StateError(f"the state has groups of {given} parameters, the optimizer of {own}")
 
 
-def kept_problem(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> str:
-    """What of a state with the optimizer's groups has another shape than its parameter, in a sentence; "" if nothing has."""
-    try:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state["state"].get(number, {}).items():
-                if name in _SHAPED and value is not None and value.shape != parameter.shape:
-                    return f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {tuple(parameter.shape)}"
-                if name == "step" and not _is_count(value):
-                    return f"the state is damaged: step {value!r} of a parameter"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return f"the state is not that of an optimizer: {type(error).__name__} {error}"
-    return ""
+@reading(what=NOT_AN_OPTIMIZERS)
+def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Raise StateError where what a state with the optimizer's groups keeps has another shape than its parameter."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, value in state["state"].get(number, {}).items():
+            if name in _SHAPED and value is not None and value.shape != parameter.shape:
+                of = tuple(parameter.shape)
+                raise StateError(
+                    f"the state has {name} of shape {tuple(value.shape)} of a parameter of shape {of}"
+                )
+            if name == "step" and not _is_count(value):
+                raise StateError(f"the state is damaged: step {value!r} of a parameter")
 
 
 def _is_count(value: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from collectives.closing import announce
 from collectives.rows import Rows
 from collectives.transport import Transport
+from oktopk.damage import StateError
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES
@@ -181,17 +182,16 @@ class SparseTables:
             else:
                 reducer.load_state_dict(as_arrays(state[name]))
 
-    def state_problem(self, state: Any) -> str:
-        """Why `load` would refuse a state on this rank, in a sentence; "" if it would not."""
+    def check_state(self, state: Any) -> None:
+        """Raise StateError where `load` would refuse a state on this rank."""
         if not isinstance(state, dict) or state.keys() != set(self.names):
             if not self.names:
-                return f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
-            return f"the state is not that of {len(self.names)} tables with sparse gradients"
-        problems = (
-            reducer.state_problem(as_arrays(state[name]))
-            for name, reducer in zip(self.names, self.reducers, strict=True)
-        )
-        return next((problem for problem in problems if problem), "")
+                raise StateError(
+                    f"the state has {len(state)} tables with sparse gradients, and the optimizer has none"
+                )
+            raise StateError(f"the state is not that of {len(self.names)} tables with sparse gradients")
+        for name, reducer in zip(self.names, self.reducers, strict=True):
+            reducer.check_state(as_arrays(state[name]))
 
     @property
     def transports(self) -> list[Transport]:
@@ -205,25 +205,30 @@ class SparseTables:
             reducer.close()
 
 
-def tables_problem(tables: Sequence[Tensor], trained: Sequence[Tensor], settings: Mapping[str, Any]) -> str:
-    """Why these tables cannot be reduced row by row, in a sentence; "" if they can.
+def check_tables(tables: Sequence[Tensor], trained: Sequence[Tensor], settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where these tables cannot be reduced row by row.
 
     Args:
         tables: with sparse gradients.
         trained: all parameters that need a gradient.
         settings: keywords of `oktopk.Settings`.
     """
-    known = set(map(id, trained))
+    numbers = set(map(id, trained))
     for table in tables:
-        if id(table) not in known:
-            return "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
+        if id(table) not in numbers:
+            raise ValueError(
+                "sparse has a tensor that is no parameter of the optimizer, or needs no gradient"
+            )
         if table.dtype not in TYPE_NAMES:
-            return f"a table with sparse gradients is {table.dtype}, not of {', '.join(GRADIENT_TYPES)}"
+            known = ", ".join(GRADIENT_TYPES)
+            raise ValueError(f"a table with sparse gradients is {table.dtype}, not of {known}")
         if table.dim() != 2 or not table.is_contiguous():
-            return f"a table of shape {tuple(table.shape)} with strides {table.stride()} has no rows one after the other"
+            shape = tuple(table.shape)
+            raise ValueError(
+                f"a table of shape {shape} with strides {table.stride()} has no rows one after the other"
+            )
     if tables and settings.get("deferred"):
-        return "deferred steps are not for tables with sparse gradients: pass deferred=False"
-    return ""
+        raise ValueError("deferred steps are not for tables with sparse gradients: pass deferred=False")
 
 
 def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tuple[Any, Any]:

@@ -17,10 +17,11 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
 from collectives.traffic import Traffic
-from collectives.transport import MissingRanksError
+from collectives.transport import MissingRanksError, refuse
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.damage import StateError, reading
 from oktopk.displacement import Displacement
-from oktopk.elastic import between_exchanges, of_rank, problem_of
+from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.adamw import SelectingStep, takes_steps
@@ -34,7 +35,14 @@ from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.shared_moments import SharedMoments
-from oktopk.torch.states import by_rank, groups_problem, kept_difference, names_kept, on_host
+from oktopk.torch.states import (
+    NOT_AN_OPTIMIZERS,
+    by_rank,
+    check_groups,
+    kept_difference,
+    names_kept,
+    on_host,
+)
 from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
 
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
@@ -475,6 +483,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             moved = reference.displacement(
                 bytes(len(self._present)) if problem else self._present, flagged=self._broken
             )
+        stepped = any(self._present)
         absent = () if all(self._present) else missing_spans(self._sizes, self._present)
         what, applied, anywhere = f"step {self.reducer.steps}", False, b""
         failed: Exception | None = None
@@ -523,7 +532,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if new and self._ratio is not None:
             self._ratio.measure()
             if self._moments is not None:
-                self._moments.average(self._ratio.measured)
+                self._moments.average(self._ratio.measured, stepped)
             _count(report, self.reducer.take_traffic())
         _count(report, self._replica.take_traffic())
 
@@ -633,27 +642,27 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _load(self, state: dict[str, Any]) -> None:
         own = of_rank(state.pop("updates", None))
-        transport = self.reducer.transport
-        problem, empty = problem_of(state), ""
-        if own is not None and not problem:
-            problem = self._state_problem(own) or self._replica_problem(of_rank(state.get("reducer")))
-        if own is not None and not problem:  # torch's distributed checkpoint has those of one rank beside it
-            state.setdefault("param_groups", own["optimizer"]["param_groups"])
-            problem = groups_problem(self.inner, own["optimizer"])
-            try:
-                if not problem:
-                    state["state"] = self._replica.loaded(own["optimizer"], self.param_groups)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                problem = f"the state is not that of an optimizer: {type(error).__name__} {error}"
-        if own is None and state.get("reducer") is not None:
+        transport, saved, empty = self.reducer.transport, of_rank(state.get("reducer")), ""
+        if own is None and saved is not None:
             # residuals of gradients are of another size, and those of updates belong to a reference
             state.pop("reducer")
             empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
-        told = {"whether the state is of updates": own is not None}
-        moment = None if own is None or problem else (own["exchanges"], own["steps"])
-        alike = {"the exchanges of the state, and steps since": moment}
+
+        def check(given: dict[str, Any], same: dict[str, Any]) -> None:
+            given["whether the state is of updates"] = own is not None
+            if own is not None:
+                self._check_own(own)
+                self._check_replica(saved)
+                # torch's distributed checkpoint has those of one rank beside it
+                state.setdefault("param_groups", own["optimizer"]["param_groups"])
+                check_groups(self.inner, own["optimizer"])
+                with reading(what=NOT_AN_OPTIMIZERS):
+                    state["state"] = self._replica.loaded(own["optimizer"], self.param_groups)
+            moment = None if own is None else (own["exchanges"], own["steps"])
+            same["the exchanges of the state, and steps since"] = moment
+
         unwritten = not self._reference.written(by_version=not self._steps)
-        self._load_parts(state, problem, told, alike, empty)
+        self._load_parts(state, check, empty)
         with torch.no_grad():
             self._reference.look()
             self._reference.gather_residual()
@@ -696,53 +705,52 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         else:
             self._reference.hold(own["local"].to(self._reference.vector.device), own["share"])
 
-    def _state_problem(self, own: Any) -> str:
-        """Why a state cannot be loaded on this rank, in a sentence; "" if it can."""
+    @reading(what="the state of updates is damaged: ")
+    def _check_own(self, own: Any) -> None:
+        """Raise StateError where a state cannot be loaded on this rank."""
         length = self.length
-        try:
-            if list(own["shard"]) != self._replica.shard:
-                (saved, shards), (rank, ranks) = own["shard"], self._replica.shard
-                return (
-                    f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
-                    "loads its own"
+        if list(own["shard"]) != self._replica.shard:
+            (saved, shards), (rank, ranks) = own["shard"], self._replica.shard
+            raise StateError(
+                f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
+                "loads its own"
+            )
+        for name in ("reference", "local"):
+            vector = own[name]
+            if (vector is not None or name == "reference") and vector.shape != (length,):
+                raise StateError(f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)")
+        for number, mask in (own.get("marked") or {}).items():
+            if mask.dtype != torch.bool or mask.shape != self._reference.views[number].shape:
+                raise StateError(
+                    f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
                 )
-            for name in ("reference", "local"):
-                vector = own[name]
-                if (vector is not None or name == "reference") and vector.shape != (length,):
-                    return f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)"
-            for number, mask in (own.get("marked") or {}).items():
-                if mask.dtype != torch.bool or mask.shape != self._reference.views[number].shape:
-                    return f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
-            counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
-            own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
-            float(own["share"])
-            own["optimizer"]["state"], own["optimizer"]["param_groups"]
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            return f"the state of updates is damaged: {type(error).__name__} {error}"
+        counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
+        own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
+        float(own["share"])
+        own["optimizer"]["state"], own["optimizer"]["param_groups"]
         wanted = len(self._parameters), len(self.param_groups)
         if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:
-            return (
+            raise StateError(
                 f"the state has {counts[2]} parameters in {counts[3]} groups, {counts[0]} steps after an exchange; the optimizer "
                 f"has {wanted[0]} in {wanted[1]} and exchanges every {self._interval}"
             )
-        return ""
 
-    def _replica_problem(self, reducer: Any) -> str:
-        """Why a state of residuals is not of these replicas, in a sentence; "" if it is."""
+    def _check_replica(self, reducer: Any) -> None:
+        """Raise StateError where a state of residuals is not of these replicas."""
         if not isinstance(reducer, dict):
-            return ""
+            return
         saved, own = ("rank" if hosts is None else "host" for hosts in (reducer.get("hosts"), self.hosts))
         if saved == own:
-            return ""
-        return (
+            return
+        raise StateError(
             f"the state is of replica={saved!r}, and this optimizer has replica={self.replica!r}: pass replica={saved!r}, or "
             "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
         )
 
-    def _states_difference(self, state: dict[str, Any]) -> str:
+    def _compare_states(self, state: dict[str, Any]) -> None:
         mine = numbers_of(state["param_groups"]), names_kept(state["state"])
         ranks, kept = zip(*self.reducer.transport.allgather_objects(mine), strict=True)
-        return groups_difference(ranks) or kept_difference(kept)
+        refuse(groups_difference(ranks) or kept_difference(kept))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
         """As `DistributedOptimizer.__deepcopy__`. Collective."""

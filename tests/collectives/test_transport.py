@@ -372,6 +372,20 @@ def test_an_error_in_a_block_is_raised_on_all_ranks(
         pass
 
 
+def test_an_error_in_a_block_is_raised_on_all_ranks_by_the_kind_that_is_wanted(
+    transport: HostTransport,
+) -> None:
+    last = transport.size - 1
+    with (
+        pytest.raises(OSError, match=rf"^no tea: rank {last}: KeyError$"),
+        transport.together_or("no tea", OSError),
+    ):
+        if transport.rank == last:
+            raise KeyError
+    with transport.together_or("no tea", OSError):  # the next one begins anew
+        pass
+
+
 def test_problems_on_several_ranks_are_all_named(transport: HostTransport) -> None:
     message = refusal(transport, {"length": 5}, f"trouble {transport.rank}")
     assert message == "; ".join(f"rank {rank}: trouble {rank}" for rank in range(transport.size))

@@ -271,8 +271,8 @@ MUTANTS = (
     Mutant(
         "hook-deaf",
         "oktopk/torch/hooked.py",
-        "                self.hear(self._agreement, ended)\n",
-        "                pass\n",
+        "            self.hear(self._agreement, report, self._token, problem)\n",
+        "            pass\n",
         "under DDP learning rates of the ranks may part",
         f"{_ON_THREE} tests/oktopk/test_ddp_as_torch_alone.py",
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -230,6 +232,20 @@ def test_an_update_that_is_not_finite_is_raised_on_all_ranks_and_moments_are_tor
         assert bool(torch.isfinite(held[0]).all())
         optimizer.close()
     assert all(map(torch.equal, *moments))
+
+
+def test_moments_that_a_load_replaces_are_freed_behind_a_step_that_was_skipped(comm: MPI.Intracomm) -> None:
+    """What the pass would have read of them is let go of."""
+    model = network()
+    optimizer = wrap(OURS, model.parameters(), comm, {"nonfinite": "skip"})
+    train(model, optimizer, comm.rank, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    held = [weakref.ref(state["exp_avg"]) for state in optimizer.inner.state.values()]
+    (loss(model, comm.rank, 2) * float("nan")).backward()
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    gc.collect()
+    assert not any(moment() is not None for moment in held)
 
 
 OTHERS: dict[str, Any] = {

@@ -179,6 +179,23 @@ def test_rates_that_part_are_named_by_all_ranks(comm: MPI.Intracomm, anew: bool)
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["body.weight", "a.weight"])
+def test_rates_that_part_are_named_in_a_step_that_skips_a_bucket(comm: MPI.Intracomm, name: str) -> None:
+    """Of the last bucket, which takes the ranks' tokens along, or another one: the optimizer steps on the others."""
+    ddp, state = hooked(Heads(), OkTopkState(density=0.1, nonfinite="skip"))
+    optimizer = sgd(ddp)
+    train(ddp, optimizer, comm.rank, range(3))
+    assert state.reducer is not None and len(state.reducer.buckets) > 1
+    optimizer.param_groups[0]["lr"] = 0.5 if comm.rank == 0 else 0.25
+    if comm.rank == 0:
+        ddp.module.get_parameter(name).register_hook(lambda gradient: gradient * float("nan"))
+    before = flat(ddp)
+    with pytest.raises(RuntimeError, match="'lr' of the optimizer's group 0 differs between ranks: 0.5 on"):
+        train(ddp, optimizer, comm.rank, range(3, 4))
+    assert np.array_equal(flat(ddp), before)
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_an_optimizer_that_ranks_free_in_other_steps_parts_nobody(
     comm: MPI.Intracomm, momentum: float

@@ -81,6 +81,14 @@ def test_one_slice_leaves_the_others_alone(comm: MPI.Intracomm) -> None:
     assert all(torch.equal(case.moments(number), before[number]) for number in range(1, 5))
 
 
+def test_a_rank_that_has_not_stepped_tells_its_moments_and_keeps_them(comm: MPI.Intracomm) -> None:
+    case = Case(comm)
+    own, wanted = case.moments(0).clone(), means(comm, case.moments(0))
+    for number in range(FEW):
+        case.shared.average(number, takes=comm.rank > 0)
+    assert near(case.moments(0), wanted) if comm.rank else torch.equal(case.moments(0), own)
+
+
 def test_moments_in_another_memory_format_are_averaged_by_element(comm: MPI.Intracomm) -> None:
     case = Case(comm)
     if comm.rank == 0:

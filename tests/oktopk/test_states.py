@@ -166,6 +166,23 @@ def test_what_is_no_state_on_one_rank_is_refused_on_all(comm: MPI.Intracomm, kin
         reducer.load_state_dict(None if comm.rank == comm.size - 1 else reducer.state_dict())
 
 
+def test_damage_without_a_sentence_of_its_own_has_one_on_all_ranks(comm: MPI.Intracomm) -> None:
+    """Python's own ValueError among it, as of a list where a number was."""
+    reducer, last = GradientAllreduce(comm, LENGTH, density=0.05), comm.size - 1
+    reducer.step(np.ones(LENGTH, np.float32))
+    good = reducer.state_dict()
+    ragged = {**good["methods"]["oktopk"], "splits": [[1, 2], [3]]}
+    for wrong, sentence in (
+        ({**good, "methods": {"oktopk": ragged}}, "the state is damaged: ValueError"),
+        ({**good, "methods": {"oktopk": {}}}, "the state is damaged: KeyError 'selection'"),
+        ({**good, "steps": -1}, "steps -1 of the state is not an integer >= 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"rank {last}: {sentence}") as raised:
+            reducer.load_state_dict(wrong if comm.rank == last else good)
+        assert len(set(comm.allgather(str(raised.value)))) == 1
+    reducer.load_state_dict(good)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_states_of_different_steps_are_refused_on_all(comm: MPI.Intracomm) -> None:
     reducer = made(comm, "oktopk")

@@ -294,6 +294,14 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
+def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, group: Any) -> None:
+    ddp = DistributedDataParallel(TwoTables(sparse=True))
+    ddp.register_comm_hook(OkTopkState(density=0.5, deferred=True), ddp_hook)
+    for step in range(2):
+        with pytest.raises(RuntimeError, match="deferred steps are not for tables with sparse gradients: pa"):
+            ddp(batch_of(comm.rank, step), bags=True).backward()
+
+
 def test_a_model_of_tables_alone_trains_under_ddps_hook(comm: MPI.Intracomm, group: Any) -> None:
     def model() -> nn.Embedding:
         torch.manual_seed(4)
