@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collectives.cuda.launch import Kernel
 
 _TENSOR = np.dtype(AdamWTensor)
+_FROM_GRADIENT = ADAMW_TERMS.index("from_gradient")
 
 
 class DeviceAdamW(GradientTensors, AdamWDisplacement):
@@ -36,13 +37,16 @@ class DeviceAdamW(GradientTensors, AdamWDisplacement):
     ) -> None:
         super().__init__(device, kernels, sizes, element_bytes)
         self._tensors = np.zeros(len(self._filled), _TENSOR)
+        # views: a write to each field by itself takes four times as long
+        words = self._tensors.view(np.float32).reshape(len(self._filled), -1)
+        self._moments, self._terms = words[:, :4].view(np.uint64), words[:, 4 : 4 + len(ADAMW_TERMS)]
         self._place = device.allocate(self._tensors.nbytes, np.uint8)
         head = bytes(AdamWHead(tensors=self._place.data.ptr, count=len(self._tensors)))
         device.upload(self.address, np.frombuffer(head, np.uint8))
 
     def set_step(self, addresses: NDArray[np.int64], terms: NDArray[np.float32]) -> None:
         self.set_pointers(addresses[0].tolist())
-        self._tensors["first"], self._tensors["second"] = addresses[1:, self._filled]
-        for column, name in enumerate(ADAMW_TERMS):
-            self._tensors[name] = terms[self._filled, column]
+        self._moments[:] = addresses[1:, self._filled].T
+        self._terms[:] = terms[self._filled]
+        self._tensors["from_gradient"] = terms[self._filled, _FROM_GRADIENT]  # an integer
         self._device.upload(self._place.data.ptr, self._tensors)

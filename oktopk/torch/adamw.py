@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import ADAMW_TERMS, AdamWDisplacement, adamw_terms
 from oktopk.torch.agreement import TYPE_NAMES
-from oktopk.torch.as_wrapped import AsWrapped
+from oktopk.torch.as_wrapped import AsWrapped, gradient_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# a tensor that lies where it lay, and has as many elements of as many bytes, is on the same device
+# of gradients; one that was assigned to a parameter is on its device
 _LAYOUT = (Tensor.stride, Tensor.numel, operator.attrgetter("dtype"))
 _OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -42,7 +43,8 @@ class AdamW(torch.optim.AdamW):
 
     A step is torch's own, with torch's rounding, with amsgrad, maximize, capturable or differentiable, with hooks on the
     optimizer's step, with `every` > 1, with hosts as replicas, with sharded parameters, with tables that have sparse gradients,
-    and where gradients or moments are of another type than their parameters or laid out otherwise.
+    and where gradients or moments are of another type than their parameters or laid out otherwise. Where a
+    step is taken so, each `step` of the state becomes an element of one vector.
 
     Args:
         params, lr, betas, eps, weight_decay, ...: as `torch.optim.AdamW`.
@@ -61,23 +63,13 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
         """As torch's, which makes state where there is none; where the step is taken, torch's kernels get nothing to do."""
         selecting, is_complex = self._selecting, False
-        if selecting is None or not selecting.has_state(group):
+        if selecting is None or not selecting.has_state:
             is_complex = super()._init_group(group, *lists, **named)
         if selecting is not None:
-            selecting.take(group)
             for each in (*lists, *named.values()):
                 if isinstance(each, list):
                     each.clear()
         return is_complex
-
-
-@dataclass
-class _Taken:
-    """What a step takes of a group: of the parameters that have gradients."""
-
-    parameters: list[Tensor]
-    states: list[dict[str, Any]]  # empty where torch has not made it yet
-    numbers: list[int]  # of the parameters, as the reducer has them
 
 
 class SelectingStep:
@@ -94,6 +86,7 @@ class SelectingStep:
 
     Attributes:
         displacement: of the step that was taken last, for the reducer's next one.
+        has_state: whether all parameters that have gradients have moments, as of the last `look`.
     """
 
     def __init__(
@@ -109,71 +102,86 @@ class SelectingStep:
         self.displacement: AdamWDisplacement = reducer.adamw_displacement(
             [parameter.numel() for parameter in parameters], kind
         )
-        self._taken: dict[int, _Taken] = {}  # by the group's id, as of the last `look`
-        self._fitting: list[list[Any]] = []  # how what was read then lay
-        self._fits = False
-        # by a parameter's number the tensor that counts its steps, the version of that and what it holds
-        self._counts: dict[int, tuple[Tensor, int, int]] = {}
+        # the numbers of the parameters that have gradients, as the reducer has them; twice
+        self._used: list[int] = []
+        self._at = np.zeros(0, np.int64)
+        self._pointers: list[list[int]] = []  # where gradients and moments lie
         self._addresses = np.zeros((3, len(parameters)), np.int64)
         self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
+        # what counts the steps of all parameters, views of it, its version, and what it then held
+        self._vector, self._views, self._version = torch.zeros(0), list[Tensor](), -1
+        self._counts = np.zeros(len(parameters), np.int64)
+        self.forget()
 
     def look(self) -> None:
         """Look where gradients and moments lie, for `run`. Values may change until then, but not where they lie."""
         self._fits = self._look()
 
     def forget(self) -> None:
-        """Let go of what `look` has found, where the step is not taken."""
-        self._fits, self._taken = False, {}
+        """Let go of what `look` has found."""
+        self._fits = self.has_state = False
+        self._sizes: list[int] = []  # of each group, parameters that have gradients
+        self._states: list[dict[str, Any]] = []  # of these parameters
+        # how what was read lay, and the moments, when they last fitted
+        self._laid: list[list[Any]] = []
+        self._moments: list[Tensor] = []
 
     def run(self) -> bool:
         """Step, if the step can be taken: moments change, and the residual, when the reducer steps. Returns whether it can."""
         optimizer = self._optimizer
         if not (self._fits and self._is_plain()):
             return False
-        self._addresses[:] = 0
         optimizer._selecting = self
         try:
-            optimizer.step()
+            optimizer.step()  # which makes state where there is none
         finally:
-            optimizer._selecting, self._taken = None, {}
-        self.displacement.set_step(self._addresses, self._terms)
+            optimizer._selecting = None
+        if not self.has_state:
+            self._look()
+        self._set_step()
+        self._fits = False
         return True
 
-    def has_state(self, group: dict[str, Any]) -> bool:
-        """Whether all parameters of a group that have gradients have moments."""
-        return all(self._taken[id(group)].states)
+    def _set_step(self) -> None:
+        """Count the step, and tell the displacement what it reads."""
+        self._addresses[:] = 0
+        self._addresses[:, self._at] = self._pointers
+        counts, end = self._count(), 0
+        for group, size in zip(self._optimizer.param_groups, self._sizes, strict=True):
+            begin, end = end, end + size
+            rate, betas, eps = float(group["lr"]), group["betas"], group["eps"]
+            betas = float(betas[0]), float(betas[1])
+            here, at = counts[begin:end], self._at[begin:end]
+            for count in set(here.tolist()):
+                self._terms[at[here == count]] = adamw_terms(rate, betas, eps, count)
+        self.displacement.set_step(self._addresses, self._terms)
 
-    def take(self, group: dict[str, Any]) -> None:
-        """Take a group's step, where `run` has found that it can be taken."""
-        taken, state = self._taken[id(group)], self._optimizer.state
-        if not taken.numbers:
-            return
-        states = taken.states if all(taken.states) else [state[parameter] for parameter in taken.parameters]
-        counts = self._count(taken.numbers, [each["step"] for each in states])
-        numbers = np.array(taken.numbers)
-        gradients = [gradient for parameter in taken.parameters if (gradient := parameter.grad) is not None]
-        read = gradients, *([each[name] for each in states] for name in _MOMENTS)
-        self._addresses[:, numbers] = [list(map(Tensor.data_ptr, tensors)) for tensors in read]
-        rate, betas, eps = float(group["lr"]), group["betas"], group["eps"]
-        betas = float(betas[0]), float(betas[1])
-        for count in set(counts):
-            self._terms[numbers[np.equal(counts, count)]] = adamw_terms(rate, betas, eps, count)
+    def _count(self) -> NDArray[np.int64]:
+        """Count a step of the parameters that have gradients. Returns their counts.
 
-    def _count(self, numbers: list[int], steps: list[Tensor]) -> list[int]:
-        """Count a step of these parameters. Returns their counts; waits for a GPU only for one that is not known."""
-        counts = []
-        for number, step in zip(numbers, steps, strict=True):
-            held, version, count = self._counts.get(number, (None, 0, 0))
-            known = held is step and version == step._version
-            counts.append((count if known else int(step)) + 1)
-        # of a number torch makes a tensor for each addend on a CPU
-        if steps[0].is_cpu:
-            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
-        else:
-            torch._foreach_add_(steps, 1)
-        for number, step, count in zip(numbers, steps, counts, strict=True):
-            self._counts[number] = step, step._version, count
-        return counts
+        What counts them becomes a view of one vector, so that one addition counts all. A GPU is waited
+        for where one is new, or was written to.
+        """
+        steps = [state["step"] for state in self._states]
+        vector = self._vector
+        kind = steps[0] if steps else vector
+        if not self._views or (kind.dtype, kind.device) != (vector.dtype, vector.device):
+            self._vector = vector = kind.new_zeros(len(self._counts))
+            self._views, self._version = [vector[number] for number in range(len(vector))], -1
+        views = [self._views[number] for number in self._used]
+        if not all(map(operator.is_, steps, views)):
+            torch._foreach_copy_(views, steps)
+            for state, view in zip(self._states, views, strict=True):
+                state["step"] = view
+        if vector._version != self._version:
+            self._counts[:] = vector.tolist()
+        if len(views) == len(vector):
+            vector.add_(1)
+        elif views:
+            torch._foreach_add_(views, vector.new_ones(()), alpha=1.0)
+        self._version = vector._version
+        self._counts[self._at] += 1
+        return self._counts[self._at]
 
     def _is_plain(self) -> bool:
         """Whether the pass computes this step, and no hook reads the parameters behind it."""
@@ -190,32 +198,33 @@ class SelectingStep:
 
     def _look(self) -> bool:
         """Whether gradients and moments are of the parameters' type, and laid out as they, as they are now."""
-        state, self._taken = self._optimizer.state, {}
-        gradients: list[Tensor] = []
-        states: list[dict[str, Any]] = []
-        numbers: list[int] = []
-        for group in self._optimizer.param_groups:
-            used = [parameter for parameter in group["params"] if parameter.grad is not None]
-            taken = _Taken(
-                used, [state.get(p, {}) for p in used], [self._numbers.get(id(p), -1) for p in used]
-            )
-            self._taken[id(group)] = taken
-            gradients += [parameter.grad for parameter in used]
-            states += taken.states
-            numbers += taken.numbers
-        with_state = [number for number, held in zip(numbers, states, strict=True) if held]
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        used = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        self._sizes, parameters = list(map(len, used)), list(chain.from_iterable(used))
+        numbers = list(map(self._numbers.get, map(id, parameters), repeat(-1)))
+        gradients: list[Any] = list(map(gradient_of, parameters))
+        if len(state) == len(parameters) and all(map(operator.is_, state, parameters)):
+            self._states = list(state.values())  # to look each up takes five times as long
+        else:
+            self._states = list(map(state.get, parameters, repeat({})))
+        self.has_state = all(self._states)
         try:
-            moments = [held[name] for name in _MOMENTS for held in states if held]
+            moments = [held[name] for name in _MOMENTS for held in self._states if held]
         except KeyError:  # torch says so
             return False
-        now = [numbers, *(list(map(what, gradients)) for what in _LAYOUT)]
-        now += [with_state, *(list(map(what, moments)) for what in (Tensor.data_ptr, *_LAYOUT))]
-        if now == self._fitting:
+        lie = list(map(Tensor.data_ptr, moments))
+        half = len(moments) // 2
+        self._pointers = [list(map(Tensor.data_ptr, gradients)), lie[:half], lie[half:]]
+        laid = [numbers, lie, *(list(map(what, gradients)) for what in _LAYOUT)]
+        same = len(moments) == len(self._moments) and all(map(operator.is_, moments, self._moments))
+        if same and laid == self._laid:
             return True
+        with_state = [number for number, held in zip(numbers, self._states, strict=True) if held]
         fits = self._as_wrapped.fits
-        if -1 in numbers or not all(map(fits, numbers + len(_MOMENTS) * with_state, gradients + moments)):
+        if -1 in numbers or not all(map(fits, numbers + 2 * with_state, gradients + moments)):
             return False
-        self._fitting = now
+        self._laid, self._moments = laid, moments
+        self._used, self._at = numbers, np.array(numbers, np.int64)
         return True
 
 

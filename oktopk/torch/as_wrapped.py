@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 version_of = operator.attrgetter("_version")
+gradient_of = operator.attrgetter("grad")
 _What = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -95,15 +96,14 @@ class LocalStep:
         """
         if all(factor == 1.0 for factor in self._factors):
             return None
-        factors = {
-            id(p): factor
-            for group, factor in zip(self._inner.param_groups, self._factors, strict=True)
-            for p in group["params"]
-        }
-        return [
-            factors.get(id(parameter), 1.0) if here else 1.0
-            for parameter, here in zip(parameters, anywhere[: len(parameters)], strict=True)
-        ]
+        factors: dict[int, float] = {}
+        for group, factor in zip(self._inner.param_groups, self._factors, strict=True):
+            factors |= dict.fromkeys(map(id, group["params"]), factor)
+        every = list(map(factors.get, map(id, parameters), repeat(1.0)))
+        here = anywhere[: len(parameters)]
+        if all(here):
+            return every
+        return [factor if used else 1.0 for factor, used in zip(every, here, strict=True)]
 
 
 def betas_of_replica(

@@ -54,6 +54,8 @@ _MOST_UNSEEN = 1e19
 OKTOPK_FROM = 0.05
 """The last density from which Ok-Topk is the default method."""
 
+_is_sparse = operator.attrgetter("is_sparse")
+
 _HOSTS = ("host", "summed")
 _REPLICAS = ("auto", "rank", *_HOSTS)
 
@@ -261,6 +263,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _begin_window(self) -> None:
         self._steps = 0  # since the last exchange
+        self._whole = False  # in this step each parameter has a gradient
         self._selected = False  # this step's moves are not in the parameters: the exchange computes them
         self._broken = False  # a gradient was not finite, and all ranks are to raise
         self._problem = ""  # of a step, for the exchange to raise
@@ -331,16 +334,21 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
-        if any(gradient.is_sparse for p in self._parameters if (gradient := p.grad) is not None):
+        gradients = self._gradients()
+        if any(map(_is_sparse, gradients)):
             return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
         if self._exchanges or self._steps or self._loaded is not None:
             return ""
-        if any(p.grad is not None for p in self._parameters) or not self._reference.written():
+        if gradients or not self._reference.written():
             return ""
         return (
             "parameters have moved before the first step, and none has a gradient: an optimizer that steps in the backward pass "
             "leaves nothing to exchange. Take one that steps in step()"
         )
+
+    def _gradients(self) -> list[Tensor]:
+        """Those that are there."""
+        return [gradient for p in self._parameters if (gradient := p.grad) is not None]
 
     @torch.no_grad()
     def _finite(self, scaler: GradScaler | None) -> bool:
@@ -350,24 +358,26 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         once, for both.
         """
         replica = self._replica
-        flags = [self._reference.changed()]
+        found: list[Tensor] = []
         if scaler is not None:
             if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
                 scaler.unscale_(self)
-            flags += [flag.reshape(()).to(flags[0].device).bool() for flag in self._answer(scaler).values()]
+            found += self._answer(scaler).values()
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
             )
         healthy = replica.take_mean()
-        gradients = [gradient for p in self._parameters if (gradient := p.grad) is not None]
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
-        else:
-            norms = flags[0].new_zeros(1, dtype=torch.float32)
-        flags.append((norms <= _MOST_UNSEEN).all())
+        gradients = self._gradients()
+        self._whole = len(gradients) == len(self._parameters)
+        each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
+        flags = [self._reference.changed()]  # here, and what follows: while a GPU computes the norms
         if self._selecting is not None:
-            self._selecting.look()  # while a GPU computes the norms
+            self._selecting.look()
+        norms = torch.stack(each) if each else flags[0].new_zeros(1, dtype=torch.float32)
+        del each  # now, and not after the wait
+        flags += [flag.reshape(()).to(flags[0].device).bool() for flag in found]
+        flags.append((norms <= _MOST_UNSEEN).all())
         square = 0.0
         if replica.sharded:  # told beside the flags, so that a GPU is waited for once
             *flags, square = torch.stack(
@@ -449,8 +459,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _step_alone(self) -> None:
         """The wrapped optimizer's step on this rank's gradient."""
-        present = [p.grad is not None for p in self._parameters]
-        self._present = bytearray(map(operator.or_, self._present, present))
+        if self._whole and not self._tables:
+            self._present = bytearray(b"\1") * len(self._parameters)
+        else:
+            present = [p.grad is not None for p in self._parameters]
+            self._present = bytearray(map(operator.or_, self._present, present))
         self._local.take(1.0 if self._ratio is None else self._ratio.scale, self._step_wrapped)
 
     def _step_wrapped(self) -> None:
@@ -464,7 +477,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _exchange(self, measure: bool, problem: str) -> None:
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport = self._reference, self.reducer.transport
-        reference.look()  # the optimizer, or a hook of it, may have moved parameters
+        if not self._selected:
+            reference.look()  # the optimizer, or a hook of it, may have moved parameters
         new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
         if new or self._failed or reference.marked:
             self._hash[REFERENCE] = reference.digest()
@@ -675,6 +689,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 own is not None
             ):  # without moments: they are loaded, and would take 8n bytes until the next step
                 own = {name: held for name, held in own.items() if name != "optimizer"}
+            if self._selecting is not None:
+                self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             if self._ratio is not None and own is not None and own["ratio"] is not None:
                 self._ratio.load(own["ratio"])

@@ -19,6 +19,7 @@ from torch import nn
 import oktopk.torch
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank
+from oktopk.torch.as_wrapped import AsWrapped
 from tests.adamw import assert_torchs
 from tests.training import flat, loss, network, train
 
@@ -208,6 +209,28 @@ def test_states_load_either_way_and_ours_bit_for_bit(comm: MPI.Intracomm, way: s
         assert torch.equal(*states)
     else:
         assert np.allclose(flat(model), flat(again), atol=1e-3)
+
+
+def test_a_steady_step_looks_at_parameters_once_and_sees_a_count_that_was_written(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    optimizer = wrap(OURS, model.parameters(), comm, {})
+    train(model, optimizer, comm.rank, range(3))
+    looks, look = [], AsWrapped.look
+
+    def counted(watched: AsWrapped) -> None:
+        looks.append(watched)
+        look(watched)
+
+    monkeypatch.setattr(AsWrapped, "look", counted)
+    train(model, optimizer, comm.rank, range(3, 5))
+    assert len(looks) == 2
+    steps = [state["step"] for state in optimizer.inner.state.values()]
+    assert len({step._base.data_ptr() for step in steps}) == 1
+    steps[0].fill_(70)
+    train(model, optimizer, comm.rank, range(5, 6))
+    assert [step.item() for step in steps] == [71.0] + [6.0] * (len(steps) - 1)
 
 
 def test_an_update_that_is_not_finite_is_raised_on_all_ranks_and_moments_are_torchs(
