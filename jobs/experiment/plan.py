@@ -15,8 +15,7 @@ from tabulate import tabulate
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.experiments import CONFIGS, Experiment
 from jobs.experiment.trials import KINDS, Trial, launches, trials
-from jobs.restart.resume import differences
-from jobs.restart.start import other_data
+from jobs.restart.start import differences, other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
 

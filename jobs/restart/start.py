@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from data.durable import take_lock
 from data.prepared_file import data_checksum
 from jobs.config.config import Config
-from jobs.restart import files
-from jobs.restart.resume import differences
+from jobs.config.modes import DDP_MODES, TRAINING_MODES
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
 from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
+from oktopk.settings import DEFAULT_BUCKET_MB
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
 # of the few steps that need the host's help; between flat steps and two levels the sum of the residuals is kept.
@@ -33,8 +34,7 @@ _FREE = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """How a run begins.
 
     Attributes:
@@ -88,9 +88,41 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 
 
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
-    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see resume.differences."""
+    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see `differences`."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
     return differences(saved, config.to_json(), free)
+
+
+def _bucket_mb(config: Mapping[str, Any]) -> float | None:
+    """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
+    reduction = config.get("reduction", {})
+    method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
+    if method not in DDP_MODES and not reduction.get("overlap"):
+        return None
+    if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
+        return given or DEFAULT_BUCKET_MB
+    return given
+
+
+def differences(saved: str, own: str, ignored: frozenset[str]) -> list[str]:
+    """What differs between two configurations in JSON, as "section.key: saved there, own here".
+
+    A size of buckets differs only where the run has other buckets.
+
+    Args:
+        saved, own: objects of objects.
+        ignored: "section" or "section.key" that may differ.
+    """
+    there, here = json.loads(saved), json.loads(own)
+    if _bucket_mb(there) == _bucket_mb(here):
+        ignored |= {"reduction.bucket_mb"}
+    found = []
+    for section in sorted({*there, *here} - ignored):
+        a, b = there.get(section, {}), here.get(section, {})
+        for key in sorted({*a, *b}):
+            if f"{section}.{key}" not in ignored and a.get(key) != b.get(key):
+                found.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
+    return found
 
 
 def other_data(path: str, info: RunInfo) -> list[str]:
@@ -105,8 +137,11 @@ def _exists(path: Path) -> str:
     return f"run file {path} exists: choose another name (run.file) or allow it to be replaced (run.overwrite=true)"
 
 
-class FolderLock:
-    """Keeps a second job from writing the same checkpoints; held until the process ends, however it ends.
+@contextmanager
+def folder_lock(folder: Path, patience: float = 15.0) -> Iterator[None]:
+    """Keep a second job from writing the same checkpoints, within it or until the process ends, however it ends.
+
+    A folder in which nothing was written is removed afterwards.
 
     Args:
         folder: made if need be.
@@ -116,34 +151,23 @@ class FolderLock:
         RunFileError: another process holds it.
         OSError: the folder cannot be written.
     """
-
-    def __init__(self, folder: Path, patience: float = 15.0) -> None:
-        self._folder, self._path = folder, folder / "lock"
-        descriptor = take_lock(self._path, patience)
-        if descriptor is None:
-            holder = self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
-            raise RunFileError(f"{folder} is in use by {holder or 'another process'}")
-        self._file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        job = provenance.job()
-        with contextlib.suppress(OSError):  # on a full disk the holder has no name
-            self._file.truncate(0)
-            self._file.write(
-                f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
-            )
-            self._file.flush()
-
-    def release(self) -> None:
-        """Let go of it, and leave no folder where nothing was written; again is allowed."""
+    path = folder / "lock"
+    descriptor = take_lock(path, patience)
+    if descriptor is None:
+        holder = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        raise RunFileError(f"{folder} is in use by {holder or 'another process'}")
+    job = provenance.job()
+    holder = f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
+    with suppress(OSError):  # on a full disk the holder has no name
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
+    try:
+        yield
+    finally:
         # on a lost file system there is nothing to tidy, and the error that it caused is the one to be told
-        with contextlib.suppress(OSError):
-            if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
-                self._path.unlink()
-                self._folder.rmdir()
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def begin_afresh(folder: Path) -> None:
-    """Remove the checkpoints of a run that is replaced. Before its run file: what is left of both must not look like one run."""
-    files.remove_sets(folder)
-    files.remove_drafts(folder)
+        with suppress(OSError):
+            if os.listdir(folder) == [path.name]:
+                path.unlink()
+                folder.rmdir()
+        with suppress(OSError):
+            os.close(descriptor)

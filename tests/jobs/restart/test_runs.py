@@ -111,7 +111,7 @@ def test_no_usable_checkpoint_stops_the_run_and_destroys_nothing(comm: MPI.Intra
     comm.barrier()
     status, said = train(comm, path)
     assert status == 2, said
-    assert "common.safetensors is missing" in said
+    assert "common.safetensors cannot be read: No such file" in said
     assert "can be used, so the run cannot continue" in said
     assert steps_done(path) == done
     status, said = train(comm, path, ["run.overwrite=true", "training.steps=5"])

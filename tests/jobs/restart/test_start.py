@@ -16,7 +16,7 @@ from data.prepared_file import data_checksum
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.restart.session import Session
-from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
+from jobs.restart.start import checkpoint_folder, folder_lock, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
 from tests.jobs.run.test_file import INFO, columns, evaluation
@@ -143,35 +143,36 @@ def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_pa
 
 def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> None:
     folder = tmp_path / "shared" / "checkpoints"
-    lock = FolderLock(folder)
-    folder.parent.rename(tmp_path / "gone")
-    lock.release()
+    with folder_lock(folder):
+        folder.parent.rename(tmp_path / "gone")
 
 
 def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    first = FolderLock(folder)
+    second = folder_lock(folder)
     with ThreadPoolExecutor() as others:
-        waiting = others.submit(FolderLock, folder, 10.0)
-        time.sleep(0.5)  # long enough to be waiting, most of the time
-        first.release()
-        second = waiting.result()
+        with folder_lock(folder):
+            waiting = others.submit(second.__enter__)
+            time.sleep(0.5)  # long enough to be waiting, most of the time
+        waiting.result()
     assert folder.exists()
-    with pytest.raises(RunFileError, match=f"is in use by process {os.getpid()} on "):
-        FolderLock(folder, patience=0.0)
-    second.release()
+    with (
+        pytest.raises(RunFileError, match=f"is in use by process {os.getpid()} on "),
+        folder_lock(folder, patience=0.0),
+    ):
+        pass
+    second.__exit__(None, None, None)
     assert not folder.exists()
 
 
 def test_a_job_plans_when_the_one_before_it_is_gone(tmp_path: Path) -> None:
     made = config(tmp_path / "run.h5")
     folder = checkpoint_folder(made)
-    first = FolderLock(folder)
     with ThreadPoolExecutor() as others:
-        waiting = others.submit(Session, made, MPI.COMM_SELF)
-        time.sleep(0.5)  # long enough to be waiting, most of the time
-        leave_run_file(tmp_path / "run.h5", made, "complete", ranks=1)
-        first.release()
+        with folder_lock(folder):
+            waiting = others.submit(Session, made, MPI.COMM_SELF)
+            time.sleep(0.5)  # long enough to be waiting, most of the time
+            leave_run_file(tmp_path / "run.h5", made, "complete", ranks=1)
         with waiting.result() as second:
             assert second.complete
     assert not folder.exists()
@@ -187,7 +188,7 @@ def test_only_a_complete_run_needs_no_folder_to_write_to(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "run.checkpoints")
 
-    monkeypatch.setattr("jobs.restart.session.FolderLock", refuse)
+    monkeypatch.setattr("jobs.restart.session.folder_lock", refuse)
     if status == "complete":
         assert Session(made, MPI.COMM_SELF).complete
         return
