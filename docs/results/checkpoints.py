@@ -21,8 +21,9 @@ from jobs.config.sections import CheckpointConfig
 from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import list_sets
 from jobs.restart.signals import SignalNote, leave
-from jobs.restart.state import BatchStream, Position, capture, model_digest
+from jobs.restart.state import Position, capture, model_digest
 from jobs.restart.watchdog import Watchdog
+from jobs.train.batches import BatchStream
 from jobs.train.setup import set_up
 
 

@@ -76,7 +76,6 @@ class Checkpointer:
         self._began = 0.0
         self._writing: int | None = None  # the step whose set is not yet valid
         self._sealing = False  # all files of that are on disk
-        self._saved: int | None = None
         self._sent, self._agreed = np.zeros(3, np.int64), np.zeros(3, np.int64)
         self._request: MPI.Request | None = None
         self._count_from(done)
@@ -131,19 +130,16 @@ class Checkpointer:
         self._count_from(done)
         if self.folder is None:
             self._forget()  # or the time that is up would be up once more
-        elif done != self._saved:
-            parts = {files.rank_file(self.comm.rank): self._own}
-            self._own.take(own)
-            if self.comm.rank == 0:
-                self._common.take(common)
-                parts[files.COMMON] = self._common
-            draft = files.draft_folder(self.folder, done)
-            self._writing = done
-            self._begin(
-                lambda: {name: files.write_part(draft / name, taken) for name, taken in parts.items()}
-            )
-            if wait:
-                self.wait()
+            return
+        draft, snapshots = files.draft_folder(self.folder, done), {files.rank_file(self.comm.rank): self._own}
+        self._own.take(own)
+        if self.comm.rank == 0:
+            self._common.take(common)
+            snapshots[files.COMMON] = self._common
+        self._writing = done
+        self._begin(lambda: {name: files.write_part(draft / name, of) for name, of in snapshots.items()})
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Return when no checkpoint is being written. Raises CheckpointError."""
@@ -158,7 +154,7 @@ class Checkpointer:
         """The signal that asks to stop, 0 for none, and whether a checkpoint is due; the same on every rank."""
         self._complete_request()
         signal, time_is_up, writing = self._agreed.tolist()
-        minutes = self._config.every_minutes if self.comm.rank == 0 else 0.0  # by rank 0's clock alone
+        minutes = self._config.every_minutes
         up = minutes > 0 and time.monotonic() - self._timed >= 60.0 * minutes
         self._sent[:] = self._note.received, up, self._state()
         self._request = self.comm.Iallreduce(self._sent, self._agreed, MPI.MAX)
@@ -176,9 +172,9 @@ class Checkpointer:
             self._request = None
 
     def _forget(self) -> None:
-        """Of what the ranks have agreed on leave the signal alone: the rest was sent before the writing that begins."""
+        """Forget what the ranks have agreed on: it was sent before the writing that begins. A signal is sent again."""
         self._complete_request()
-        self._agreed[1:] = 0, _BUSY
+        self._agreed[:] = 0, 0, _BUSY
 
     def _begin(self, write: Callable[[], object]) -> None:
         """Run `write` in a thread of its own.
@@ -214,7 +210,7 @@ class Checkpointer:
         written = self._outcome(patience)
         self._task = None
         if self._sealing:
-            self._saved, self._writing, self._sealing = self._writing, None, False
+            self._writing, self._sealing = None, False
             return
         self._sealing = True
         gathered: list[dict[str, Part]] | None = self.comm.gather(written)

@@ -12,15 +12,9 @@ from mpi4py import MPI
 from jobs.cluster.agreement import Refused, decide_on_root, decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Manifest
-from oktopk.elastic import inherited_ranks, redistribute
+from oktopk.elastic import inherited_ranks
 
 Used = TypeVar("Used")
-
-RESIDUALS = ("reducer", "tables", "updates")
-"""Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
-
-MOMENTS = "state"
-"""That of the torch optimizer, which differs too where each rank's steps alone."""
 
 
 class Found(NamedTuple):
@@ -43,15 +37,6 @@ class Found(NamedTuple):
     def own(self, rank: int) -> dict[str, Any]:
         """State of one rank."""
         return files.read_part(self.path / files.rank_file(rank))
-
-    def residuals(self, rank: int, ranks: int, hosts: list[int] | None = None) -> dict[str, Any]:
-        """What of RESIDUALS and MOMENTS `rank` of `ranks` on these hosts continues from, redistributed if they were others."""
-
-        def read(saved: int) -> dict[str, Any]:
-            own = self.own(saved)
-            return {name: own[name] for name in (*RESIDUALS, MOMENTS) if name in own}
-
-        return redistribute(read, self.ranks, rank, ranks, hosts)
 
 
 def find(

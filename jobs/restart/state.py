@@ -6,7 +6,6 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +16,17 @@ from torch import Tensor, nn
 from jobs.cluster.agreement import decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError
-from jobs.restart.resume import MOMENTS, RESIDUALS, Found
+from jobs.restart.resume import Found
 from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
-from jobs.train.tasks.task import Workload
 from oktopk import MissingRanksError
-from oktopk.elastic import problem_of
+from oktopk.elastic import problem_of, redistribute
+
+RESIDUALS = ("reducer", "tables", "updates")
+"""Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
+
+MOMENTS = "state"
+"""That of the torch optimizer, which differs too where each rank's steps alone."""
 
 
 class Position(NamedTuple):
@@ -45,46 +49,6 @@ class Progress(NamedTuple):
 
     done: int = 0
     position: Position = Position()
-
-
-class BatchStream:
-    """This rank's batches from a position on, epoch after epoch.
-
-    Args:
-        workload: whose batches.
-        samples_per_batch: of all ranks together.
-        start: where; the first batch that begins there or after.
-        per_epoch: batches of an epoch, at most the workload's: with several to a step some may be left over.
-    """
-
-    def __init__(self, workload: Workload, samples_per_batch: int, start: Position, per_epoch: int) -> None:
-        self._workload, self._samples, self._per_epoch = workload, samples_per_batch, per_epoch
-        self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
-        self._batches = self._rest_of_epoch()
-
-    def _rest_of_epoch(self) -> Iterator[Any]:
-        left = max(0, self._per_epoch - self._taken)
-        return islice(self._workload.batches(self._epoch, self._taken), left)
-
-    @property
-    def position(self) -> Position:
-        return Position(self._epoch, self._taken * self._samples)
-
-    @property
-    def count(self) -> int:
-        """Batches from the first epoch's first to here, had all been as large."""
-        return self._epoch * self._per_epoch + self._taken
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            for batch in self._batches:
-                self._taken += 1
-                return batch
-            self._epoch, self._taken = self._epoch + 1, 0
-            self._batches = self._rest_of_epoch()
 
 
 def capture(
@@ -135,11 +99,15 @@ def restore(
     rank, heir = comm.rank, comm.rank % found.ranks
     where = f"{files.COMMON} and {files.rank_file(heir)} hold no state of this run"
 
+    def saved_residuals(saved_rank: int) -> dict[str, Any]:
+        own = found.own(saved_rank)
+        return {name: own[name] for name in (*RESIDUALS, MOMENTS) if name in own}
+
     def read() -> tuple[dict[str, Any], Position]:
         """What a rank can do by itself."""
         with _refusing_what_is_damaged(where):
             common, own = found.common(), found.own(heir)
-            residuals = found.residuals(rank, comm.size, optimizer.hosts)
+            residuals = redistribute(saved_residuals, found.ranks, rank, comm.size, optimizer.hosts)
             if problem := problem_of(residuals):
                 raise ValueError(problem)
             state = {**common["optimizer"], **residuals}
@@ -208,7 +176,7 @@ def _check_kind(saved: Any, own: Any, where: str = "") -> None:
         alike = isinstance(saved, Tensor) and saved.shape == own.shape
         alike = alike and saved.is_floating_point() == own.is_floating_point()
     elif isinstance(own, Mapping):
-        alike = isinstance(saved, Mapping) and own.keys() <= saved.keys()
+        alike = isinstance(saved, Mapping)
         inner = own.items()
     elif isinstance(own, list | tuple):
         alike = type(saved) is type(own) and len(saved) == len(own)
@@ -218,15 +186,18 @@ def _check_kind(saved: Any, own: Any, where: str = "") -> None:
     else:
         alike = type(saved) is type(own) and (isinstance(own, str) or bool(np.isfinite(saved)))
     if not alike:
-        raise ValueError(f"{where or 'the state'} is {_kind(saved)}, not like {_kind(own)}")
+        raise ValueError(f"{where} is {_kind(saved)}, not like {_kind(own)}")
     for key, value in inner:
-        _check_kind(saved[key], value, f"{where}/{key}" if where else str(key))
+        place = f"{where}/{key}" if where else str(key)
+        if isinstance(own, Mapping) and key not in saved:
+            raise ValueError(f"{place} is missing")
+        _check_kind(saved[key], value, place)
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}"
-    return repr(list(value) if isinstance(value, Mapping) else value)[:80]
+    return type(value).__name__ if isinstance(value, Mapping) else repr(value)[:80]
 
 
 def model_digest(model: nn.Module) -> str:

@@ -20,11 +20,12 @@ from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer
-from jobs.restart.state import BatchStream, Progress, capture
+from jobs.restart.state import Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
+from jobs.train.batches import BatchStream
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import agreed, apply, reduce

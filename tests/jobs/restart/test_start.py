@@ -16,7 +16,7 @@ from data.prepared_file import data_checksum
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.restart.session import Session
-from jobs.restart.start import checkpoint_folder, folder_lock, plan_start
+from jobs.restart.start import Start, checkpoint_folder, folder_lock, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.run.reader import read_record
 from tests.jobs.run.test_file import INFO, columns, evaluation
@@ -32,50 +32,52 @@ def leave_run_file(
     path: Path, made: Config, status: str, ranks: int = 4, job: str = "", data: str = ""
 ) -> None:
     info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks, "job": job, "data": data})
-    RunFile(path, info).close(status)
+    RunFile(path, info, overwrite=True).close(status)
 
 
-def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    start = plan_start(config(path), 4, {})
-    assert (start.resume, start.complete, start.saved_ranks) == (True, False, None)
-    for status in ("running", "failed", "interrupted", "complete"):
-        path.unlink(missing_ok=True)
-        leave_run_file(path, config(path), status)
-        start = plan_start(config(path), 4, {})
-        assert (start.resume, start.complete, start.saved_ranks) == (True, status == "complete", 4)
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted", "complete"])
+def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(
+    tmp_path: Path, status: str
+) -> None:
+    made = config(tmp_path / "run.h5")
+    assert plan_start(made, 4, {}) == Start(resume=True)
+    leave_run_file(tmp_path / "run.h5", made, status)
+    assert plan_start(made, 4, {}) == Start(resume=True, complete=status == "complete", saved_ranks=4)
 
 
-def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    leave_run_file(path, config(path), "interrupted")
-    with pytest.raises(RunFileError, match=r"of another run: training\.seed: 0 there, 3 here"):
-        plan_start(config(path, training={"steps": 10, "seed": 3}), 4, {})
+# section -> settings of the run, those of its continuation, and the key that keeps it from continuing, "" for none
+DDP, OVERLAP = {"method": "ddp"}, {"overlap": True, "bucket_mb": 25.0}
+CONTINUATIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("training", {}, {"seed": 3}, r"training\.seed: 0 there, 3 here"),
     # what nothing that is computed depends on
-    free = config(path, training={"steps": 10, "threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
-    assert plan_start(free, 4, {}).resume
-    # the size of buckets only where a run has some; by default GPUs have others
-    for there, here, continued in (
-        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 25.0}, True),
-        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 100.0}, False),
-        ({"method": "oktopk"}, {"method": "oktopk", "bucket_mb": 100.0}, True),
-        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True}, False),
-        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True, "bucket_mb": 100.0}, False),
-    ):
-        path.unlink()
-        leave_run_file(path, config(path, reduction=there), "interrupted")
-        if continued:
-            assert plan_start(config(path, reduction=here), 4, {}).resume
+    ("training", {}, {"threads": 2}, ""),
+    ("checkpoint", {}, {"keep": 5}, ""),
+    ("run", {}, {"watchdog": 5.0}, ""),
+    # the size of buckets only where the run has some; by default GPUs have others
+    ("reduction", DDP, DDP | {"bucket_mb": 25.0}, ""),
+    ("reduction", DDP, DDP | {"bucket_mb": 100.0}, r"reduction\.bucket_mb: "),
+    ("reduction", {"method": "oktopk"}, {"method": "oktopk", "bucket_mb": 100.0}, ""),
+    ("reduction", OVERLAP, {"overlap": True}, r"reduction\.bucket_mb: "),
+    ("reduction", OVERLAP, OVERLAP | {"bucket_mb": 100.0}, r"reduction\.bucket_mb: "),
+    ("training", {}, {"batch_size": 32}, "batch_size: 16 there, 32 here"),
+]
+
+
+@pytest.mark.parametrize(("section", "there", "here", "differing"), CONTINUATIONS)
+def test_a_run_is_only_continued_with_its_own_settings(
+    tmp_path: Path, section: str, there: dict[str, Any], here: dict[str, Any], differing: str
+) -> None:
+    path = tmp_path / "run.h5"
+    steps = {"steps": 10} if section == "training" else {}
+    leave_run_file(path, config(path, **{section: steps | there}), "interrupted")
+    own = config(path, **{section: steps | here})
+    for ranks in (4, 2):
+        # the batch may follow the number of ranks, and nothing else
+        if not differing or (ranks == 2 and "batch_size" in here):
+            assert plan_start(own, ranks, {}).resume
         else:
-            with pytest.raises(RunFileError, match=r"of another run: reduction\.bucket_mb: "):
-                plan_start(config(path, reduction=here), 4, {})
-    path.unlink()
-    leave_run_file(path, config(path), "interrupted")
-    # the batch may follow the number of ranks, and nothing else
-    larger = config(path, training={"steps": 10, "batch_size": 32})
-    assert plan_start(larger, 2, {}).resume
-    with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
-        plan_start(larger, 4, {})
+            with pytest.raises(RunFileError, match=f"of another run: .*{differing}"):
+                plan_start(own, ranks, {})
 
 
 def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
@@ -84,7 +86,6 @@ def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> 
     for known in (data_checksum(images), ""):  # the run began without a file of data
         leave_run_file(path, made, "interrupted", data=known)
         assert plan_start(made, 4, {}).resume
-        path.unlink()
     leave_run_file(path, made, "interrupted", data="01234567-89abcdef")
     with pytest.raises(
         RunFileError, match=f"data: checksum 01234567-89abcdef there, {data_checksum(images)} here"
@@ -103,16 +104,14 @@ def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_sta
     # before it wrote anything: the earlier run is there still, complete, of other settings, or moved away
     for earlier in (wiped, config(path, training={"steps": 10, "seed": 3})):
         for status in ("complete", "interrupted"):
-            path.unlink(missing_ok=True)
             leave_run_file(path, earlier, status, job="6")
-            start = plan_start(wiped, 4, again)
-            assert (start.resume, start.complete, start.saved_ranks) == (False, False, None)
+            assert plan_start(wiped, 4, again) == Start(resume=False)
     path.unlink()
     assert not plan_start(wiped, 4, again).resume
     leave_run_file(path, wiped, "interrupted", job="7")
     assert plan_start(wiped, 4, again).resume
-    assert not plan_start(wiped, 4, {**again, "SLURM_RESTART_COUNT": "0"}).resume
-    assert not plan_start(wiped, 4, {}).resume
+    for first in ({**again, "SLURM_RESTART_COUNT": "0"}, {}):
+        assert not plan_start(wiped, 4, first).resume
     # whose it is cannot be told, and there may be checkpoints of hours
     os.truncate(path, 100)
     with pytest.raises(RunFileError, match="it cannot be continued"):
