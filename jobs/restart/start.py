@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data.durable import take_lock
 from data.prepared_file import data_checksum
 from jobs.config.config import Config
-from jobs.config.modes import DDP_MODES, TRAINING_MODES
+from jobs.config.differences import differences
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
 from jobs.run.probe import check_readable
 from jobs.run.reader import RunReader
-from oktopk.settings import DEFAULT_BUCKET_MB
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
 # of the few steps that need the host's help; between flat steps and two levels the sum of the residuals is kept.
@@ -91,38 +89,6 @@ def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int)
     """Differences that keep a run from continuing one with the configuration `saved` (JSON), see `differences`."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
     return differences(saved, config.to_json(), free)
-
-
-def _bucket_mb(config: Mapping[str, Any]) -> float | None:
-    """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
-    reduction = config.get("reduction", {})
-    method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
-    if method not in DDP_MODES and not reduction.get("overlap"):
-        return None
-    if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
-        return given or DEFAULT_BUCKET_MB
-    return given
-
-
-def differences(saved: str, own: str, ignored: frozenset[str]) -> list[str]:
-    """What differs between two configurations in JSON, as "section.key: saved there, own here".
-
-    A size of buckets differs only where the run has other buckets.
-
-    Args:
-        saved, own: objects of objects.
-        ignored: "section" or "section.key" that may differ.
-    """
-    there, here = json.loads(saved), json.loads(own)
-    if _bucket_mb(there) == _bucket_mb(here):
-        ignored |= {"reduction.bucket_mb"}
-    found = []
-    for section in sorted({*there, *here} - ignored):
-        a, b = there.get(section, {}), here.get(section, {})
-        for key in sorted({*a, *b}):
-            if f"{section}.{key}" not in ignored and a.get(key) != b.get(key):
-                found.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
-    return found
 
 
 def other_data(path: str, info: RunInfo) -> list[str]:

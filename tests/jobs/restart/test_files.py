@@ -26,7 +26,7 @@ def snapshot(state: dict[str, Any]) -> Snapshot:
 
 
 def seal(folder: Path, step: int, parts: dict[str, Part], keep: int = 9) -> None:
-    content = {**IDENTITY, "config": {}, "step": step, "ranks": len(parts) - 1, "files": parts}
+    content = {**IDENTITY, "config": {}, "step": step, "ranks": max(1, len(parts) - 1), "files": parts}
     files.seal(folder, Manifest.model_validate(content), keep)
 
 
@@ -115,11 +115,12 @@ def test_a_draft_is_no_set_and_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
-def test_a_part_that_rank_0_cannot_see_is_no_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unseen", [files.COMMON, files.rank_file(1)])
+def test_a_part_that_rank_0_does_not_see_as_it_was_written_makes_no_set(tmp_path: Path, unseen: str) -> None:
     path = files.draft_folder(tmp_path, 10) / files.COMMON
     parts = {files.COMMON: files.write_part(path, snapshot({"a": torch.ones(1)}))}
-    with pytest.raises(OSError, match=r"rank-00001\.safetensors"):
-        seal(tmp_path, 10, {**parts, files.rank_file(1): Part(bytes=100, sha256="")})
+    with pytest.raises(OSError, match=unseen):
+        seal(tmp_path, 10, {**parts, unseen: Part(bytes=1000, sha256="")})
     assert files.list_sets(tmp_path) == []
 
 
