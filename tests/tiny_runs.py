@@ -14,7 +14,6 @@ import numpy as np
 from safetensors.torch import load_file
 
 from jobs.restart import files
-from jobs.restart.files import Identity
 from jobs.run.reader import RunReader
 from oktopk.launch import mpiexec_command
 
@@ -144,12 +143,10 @@ def last_good_step(path: Path) -> int:
     """The step of the newest set, after reading every set through: none may be unreadable."""
     newest = 0
     for found in checkpoints(path):
-        manifest = files.json.loads((found / files.MANIFEST).read_text())
-        identity = Identity(**{name: manifest[name] for name in ("model", "method", "length")})
-        assert files.read_manifest(found, identity) == manifest
-        for name in manifest["files"]:
+        manifest = files.read_manifest(found, {})
+        for name in manifest.files:
             files.check_part(found / name, manifest)
-        newest = max(newest, manifest["step"])
+        newest = max(newest, manifest.step)
     return newest
 
 

@@ -19,9 +19,11 @@ from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, load
 from jobs.config.sections import CheckpointConfig
 from jobs.restart.checkpoint import Checkpointer
-from jobs.restart.files import Identity, list_sets
-from jobs.restart.signals import leave
-from jobs.restart.state import BatchStream, Position, capture, model_digest
+from jobs.restart.files import list_sets
+from jobs.restart.signals import SignalNote, leave
+from jobs.restart.state import Position, capture, model_digest
+from jobs.restart.watchdog import Watchdog
+from jobs.train.batches import BatchStream
 from jobs.train.setup import set_up
 
 
@@ -50,10 +52,15 @@ def main(comm=MPI.COMM_WORLD):
     batches = BatchStream(
         workload, config.training.batch_size * comm.size, Position(), workload.steps_per_epoch
     )
-    identity = Identity(model_digest(workload.model), config.reduction.method, optimizer.length)
+    about = {
+        "model": model_digest(workload.model),
+        "method": config.reduction.method,
+        "length": optimizer.length,
+    }
     folder = tempfile.TemporaryDirectory(dir=options.folder) if comm.rank == 0 else None
     path = Path(comm.bcast(folder and folder.name))
-    checkpointer = Checkpointer(comm, path, identity, {}, CheckpointConfig(every_minutes=0.0, keep=2))
+    due = CheckpointConfig(every_minutes=0.0, keep=2)
+    checkpointer = Checkpointer(comm, path, about, due, SignalNote(), Watchdog(comm, step=0.0, around=0.0))
     done, times, copies = 0, {False: [], True: []}, []
     # every other pair the other way round, so that a machine that slows down does not count for one kind alone
     kinds = [bool(save ^ pair % 2) for pair in range(options.steps // options.every) for save in (0, 1)]
@@ -68,7 +75,7 @@ def main(comm=MPI.COMM_WORLD):
             optimizer.apply()
             done += 1
             if save:
-                checkpointer.due(done, last=False)  # as the safeguard of a run asks after every step
+                checkpointer.due(done)  # as a run asks after every step
             if save and not step:
                 before = time.perf_counter()
                 checkpointer.save(done, *capture(workload.model, optimizer, batches.position))

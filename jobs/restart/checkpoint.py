@@ -1,4 +1,4 @@
-"""Writes checkpoints of a run on many ranks, behind the steps that follow.
+"""Takes the checkpoints of a run on many ranks behind the steps that follow, and stops all ranks when a signal asks.
 
 Each rank copies its state to host memory and goes on; a thread writes the copy. What one rank alone knows (a signal, the time,
 that its part is on disk, that the disk is full) travels in a reduction of a few integers that is begun after one step and read
@@ -7,24 +7,28 @@ after the next, so that all ranks act alike at the same step and none waits for 
 
 from __future__ import annotations
 
-import enum
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from data.durable import sync
+from jobs.cluster.agreement import decide_together
 from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
-from jobs.restart.files import Identity, Part
+from jobs.restart.files import Manifest, Part
 from jobs.restart.packing import Snapshot
+from jobs.restart.signals import Interrupted, SignalNote
+from jobs.restart.watchdog import Phase, Watchdog
 
-Result = TypeVar("Result")
 State = Mapping[str, Any]
 
 
@@ -32,116 +36,84 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; raised on every rank alike. The one before is intact."""
 
 
-class Due(enum.Enum):
-    """What all ranks are to do after a step."""
-
-    NOTHING = enum.auto()
-    SAVE = enum.auto()
-    STOP = enum.auto()
-    """Save, and leave."""
-
-
-class _Task(Generic[Result]):
-    """A function that runs in a thread of its own.
-
-    A daemon: one that is stuck in a dead file system must not keep the process from leaving.
-    """
-
-    def __init__(self, function: Callable[[], Result]) -> None:
-        self.began = time.monotonic()
-        self.results: list[Result] = []
-        self.problem = ""
-        self._function = function
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.results.append(self._function())
-        except (OSError, SafetensorError) as error:
-            self.problem = str(error) or repr(error)
-        except BaseException as error:
-            self.problem = repr(error)
-            raise
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, seconds: float | None) -> None:
-        self._thread.join(seconds)
-
-
-# what travels between the ranks; the largest of all ranks counts
-_SIGNAL, _TIME, _PROBLEM, _BUSY = range(4)
+# how far a rank's thread is; the largest of all ranks counts
+_IDLE, _BUSY, _FAILED = range(3)
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run. Every method is collective.
+    """Takes the checkpoints of one run; a context manager around its steps. Every method is collective.
 
     Args:
         comm: duplicated.
         folder: of the sets, on a file system that all ranks share; None: nothing is written, and signals still stop the run.
-        identity: what the sets are of.
-        about: what else the manifest says.
+        about: what the manifest says of the run, see `Manifest`.
         config: when they are due, besides at the end, and how many to keep. Whichever is first due counts anew for both measures.
-        patience: seconds that a set's files, and then rank 0's making a set of them, may take; 0: for ever.
-        received: the number of the last signal that asks to stop, 0 for none.
-        before_sealing: run by rank 0 before a set becomes valid: what must be on disk by then.
-        moved: called between what may take that long each, while a set is waited for.
+        note: of the signals that ask to stop.
+        watchdog: is told what comes next. The seconds that it gives a step are also what a set's files may take, and then rank
+            0's making a set of them.
+        record: a file of rank 0 that must be on disk before a set becomes valid.
+        done: steps of the run so far.
     """
 
     def __init__(
         self,
         comm: MPI.Intracomm,
         folder: Path | None,
-        identity: Identity,
         about: Mapping[str, Any],
         config: CheckpointConfig,
+        note: SignalNote,
+        watchdog: Watchdog,
         *,
-        patience: float = 0.0,
-        received: Callable[[], int] = lambda: 0,
-        before_sealing: Callable[[], object] = lambda: None,
-        moved: Callable[[], object] = lambda: None,
+        record: Path | None = None,
+        done: int = 0,
     ) -> None:
         self.comm = comm.Dup()
         self.folder = folder
-        self.stop_signal = 0
-        self._about = {**vars(identity), **about, "ranks": comm.size}
-        self._config, self._patience = config, patience
-        self._received, self._before_sealing, self._moved = received, before_sealing, moved
+        self._about, self._config, self._record = about, config, record
+        self._note, self._watchdog, self._patience = note, watchdog, watchdog.step or None
         self._common, self._own = Snapshot(), Snapshot()
-        self._task: _Task[list[Part]] | None = None  # every rank's writing
-        self._sealing: _Task[Path] | None = None  # rank 0's
+        self._task: futures.Future[Any] | None = None  # this rank's thread
+        self._began = 0.0
         self._writing: int | None = None  # the step whose set is not yet valid
-        self._saved = -1
-        self._next = 0
-        self._timed = time.monotonic()
-        self._sent: NDArray[np.int64] = np.zeros(4, np.int64)
-        self._agreed: NDArray[np.int64] = np.zeros(4, np.int64)
+        self._sealing = False  # all files of that are on disk
+        self._sent, self._agreed = np.zeros(3, np.int64), np.zeros(3, np.int64)
         self._request: MPI.Request | None = None
-        self._stale = False
+        self._count_from(done)
 
-    def start(self, step: int) -> None:
-        """Count the interval from `step`, where the run begins or resumes."""
-        self._next = step + self._config.every_steps
-        self._timed = time.monotonic()
+    def after_step(
+        self,
+        done: int,
+        *,
+        last: bool,
+        capture: Callable[[], tuple[State, State]],
+        before: Callable[[], object],
+    ) -> None:
+        """Do what is due after step number `done`.
 
-    def due(self, done: int, *, last: bool) -> Due:
-        """What to do after step number `done`; the same on every rank.
+        Args:
+            last: the run is complete with this step.
+            capture: (common, own) state, see `save`.
+            before: brings the record of the run up to this step; collective.
 
         Raises:
-            CheckpointError: an earlier one could not be written.
+            Interrupted: a signal asked to stop; the checkpoint is valid.
+            CheckpointError: one could not be written.
         """
-        flags = self._exchange()
-        self._advance(flags)
-        if flags[_SIGNAL] and not last:
-            self.stop_signal = int(flags[_SIGNAL])
-            return Due.STOP
-        by_steps = self._config.every_steps > 0 and done >= self._next
-        wanted = last or by_steps or bool(flags[_TIME])
-        # One at a time. The next one stays due until this one is on disk.
-        return Due.SAVE if wanted and (last or self._writing is None) else Due.NOTHING
+        self._watchdog.tick(done)
+        signal, due = self.due(done)
+        if not (signal or due or last):
+            return
+        before()
+        if signal or last:
+            self._watchdog.enter(Phase.WAITING)
+        self.save(done, *capture(), wait=bool(signal or last))
+        self._watchdog.enter(Phase.STEPPING)
+        if signal and not last:
+            raise Interrupted(signal, done)
+
+    def before_evaluation(self) -> None:
+        """An evaluation comes next, which may take longer than a step."""
+        self._watchdog.enter(Phase.EVALUATING)
 
     def save(self, done: int, common: State, own: State, *, wait: bool = False) -> None:
         """Take a checkpoint after step number `done`.
@@ -154,123 +126,147 @@ class Checkpointer:
         Raises:
             CheckpointError: it, or the one before, could not be written.
         """
+        self.wait()
+        self._count_from(done)
         if self.folder is None:
-            self._stale = True  # or the time that is up would be up once more
-            self.start(done)
+            self._forget()  # or the time that is up would be up once more
             return
-        self._finish()
-        if done != self._saved:
-            parts: list[tuple[str, Snapshot]] = [(files.rank_file(self.comm.rank), self._own)]
-            self._own.take(own)
-            if self.comm.rank == 0:
-                self._common.take(common)
-                parts.append((files.COMMON, self._common))
-            draft = files.draft_folder(self.folder, done)
-            self._task = _Task(lambda: [files.write_part(draft / name, snapshot) for name, snapshot in parts])
-            self._writing, self._stale = done, True
-            self.start(done)
+        draft, snapshots = files.draft_folder(self.folder, done), {files.rank_file(self.comm.rank): self._own}
+        self._own.take(own)
+        if self.comm.rank == 0:
+            self._common.take(common)
+            snapshots[files.COMMON] = self._common
+        self._writing = done
+        self._begin(lambda: {name: files.write_part(draft / name, of) for name, of in snapshots.items()})
         if wait:
-            self._finish()
+            self.wait()
 
     def wait(self) -> None:
         """Return when no checkpoint is being written. Raises CheckpointError."""
-        self._finish()
+        while self._writing is not None:
+            self._advance(self._patience)
+            self._watchdog.move()
 
-    def close(self) -> None:
-        """Wait for what is being written. Raises CheckpointError."""
-        self._complete_request()
-        self._finish()
-        self.comm.Free()
+    def _count_from(self, done: int) -> None:
+        self._next, self._timed = done + self._config.every_steps, time.monotonic()
 
-    def _exchange(self) -> NDArray[np.int64]:
-        """The flags that were sent after the step before; sends those of now."""
+    def due(self, done: int) -> tuple[int, bool]:
+        """The signal that asks to stop, 0 for none, and whether a checkpoint is due; the same on every rank."""
         self._complete_request()
-        flags = self._agreed.copy()
-        if self._stale:
-            # sent before the writing that they would be about
-            flags[_TIME], flags[_PROBLEM], flags[_BUSY] = 0, 0, 1
-            self._stale = False
-        # by rank 0's clock alone
-        minutes = self._config.every_minutes if self.comm.rank == 0 else 0.0
-        by_time = minutes > 0 and time.monotonic() - self._timed >= 60.0 * minutes
-        busy = self._busy()  # first: a thread that fails in between must not look like one that is done
-        self._sent[:] = (self._received(), by_time, bool(self._problem()), busy)
+        signal, time_is_up, writing = self._agreed.tolist()
+        minutes = self._config.every_minutes
+        up = minutes > 0 and time.monotonic() - self._timed >= 60.0 * minutes
+        self._sent[:] = self._note.received, up, self._state()
         self._request = self.comm.Iallreduce(self._sent, self._agreed, MPI.MAX)
-        return flags
+        if writing == _FAILED:
+            self._outcome(0.0)
+        elif writing == _IDLE and self._writing is not None:
+            self._advance(0.0)
+        by_steps = self._config.every_steps > 0 and done >= self._next
+        # one at a time: the next one stays due until this one is on disk
+        return signal, self._writing is None and bool(time_is_up or by_steps)
 
     def _complete_request(self) -> None:
         if self._request is not None:
             self._request.Wait()
             self._request = None
 
-    def _busy(self) -> bool:
-        return any(task is not None and task.running for task in (self._task, self._sealing))
-
-    def _problem(self) -> str:
-        for task in (self._task, self._sealing):
-            if task is None:
-                continue
-            if task.problem:
-                return task.problem
-            if self._patience and task.running and time.monotonic() - task.began > self._patience:
-                return f"not written within {self._patience:g} s"
-        return ""
-
-    def _advance(self, flags: NDArray[np.int64]) -> None:
-        if self._writing is None:
-            return
-        if flags[_PROBLEM]:
-            self._raise_if_any(self._problem())
-        elif not flags[_BUSY]:
-            if self._task is not None:
-                self._seal()
-            else:
-                self._conclude()
-
-    def _finish(self) -> None:
-        """Wait until no set is being written."""
-        if self._writing is None:
-            return
-        if self._task is not None:
-            self._task.wait(self._patience or None)
-            self._raise_if_any(self._problem())
-            self._seal()
-            self._moved()
-        if self._sealing is not None:
-            self._sealing.wait(self._patience or None)
-        self._raise_if_any(self._problem())
-        self._conclude()
-        self._moved()
-
-    def _seal(self) -> None:
-        """Every rank's part is on disk: let rank 0 make them a set."""
-        assert self._task is not None
-        assert self._writing is not None
-        assert self.folder is not None
-        step, folder = self._writing, self.folder
-        gathered = self.comm.gather(self._task.results[0])
-        self._task, self._stale = None, True
-        if gathered is None:
-            return
-        parts = [part for theirs in gathered for part in theirs]
-
-        def seal() -> Path:
-            self._before_sealing()
-            return files.seal(folder, step, parts, self._about, self._config.keep)
-
-        self._sealing = _Task(seal)
-
-    def _conclude(self) -> None:
-        assert self._writing is not None
-        self._saved, self._writing, self._sealing = self._writing, None, None
-
-    def _raise_if_any(self, problem: str) -> None:
-        problems = self.comm.allgather(problem)
-        if not any(problems):
-            return
+    def _forget(self) -> None:
+        """Forget what the ranks have agreed on: it was sent before the writing that begins. A signal is sent again."""
         self._complete_request()
-        step, self._writing = self._writing, None
+        self._agreed[:] = 0, 0, _BUSY
+
+    def _begin(self, write: Callable[[], object]) -> None:
+        """Run `write` in a thread of its own.
+
+        A daemon: one that is stuck in a dead file system must not keep the process from leaving.
+        """
+        task: futures.Future[Any] = futures.Future()
+
+        def run() -> None:
+            try:
+                task.set_result(write())
+            except BaseException as error:
+                task.set_exception(error)
+                if not isinstance(error, OSError | SafetensorError):
+                    raise
+
+        self._task, self._began = task, time.monotonic()
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        self._forget()
+
+    def _state(self) -> int:
+        if self._task is None:
+            return _IDLE
+        if self._task.done():
+            return _FAILED if self._task.exception() else _IDLE
+        return _FAILED if self._late() else _BUSY
+
+    def _late(self) -> bool:
+        return self._patience is not None and time.monotonic() - self._began > self._patience
+
+    def _advance(self, patience: float | None) -> None:
+        """Go on to what follows the writing: rank 0 makes a set of the files; then it is valid. Raises CheckpointError."""
+        written = self._outcome(patience)
+        self._task = None
+        if self._sealing:
+            self._writing, self._sealing = None, False
+            return
+        self._sealing = True
+        gathered: list[dict[str, Part]] | None = self.comm.gather(written)
+        self._forget()
+        if gathered is not None:
+            every = {name: part for theirs in gathered for name, part in theirs.items()}
+            content = {**self._about, "step": self._writing, "ranks": self.comm.size, "files": every}
+            self._begin(functools.partial(self._seal, Manifest.model_validate(content)))
+
+    def _seal(self, manifest: Manifest) -> None:
+        assert self.folder is not None
+        if self._record is not None:
+            sync(self._record)
+        files.seal(self.folder, manifest, self._config.keep)
+
+    def _outcome(self, patience: float | None) -> Any:
+        """What this rank's thread returns within so many seconds. Raises CheckpointError: it failed on some rank, or is late."""
+
+        def result() -> Any:
+            if self._task is None:
+                return None
+            futures.wait([self._task], patience)
+            if self._task.done():
+                return self._task.result()
+            if patience or self._late():
+                raise TimeoutError(f"not written within {self._patience:g} s")
+            return None
+
+        return decide_together(self.comm, result, (Exception,), self._failed)
+
+    def _failed(self, problems: str) -> CheckpointError:
+        self._complete_request()
+        step, self._writing, self._sealing, self._task = self._writing, None, False, None
         if self.comm.rank == 0 and self.folder is not None:
             files.remove_drafts(self.folder)
-        named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-        raise CheckpointError(f"the checkpoint of step {step} could not be written to {self.folder}: {named}")
+        named = "; ".join(problems.splitlines())
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {named}"
+        )
+
+    def close(self) -> None:
+        """Wait for what is being written. Raises CheckpointError."""
+        self._complete_request()
+        self.wait()
+        self.comm.Free()
+
+    def __enter__(self) -> Self:
+        self._note.__enter__()
+        self._watchdog.enter(Phase.STEPPING)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._note.__exit__(kind, error, trace)
+        if self._watchdog.raised_together(kind):
+            self._watchdog.enter(Phase.WAITING)
+            self.close()
+        self._watchdog.enter(Phase.ENDING)

@@ -2,7 +2,7 @@
 
     FOLDER/step-00000050/common.safetensors        what is equal on all ranks: parameters, optimizer
                          rank-00000.safetensors    one rank's own: residual, thresholds, boundaries, batch norm, RNG
-                         manifest.json             written last: size and SHA-256 of every file, and of itself
+                         manifest.json             written last: what the set is of, size and SHA-256 of every file
     FOLDER/.step-00000050                          a set that is being written; renamed when it is whole
     FOLDER/step-00000050.refused                   one that a run could not use and continued from an older one
 
@@ -12,14 +12,12 @@ safetensors hold no code. `sha256sum` gives the digests that the manifest has.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
@@ -29,61 +27,52 @@ from safetensors import SafetensorError
 from data.durable import create, own_folder, sync
 from jobs.restart.packing import Snapshot, unpack
 
-FORMAT = "oktopk checkpoint 1"
 COMMON = "common.safetensors"
 MANIFEST = "manifest.json"
 _SET = re.compile(r"step-(\d{8,})")
-_DRAFT = re.compile(r"\.step-(\d{8,})(\.replaced)?")
-_REFUSED = re.compile(r"step-(\d{8,})\.refused")
+_DRAFT = re.compile(r"\.step-\d{8,}(\.replaced)?")
+_REFUSED = re.compile(r"step-\d{8,}\.refused")
 
 
 class BadCheckpointError(Exception):
-    """A set that must not be used; the message names the file and what is wrong with it."""
+    """A set that must not be used; the message names in one line the file and what is wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("; ".join(message.splitlines()))
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Identity that a set shares with the run that continues from it.
-
-    Attributes:
-        model: digest of the names, shapes and types of all parameters and buffers.
-        method: that reduces the gradients.
-        length: elements of the gradient (n).
-    """
-
-    model: str
-    method: str
-    length: int
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(BaseModel):
     """A file as its writer left it."""
 
-    name: str
-    nbytes: int
-    sha256: str
-
-
-class _PartEntry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     bytes: int
     sha256: str
 
 
-class _Manifest(BaseModel):
-    """The part of a manifest that is needed; the rest is for readers."""
+class Manifest(BaseModel):
+    """What a set is of, and its files. Other keys, such as versions and host, are for readers.
 
-    model_config = ConfigDict(strict=True)
+    Attributes:
+        step: steps done.
+        ranks: that wrote it.
+        model: digest of the names, shapes and types of all parameters and buffers.
+        method: that reduces the gradients.
+        length: elements of the gradient (n).
+        config: of the run: section -> key -> value.
+        files: name -> file, one for each rank and COMMON.
+    """
 
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: Literal["oktopk checkpoint 1"] = "oktopk checkpoint 1"
     step: int
+    ranks: int = Field(ge=1)
     model: str
     method: str
     length: int
-    ranks: int = Field(ge=1)
-    files: dict[str, _PartEntry]
-    config: dict[str, dict[str, Any]] = {}
+    config: dict[str, dict[str, Any]]
+    files: dict[str, Part]
 
 
 def rank_file(rank: int) -> str:
@@ -115,9 +104,9 @@ def write_part(path: Path, snapshot: Snapshot) -> Part:
         safetensors.torch.save_file(snapshot.tensors, part, metadata={"state": snapshot.tree})
         # the library makes it its owner's alone; the folder has what this user's umask leaves
         part.chmod(draft.stat().st_mode & 0o666)
-        nbytes, digest = _measure(part)
+        written = _measure(part)
         sync(part)
-    return Part(path.name, nbytes, digest)
+    return written
 
 
 def read_part(path: Path) -> dict[str, Any]:
@@ -134,52 +123,57 @@ def read_part(path: Path) -> dict[str, Any]:
         raise BadCheckpointError(f"{path.name} holds no state: {type(error).__name__} {error}") from error
 
 
-def seal(folder: Path, step: int, parts: list[Part], about: Mapping[str, Any], keep: int) -> Path:
+def seal(folder: Path, manifest: Manifest, keep: int) -> None:
     """Make a set of the parts in the draft, then remove older ones until `keep` are left with it.
 
     Raises:
         OSError: it cannot be written, or a part is not there: parts must lie where rank 0 sees them.
     """
-    draft, final = draft_folder(folder, step), set_folder(folder, step)
-    for part in parts:
-        seen = (draft / part.name).stat().st_size
-        if seen != part.nbytes:
-            raise OSError(f"{draft / part.name} has {seen} bytes, but {part.nbytes} were written")
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, **about}
-    manifest["files"] = {part.name: {"bytes": part.nbytes, "sha256": part.sha256} for part in parts}
-    manifest["digest"] = _digest(manifest)
+    draft, final = draft_folder(folder, manifest.step), set_folder(folder, manifest.step)
+    for name, part in manifest.files.items():
+        seen = (draft / name).stat().st_size
+        if seen != part.bytes:
+            raise OSError(f"{draft / name} has {seen} bytes, but {part.bytes} were written")
     with own_folder(draft) as whole:
         with open(create(whole / MANIFEST), "w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=1) + "\n")
+            file.write(manifest.model_dump_json(indent=1) + "\n")
         sync(whole / MANIFEST)
         sync(whole)
-    if final.exists():
-        # of the same step, and refused when the run resumed from an older one
-        stale = final.with_name(f".{final.name}.replaced")
-        final.rename(stale)
-        shutil.rmtree(stale, ignore_errors=True)
+    if final.exists():  # of the same step, and refused when the run resumed from an older one
+        _discard(final)
     draft.rename(final)
     sync(folder)
     # a newer one is none of this run's: had it been usable, the run would have continued from it
-    older = [path for path in list_sets(folder) if _step_of(path) <= step]
-    for old in older[keep:]:
-        # hidden first: half a set must not look like one
-        hidden = old.rename(old.with_name(f".{old.name}.replaced"))
-        shutil.rmtree(hidden, ignore_errors=True)
-    return final
+    for old in [path for path in list_sets(folder) if _step_of(path) <= manifest.step][keep:]:
+        _discard(old)
+
+
+def _discard(path: Path) -> None:
+    # hidden first: half a set must not look like one
+    hidden = path.rename(path.with_name(f".{path.name}.replaced"))
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def list_sets(folder: Path) -> list[Path]:
     """All sets, whole or not, newest first."""
-    sets = [path for path in folder.iterdir() if _SET.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(sets, key=_step_of, reverse=True)
+    return sorted(_named(folder, _SET), key=_step_of, reverse=True)
+
+
+def _named(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    return [path for path in folder.iterdir() if name.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def remove_drafts(folder: Path) -> None:
     """Remove what writers that were killed left behind."""
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        if _DRAFT.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _named(folder, _DRAFT):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_sets(folder: Path) -> None:
+    """Remove all sets, drafts and those that were refused too, so that a run starts afresh."""
+    for path in (*list_sets(folder), *_named(folder, _REFUSED)):
+        shutil.rmtree(path)
+    remove_drafts(folder)
 
 
 def set_aside(path: Path) -> Path:
@@ -194,86 +188,50 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def remove_sets(folder: Path) -> None:
-    """Remove all sets, those that were refused too, so that a run starts afresh."""
-    refused = [path for path in folder.iterdir() if _REFUSED.fullmatch(path.name)] if folder.is_dir() else []
-    for path in (*list_sets(folder), *refused):
-        shutil.rmtree(path)
-
-
-def read_manifest(path: Path, identity: Identity) -> dict[str, Any]:
-    """The manifest of a set, and whether it is one for this run.
+def read_manifest(path: Path, identity: Mapping[str, Any]) -> Manifest:
+    """The manifest of a set, for a run whose sets have the keys of `identity` alike.
 
     Raises:
-        BadCheckpointError: missing, damaged, of another format or model, or a part is missing or not as long as it was.
+        BadCheckpointError: missing, damaged, of another format or run, or its files are not those of its ranks.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        sound = isinstance(manifest, dict) and manifest.get("digest") == _digest(manifest)
-    except FileNotFoundError:
-        raise BadCheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadCheckpointError(f"{MANIFEST} is damaged: {error}") from error
-    form = manifest.get("format") if isinstance(manifest, dict) else None
-    if form != FORMAT:
-        raise BadCheckpointError(_wrong_format(form))
-    if not sound:
-        raise BadCheckpointError(f"{MANIFEST} is damaged: its digest does not fit")
-    try:
-        _Manifest.model_validate(manifest)
+        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except OSError as error:
+        raise BadCheckpointError(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"]))
-        raise BadCheckpointError(f"{MANIFEST} is damaged: {key}: {fault['msg']}") from None
-    if manifest["step"] != _step_of(path):
-        raise BadCheckpointError(f"{MANIFEST} is of step {manifest['step']}")
-    for name, here in vars(identity).items():
-        if manifest[name] != here:
-            raise BadCheckpointError(f"of another run: {name} {manifest[name]!r} there, {here!r} here")
-    parts, ranks = manifest["files"], manifest["ranks"]
+        named = ": ".join((*map(str, fault["loc"]), fault["msg"]))
+        raise BadCheckpointError(f"{MANIFEST} is damaged or of another format: {named}") from None
+    if manifest.step != _step_of(path):
+        raise BadCheckpointError(f"{MANIFEST} is of step {manifest.step}")
+    for name, here in identity.items():
+        if (there := getattr(manifest, name)) != here:
+            raise BadCheckpointError(f"of another run: {name} {there!r} there, {here!r} here")
     # compared before names are made of the number
-    if len(parts) != ranks + 1 or parts.keys() != {COMMON, *map(rank_file, range(ranks))}:
+    files, ranks = manifest.files.keys(), manifest.ranks
+    if len(files) != ranks + 1 or files != {COMMON, *map(rank_file, range(ranks))}:
         raise BadCheckpointError(f"{MANIFEST} is damaged: its files are not those of {ranks} ranks")
-    for name, file in parts.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise BadCheckpointError(f"{name} is missing: {error.strerror}") from None
-        if size != file["bytes"]:
-            raise BadCheckpointError(f"{name} is truncated: {size} of {file['bytes']} bytes")
     return manifest
 
 
-def check_part(path: Path, manifest: Mapping[str, Any]) -> None:
+def check_part(path: Path, manifest: Manifest) -> None:
     """Read a part through. Raises BadCheckpointError: it cannot be read, or is not what was written."""
+    written = manifest.files[path.name]
     try:
-        _, digest = _measure(path)
+        found = _measure(path)
     except OSError as error:
         raise BadCheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    if digest != manifest["files"][path.name]["sha256"]:
+    if found.bytes != written.bytes:
+        raise BadCheckpointError(f"{path.name} is truncated: {found.bytes} of {written.bytes} bytes")
+    if found.sha256 != written.sha256:
         raise BadCheckpointError(f"{path.name} is damaged: its SHA-256 does not fit")
 
 
 def _step_of(path: Path) -> int:
-    match = _SET.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.removeprefix("step-"))
 
 
-def _measure(path: Path) -> tuple[int, str]:
+def _measure(path: Path) -> Part:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    content = {name: value for name, value in manifest.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _wrong_format(form: Any) -> str:
-    family, _, number = str(form).rpartition(" ")
-    own, _, newest = FORMAT.rpartition(" ")
-    if family == own and number.isdigit() and int(number) > int(newest):
-        return f"its format {form!r} is newer than this program's, {FORMAT!r}"
-    return f"its format is {form!r}, not {FORMAT!r}"
+        return Part(bytes=file.tell(), sha256=digest)

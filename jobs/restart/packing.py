@@ -7,7 +7,7 @@ packed, so nothing that is read back can be more than data.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.tree = ""
         self.tensors: dict[str, Tensor] = {}
-        self._pending: list[Callable[[], object]] = []
+        self._copying: list[torch.cuda.Event] = []
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Copy the state.
@@ -40,30 +40,21 @@ class Snapshot:
         Raises:
             TypeError: something in the state is neither data nor a container of it; names where.
         """
+        given: dict[str, Tensor] = {}
+        self.tree = json.dumps(_encode(state, "", given))
         kept, self.tensors = self.tensors, {}
-        devices: set[torch.device] = set()
-
-        def copy(tensor: Tensor, name: str) -> None:
-            tensor = tensor.detach()
+        for name, tensor in given.items():
             host = kept.get(name)
-            on_gpu = tensor.device.type == "cuda"
             if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-            host.copy_(tensor, non_blocking=on_gpu)
-            self.tensors[name] = host
-            if on_gpu:
-                devices.add(tensor.device)
-
-        self.tree = json.dumps(_encode(state, (), copy))
-        for device in devices:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._pending.append(event.synchronize)
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.tensors[name] = host.copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+            self._copying.append(torch.cuda.current_stream(device).record_event())
 
     def wait(self) -> None:
         """Return when the copies are complete; any thread may wait."""
-        while self._pending:
-            self._pending.pop()()
+        while self._copying:
+            self._copying.pop().synchronize()
 
 
 def unpack(tree: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -78,39 +69,44 @@ def unpack(tree: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return state
 
 
-def _encode(value: Any, path: tuple[str, ...], copy: Callable[[Tensor, str], None]) -> Any:
-    name = "/".join(path)
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """What JSON can hold of a value; puts the tensors in it among the others."""
+
+    def inner(key: Any, item: Any) -> Any:
+        return _encode(item, f"{name}/{key}" if name else str(key), tensors)
+
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
-        copy(value, name)
+        tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, np.ndarray):
-        copy(torch.from_numpy(np.ascontiguousarray(value)), name)
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
         return {"array": name}
     if isinstance(value, Mapping):
         if not all(type(key) in (str, int) for key in value):
             raise TypeError(f"{name}: a key is neither text nor an integer")
-        return {"dict": [[key, _encode(inner, (*path, str(key)), copy)] for key, inner in value.items()]}
+        return {"dict": [[key, inner(key, item)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        inner = [_encode(item, (*path, str(place)), copy) for place, item in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": inner}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [inner(place, item) for place, item in enumerate(value)]}
     raise TypeError(f"{name}: a checkpoint cannot hold a {type(value).__name__}")
 
 
 def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(node, _PLAIN):
         return node
-    ((kind, content),) = node.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "array":
-        return tensors[content].numpy()
-    if kind == "dict":
-        return {key: _decode(inner, tensors) for key, inner in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in content]
-        return tuple(items) if kind == "tuple" else items
-    raise ValueError(f"not a packed state: {kind!r}")
+    match node:
+        case {"tensor": name}:
+            return tensors[name]
+        case {"array": name}:
+            return tensors[name].numpy()
+        case {"dict": items}:
+            return {key: _decode(item, tensors) for key, item in items}
+        case {"list": items}:
+            return [_decode(item, tensors) for item in items]
+        case {"tuple": items}:
+            return tuple(_decode(item, tensors) for item in items)
+    raise ValueError(f"not a packed state: {str(node)[:60]}")

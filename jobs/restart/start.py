@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from data.durable import take_lock
 from data.prepared_file import data_checksum
 from jobs.config.config import Config
-from jobs.restart import files
-from jobs.restart.resume import differences
+from jobs.config.differences import differences
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
 from jobs.run.probe import check_readable
@@ -33,8 +32,7 @@ _FREE = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """How a run begins.
 
     Attributes:
@@ -88,7 +86,7 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
 
 
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
-    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see resume.differences."""
+    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see `differences`."""
     free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
     return differences(saved, config.to_json(), free)
 
@@ -105,8 +103,11 @@ def _exists(path: Path) -> str:
     return f"run file {path} exists: choose another name (run.file) or allow it to be replaced (run.overwrite=true)"
 
 
-class FolderLock:
-    """Keeps a second job from writing the same checkpoints; held until the process ends, however it ends.
+@contextmanager
+def folder_lock(folder: Path, patience: float = 15.0) -> Iterator[None]:
+    """Keep a second job from writing the same checkpoints, within it or until the process ends, however it ends.
+
+    A folder in which nothing was written is removed afterwards.
 
     Args:
         folder: made if need be.
@@ -116,34 +117,23 @@ class FolderLock:
         RunFileError: another process holds it.
         OSError: the folder cannot be written.
     """
-
-    def __init__(self, folder: Path, patience: float = 15.0) -> None:
-        self._folder, self._path = folder, folder / "lock"
-        descriptor = take_lock(self._path, patience)
-        if descriptor is None:
-            holder = self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
-            raise RunFileError(f"{folder} is in use by {holder or 'another process'}")
-        self._file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        job = provenance.job()
-        with contextlib.suppress(OSError):  # on a full disk the holder has no name
-            self._file.truncate(0)
-            self._file.write(
-                f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
-            )
-            self._file.flush()
-
-    def release(self) -> None:
-        """Let go of it, and leave no folder where nothing was written; again is allowed."""
+    path = folder / "lock"
+    descriptor = take_lock(path, patience)
+    if descriptor is None:
+        holder = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        raise RunFileError(f"{folder} is in use by {holder or 'another process'}")
+    job = provenance.job()
+    holder = f"process {os.getpid()} on {provenance.host()}{f', Slurm job {job}' if job else ''}\n"
+    with suppress(OSError):  # on a full disk the holder has no name
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
+    try:
+        yield
+    finally:
         # on a lost file system there is nothing to tidy, and the error that it caused is the one to be told
-        with contextlib.suppress(OSError):
-            if not self._file.closed and [path.name for path in self._folder.iterdir()] == [self._path.name]:
-                self._path.unlink()
-                self._folder.rmdir()
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def begin_afresh(folder: Path) -> None:
-    """Remove the checkpoints of a run that is replaced. Before its run file: what is left of both must not look like one run."""
-    files.remove_sets(folder)
-    files.remove_drafts(folder)
+        with suppress(OSError):
+            if os.listdir(folder) == [path.name]:
+                path.unlink()
+                folder.rmdir()
+        with suppress(OSError):
+            os.close(descriptor)

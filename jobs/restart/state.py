@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import islice
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +16,20 @@ from torch import Tensor, nn
 from jobs.cluster.agreement import decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError
-from jobs.restart.resume import MOMENTS, RESIDUALS, Found
+from jobs.restart.resume import Found
 from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
-from jobs.train.tasks.task import Workload
 from oktopk import MissingRanksError
-from oktopk.elastic import check_read
-from oktopk.torch.states import check_groups
+from oktopk.elastic import check_read, redistribute
+
+RESIDUALS = ("reducer", "tables", "updates")
+"""Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
+
+MOMENTS = "state"
+"""That of the torch optimizer, which differs too where each rank's steps alone."""
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """A run's place in the data.
 
     samples counts those of all ranks in this epoch, so that another number of ranks finds the place too.
@@ -37,8 +39,7 @@ class Position:
     samples: int = 0
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Steps done, and the place in the data.
 
     Attributes:
@@ -47,47 +48,7 @@ class Progress:
     """
 
     done: int = 0
-    position: Position = field(default_factory=Position)
-
-
-class BatchStream:
-    """This rank's batches from a position on, epoch after epoch.
-
-    Args:
-        workload: whose batches.
-        samples_per_batch: of all ranks together.
-        start: where; the first batch that begins there or after.
-        per_epoch: batches of an epoch, at most the workload's: with several to a step some may be left over.
-    """
-
-    def __init__(self, workload: Workload, samples_per_batch: int, start: Position, per_epoch: int) -> None:
-        self._workload, self._samples, self._per_epoch = workload, samples_per_batch, per_epoch
-        self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
-        self._batches = self._rest_of_epoch()
-
-    def _rest_of_epoch(self) -> Iterator[Any]:
-        left = max(0, self._per_epoch - self._taken)
-        return islice(self._workload.batches(self._epoch, self._taken), left)
-
-    @property
-    def position(self) -> Position:
-        return Position(self._epoch, self._taken * self._samples)
-
-    @property
-    def count(self) -> int:
-        """Batches from the first epoch's first to here, had all been as large."""
-        return self._epoch * self._per_epoch + self._taken
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            for batch in self._batches:
-                self._taken += 1
-                return batch
-            self._epoch, self._taken = self._epoch + 1, 0
-            self._batches = self._rest_of_epoch()
+    position: Position = Position()
 
 
 def capture(
@@ -111,7 +72,7 @@ def capture(
     own = {
         "buffers": dict(model.named_buffers()),
         **residuals,
-        "position": asdict(position),
+        "position": position._asdict(),
         "random": _random_state(),
     }
     return common, own
@@ -135,122 +96,107 @@ def restore(
         BadCheckpointError: the checkpoint does not hold the state of this run; on every rank alike. Another one must be restored
             then, as parts of it may be in the run already.
     """
-    rank = comm.rank
-    name = files.rank_file(rank % found.ranks)
+    rank, heir = comm.rank, comm.rank % found.ranks
+    where = f"{files.COMMON} and {files.rank_file(heir)} hold no state of this run"
 
-    def take() -> tuple[dict[str, Any], Position]:
-        """What this rank can do by itself."""
-        try:
-            return taken()
-        except (RuntimeError, *_DAMAGED) as error:
-            text = f"{files.COMMON} and {name} hold no state of this run: {type(error).__name__} {error}"
-            raise BadCheckpointError(text) from error
+    def saved_residuals(saved_rank: int) -> dict[str, Any]:
+        own = found.own(saved_rank)
+        return {name: own[name] for name in (*RESIDUALS, MOMENTS) if name in own}
 
-    def taken() -> tuple[dict[str, Any], Position]:
-        common, own = found.common(), found.own(rank % found.ranks)
-        _copy(files.COMMON, "model", common["model"], model.named_parameters())
-        _copy(name, "buffers", own["buffers"], model.named_buffers())
-        residuals = found.residuals(rank, comm.size, optimizer.hosts)
-        try:
+    def read() -> tuple[dict[str, Any], Position]:
+        """What a rank can do by itself."""
+        with _refusing_what_is_damaged(where):
+            common, own = found.common(), found.own(heir)
+            residuals = redistribute(saved_residuals, found.ranks, rank, comm.size, optimizer.hosts)
             check_read(residuals)
-        except ValueError as error:
-            raise BadCheckpointError(str(error)) from error
-        state = {**common["optimizer"], **residuals}
-        _check_optimizer(name if MOMENTS in residuals else files.COMMON, state, optimizer.inner)
-        if not isinstance(residuals["reducer"], dict):
-            raise BadCheckpointError(f"{name} holds no state of this run: reducer is none")
-        if rank < found.ranks:
-            _set_random_state(own["random"])
-        else:
-            torch.manual_seed(
-                np.random.SeedSequence([seed, rank, found.step]).generate_state(1, np.uint64)[0]
-            )
-        return state, _position(own["position"])
+            state = {**common["optimizer"], **residuals}
+            _check_kind({**common, **own, **state}, _own_kind(model, optimizer.inner, state["state"]))
+            position, saved = Position(**own["position"]), common["model"] | own["buffers"]
+            if not all(0 <= number < 2**53 for number in position):
+                raise ValueError(f"{position} is no place in the data")
+            with torch.no_grad():
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    tensor.copy_(saved[name])
+            if rank < found.ranks:
+                _set_random_state(own["random"])
+            else:
+                fresh = np.random.SeedSequence([seed, rank, found.step])
+                torch.manual_seed(fresh.generate_state(1, np.uint64)[0])
+            return state, position
 
-    state, position = decide_together(comm, take, (BadCheckpointError,), _refused)
+    def load() -> None:
+        with _refusing_what_is_damaged(where):
+            optimizer.load_state_dict(state)
+
+    state, position = decide_together(comm, read, (BadCheckpointError,), BadCheckpointError)
     positions = comm.allgather(position)
     if positions.count(position) < comm.size:
         raise BadCheckpointError(f"the ranks have different positions in the data: {positions}")
-
-    def load() -> None:
-        try:
-            optimizer.load_state_dict(state)
-        except MissingRanksError:  # the ranks are apart
-            raise
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-
-    decide_together(comm, load, _DAMAGED, _refused)
+    decide_together(comm, load, (BadCheckpointError,), BadCheckpointError)
     return Progress(found.step, position)
 
 
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a state that is none raises where it is loaded."""
-
-
-def _refused(message: str) -> BadCheckpointError:
-    return BadCheckpointError("; ".join(message.splitlines()))
-
-
-def _copy(part: str, kind: str, saved: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy saved tensors into those of a model, once it is known that all fit."""
-    tensors = list(tensors)
-    for name, tensor in tensors:
-        given = saved.get(name)
-        if not isinstance(given, Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
-            what = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else repr(given)[:40]
-            wanted = f"{tensor.dtype}{list(tensor.shape)}"
-            raise BadCheckpointError(
-                f"{part} holds no state of this run: {kind} has {name} {what}, not {wanted}"
-            )
-    with torch.no_grad():
-        for name, tensor in tensors:
-            tensor.copy_(saved[name])
-
-
-def _check_optimizer(part: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise BadCheckpointError where a state would end a step of the optimizer, which torch does not see when it loads it."""
-    problem = ""
+@contextmanager
+def _refusing_what_is_damaged(where: str) -> Iterator[None]:
+    """Raise BadCheckpointError for what a state that is none raises where it is read or loaded."""
     try:
-        check_groups(optimizer, state)
-    except ValueError as error:
-        problem = str(error)
-    for own, theirs in zip(optimizer.param_groups, [] if problem else state["param_groups"], strict=False):
-        for name, value in own.items():
-            if name != "params" and not _like(theirs.get(name, ...), value):
-                problem = f"a group has {name} {theirs.get(name)!r}, not one like {value!r}"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [] if problem else [number for group in state["param_groups"] for number in group["params"]]
-    places = dict(zip(numbers, parameters, strict=True)) if not problem else {}
-    kept = kept_by(optimizer)
-    for number, held in state["state"].items() if not problem else ():
-        if number not in places:
-            problem = f"a parameter {number!r} that is in no group"
-        elif {name for name, value in held.items() if value is not None} != kept.keys():
-            problem = f"parameter {number} has {', '.join(map(str, held))}, not {', '.join(kept)}"
-        else:
-            for name, scalar in kept.items():
-                shape, value = torch.Size() if scalar else places[number].shape, held[name]
-                if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
-                    problem = f"parameter {number} has a {name} that is no float{list(shape)}"
-    if problem:
-        raise BadCheckpointError(f"{part} holds no state of this optimizer: {problem}")
+        yield
+    except MissingRanksError:  # the ranks are apart
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise BadCheckpointError(f"{where}: {type(error).__name__} {error}") from error
 
 
-def _like(given: Any, own: Any) -> bool:
-    """Whether a setting of a group is of the kind that the optimizer has: a switch, a finite number, or several of them."""
-    if own is None or isinstance(own, bool):
-        return given is None or isinstance(given, bool)
-    if isinstance(own, tuple):
-        return isinstance(given, tuple) and len(given) == len(own) and all(map(_like, given, own))
-    return type(given) is type(own) and bool(np.isfinite(given))
+def _own_kind(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[int]) -> dict[str, Any]:
+    """Of what kind a state of this run is that has what the optimizer keeps of the parameters with these numbers."""
+    numbered = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = dict(numbered)
+    kept, single = kept_by(optimizer), torch.tensor(0.0)
+    return {
+        "model": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+        "position": Position()._asdict(),
+        "reducer": {},
+        "param_groups": optimizer.state_dict()["param_groups"],
+        "state": {
+            number: {name: single if alone else parameters[number] for name, alone in kept.items()}
+            for number in saved
+        },
+    }
 
 
-def _position(saved: Any) -> Position:
-    for name in ("epoch", "samples"):
-        if type(saved[name]) is not int or not 0 <= saved[name] < 2**53:
-            raise BadCheckpointError(f"the position in the data has {name} {saved[name]!r}")
-    return Position(**saved)
+def _check_kind(saved: Any, own: Any, where: str = "") -> None:
+    """Raise ValueError where a nested state is not of the kind of this run's own, which would end a step later on.
+
+    Keys that only the saved one has do not count. A switch may be another one, or none.
+    """
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(own, Tensor):
+        alike = isinstance(saved, Tensor) and saved.shape == own.shape
+        alike = alike and saved.is_floating_point() == own.is_floating_point()
+    elif isinstance(own, Mapping):
+        alike = isinstance(saved, Mapping)
+        inner = own.items()
+    elif isinstance(own, list | tuple):
+        alike = type(saved) is type(own) and len(saved) == len(own)
+        inner = enumerate(own)
+    elif own is None or isinstance(own, bool):
+        alike = saved is None or isinstance(saved, bool)
+    else:
+        alike = type(saved) is type(own) and (isinstance(own, str) or bool(np.isfinite(saved)))
+    if not alike:
+        raise ValueError(f"{where} is {_kind(saved)}, not like {_kind(own)}")
+    for key, value in inner:
+        place = f"{where}/{key}" if where else str(key)
+        if isinstance(own, Mapping) and key not in saved:
+            raise ValueError(f"{place} is missing")
+        _check_kind(saved[key], value, place)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    return type(value).__name__ if isinstance(value, Mapping) else repr(value)[:80]
 
 
 def model_digest(model: nn.Module) -> str:

@@ -51,14 +51,8 @@ class Watchdog:
         around: float,
         together: tuple[type[BaseException], ...] = (),
     ) -> None:
-        self._comm, self._together = comm, together
-        self._seconds = {
-            Phase.STARTING: around,
-            Phase.STEPPING: step,
-            Phase.EVALUATING: around,
-            Phase.WAITING: 2.0 * step,
-            Phase.ENDING: around,
-        }
+        self.step = step
+        self._comm, self._around, self._together = comm, around, together
         self._phase = Phase.STARTING
         self._done = 0
         self._moves = 0
@@ -79,8 +73,12 @@ class Watchdog:
         """Note that something is done that may take as long as what follows it."""
         self._moves += 1
 
+    def raised_together(self, kind: type[BaseException] | None) -> bool:
+        """Whether all ranks leave a block as this one does: without an error, or with the same one."""
+        return kind is None or issubclass(kind, self._together)
+
     def __enter__(self) -> Self:
-        if any(self._seconds.values()):
+        if self.step or self._around:
             self._thread.start()
         return self
 
@@ -88,7 +86,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.enter(Phase.ENDING)
-        if kind is None or issubclass(kind, self._together):
+        if self.raised_together(kind):
             self._comm.Barrier()
         self._leaving.set()
         if self._thread.is_alive():
@@ -101,7 +99,8 @@ class Watchdog:
             idle += _PULSE
             if self._moves != seen:
                 seen, idle = self._moves, 0.0
-            seconds = self._seconds[self._phase]
+            limits = {Phase.STEPPING: self.step, Phase.WAITING: 2.0 * self.step}
+            seconds = limits.get(self._phase, self._around)
             if seconds and idle >= seconds:
                 self._end(seconds)
                 idle = 0.0
@@ -126,21 +125,14 @@ class Watchdog:
             return
         text = (
             f"rank {self._comm.rank} of {self._comm.size}: {self._phase.value} for {seconds:g} s, {self._done} steps "
-            f"done; the job is ended unless it goes on within {GRACE:g} s. Its threads, the innermost call first:\n{stacks()}"
+            f"done; the job is ended unless it goes on within {GRACE:g} s. Its threads, the innermost call first:\n"
         )
-        with contextlib.suppress(OSError, ValueError):  # closed
-            os.write(sys.__stderr__.fileno(), text.encode())
-
-
-def stacks() -> str:
-    """The stacks of all threads of this process, as far as 64 KiB hold them."""
-    # no file: the file system may be what hangs
-    reader, writer = os.pipe()
-    try:
-        os.set_blocking(writer, False)
-        faulthandler.dump_traceback(writer, all_threads=True)
-    finally:
-        os.close(writer)
-        with os.fdopen(reader, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    return text
+        # in memory, as the file system may be what hangs, and written at once, as all ranks write
+        with (
+            open(os.memfd_create("stacks"), "w+b", buffering=0) as memory,
+            contextlib.suppress(OSError, ValueError),
+        ):
+            memory.write(text.encode())
+            faulthandler.dump_traceback(memory, all_threads=True)
+            memory.seek(0)
+            os.write(sys.__stderr__.fileno(), memory.read())  # an error: it is closed

@@ -15,8 +15,9 @@ from jobs.cluster.agreement import Refused, decide_on_root, say
 from jobs.config.config import Config
 from jobs.config.modes import row_of
 from jobs.restart.checkpoint import CheckpointError
-from jobs.restart.session import Resumed, Session
+from jobs.restart.session import Session
 from jobs.restart.signals import Interrupted
+from jobs.restart.state import Progress
 from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
@@ -50,17 +51,17 @@ def train(config: Config, comm: MPI.Intracomm, build: Build) -> None:
             say(comm, f"jobs.train: {config.run.file} is complete: nothing to do")
             return
         setup = set_up(config, comm, build)
-        resumed = session.resume(setup.workload.model, setup.optimizer)
+        progress = session.resume(setup.workload.model, setup.optimizer)
         with (
-            open_run_file(setup, session, resumed) as file,
-            session.safeguard(resumed, watchdog) as safeguard,
+            open_run_file(setup, session, progress) as file,
+            session.checkpointer(progress, watchdog) as checkpointer,
         ):
-            TrainingLoop(setup, file, resumed.progress, safeguard).run()
+            TrainingLoop(setup, file, progress, checkpointer).run()
         setup.optimizer.close()
 
 
 @contextmanager
-def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[RunFile | None]:
+def open_run_file(setup: Setup, session: Session, progress: Progress) -> Iterator[RunFile | None]:
     """The run file on rank 0, None elsewhere, closed with how the block ended; collective.
 
     Raises:
@@ -93,7 +94,7 @@ def open_run_file(setup: Setup, session: Session, resumed: Resumed) -> Iterator[
             job=provenance.job(),
             data=data_checksum(config.data.path),
         )
-        created.append(session.create_run_file(info, resumed))
+        created.append(session.create_run_file(info, progress))
 
     decide_on_root(comm, create, (RunFileError, OSError))
     file = created[0] if created else None

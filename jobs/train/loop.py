@@ -19,12 +19,13 @@ from collectives.dense_allreduce import dense_words
 from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
-from jobs.restart.session import Safeguard
-from jobs.restart.state import BatchStream, Progress, capture
+from jobs.restart.checkpoint import Checkpointer
+from jobs.restart.state import Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
+from jobs.train.batches import BatchStream
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import agreed, apply, reduce
@@ -70,16 +71,18 @@ class TrainingLoop:
         setup: what is trained, with what; learning rates of its optimizer follow the schedule.
         file: where rank 0 records, None on the others.
         progress: what earlier jobs of the run have done.
-        safeguard: called after every step.
+        checkpointer: called after every step.
     """
 
-    def __init__(self, setup: Setup, file: RunFile | None, progress: Progress, safeguard: Safeguard) -> None:
+    def __init__(
+        self, setup: Setup, file: RunFile | None, progress: Progress, checkpointer: Checkpointer
+    ) -> None:
         config, comm, workload = setup.config, setup.comm, setup.workload
         self.config, self.comm, self.workload = config, comm, workload
         self.optimizer, self.placement = setup.optimizer, setup.placement
         self.file = file
         self.steps_per_epoch = workload.steps_per_epoch // config.training.accumulate
-        self.safeguard = safeguard
+        self.checkpointer = checkpointer
         self.batches = BatchStream(
             workload,
             config.training.batch_size * comm.size,
@@ -143,13 +146,13 @@ class TrainingLoop:
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
-                    self.safeguard.before_evaluation()
+                    self.checkpointer.before_evaluation()
                     self._evaluate(step + 1)
                 elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
                     self._check_same_parameters(step + 1)
                 before = functools.partial(self._before_checkpoint, step + 1)
                 last = step + 1 == self.steps
-                self.safeguard.after_step(step + 1, last=last, capture=self._capture, before=before)
+                self.checkpointer.after_step(step + 1, last=last, capture=self._capture, before=before)
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()

@@ -16,7 +16,7 @@ from jobs.bench.document import BenchError, Output
 from jobs.experiment.worker import Outcome
 from jobs.render.table import write_columns
 from jobs.report.write import report
-from jobs.restart.start import FolderLock
+from jobs.restart.start import folder_lock
 from jobs.run.file import RunFile, RunFileError
 from tests.jobs.bench.test_bandwidth import at_rate
 from tests.jobs.report.test_report import write_run
@@ -41,7 +41,7 @@ FOLDERS = (".step-00000001", "runs")
 WRITERS: dict[str, Callable[[Path], object]] = {
     "run.h5": lambda folder: RunFile(folder / "run.h5", INFO, overwrite=True),
     ".run.h5.part": lambda folder: RunFile(folder / "run.h5", INFO),
-    "lock": FolderLock,
+    "lock": lambda folder: folder_lock(folder).__enter__(),
     ".step-00000001": lambda folder: write_set(folder, 1),
     ".data.h5.lock": lock_output,
     ".data.h5.part": prepare,

@@ -199,8 +199,8 @@ MUTANTS = (
     Mutant(
         "checkpoint-digest",
         "jobs/restart/files.py",
-        'if digest != manifest["files"][path.name]["sha256"]:',
-        "if not digest:",
+        "if found.sha256 != written.sha256:",
+        "if not found.sha256:",
         "the checksum of a checkpoint's part is not checked",
         f"{_ALONE} tests/jobs/restart/test_files.py",
     ),

@@ -102,3 +102,66 @@ def test_a_bucket_that_does_not_belong_to_the_others_is_named(comm: MPI.Intracom
 def test_numbers_that_are_none_of_ranks_are_refused(numbers: tuple[Any, Any, Any]) -> None:
     with pytest.raises(ValueError, match="rank"):
         inherited_ranks(*numbers)
+
+
+def test_every_saved_rank_is_inherited_once() -> None:
+    for saved in range(1, 10):
+        for ranks in range(1, 10):
+            heirs = [list(inherited_ranks(rank, ranks, saved)) for rank in range(ranks)]
+            assert sorted(rank for theirs in heirs for rank in theirs) == list(range(saved))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", ["oktopk", "topka", "gtopk"])
+def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(comm: MPI.Intracomm, method: str) -> None:
+    """All ranks save; the first half of them continue, and then all again."""
+    length = 1000
+    # small integers, so that sums are exact
+    random = np.random.default_rng(comm.rank)
+    settings: dict[str, Any] = {"density": 0.05, "average": False}
+    before = GradientAllreduce(comm, length, method, **settings)
+    for _ in range(3):
+        before.step(random.integers(-8, 9, length).astype(np.float32))
+    saved = before.state_dict()
+    total = comm.allreduce(saved["residual"])
+    before.close()
+    few = max(1, comm.size // 2)
+    group = comm.Split(int(comm.rank < few), comm.rank)
+    everyone = comm.allgather(saved)
+    if comm.rank < few:
+        middle = GradientAllreduce(group, length, method, **settings)
+        middle.load_state_dict(moved(everyone, group))
+        assert np.array_equal(group.allreduce(middle.state_dict()["residual"]), total)
+        middle.step(np.zeros(length, np.float32))
+        remaining = group.allreduce(middle.state_dict()["residual"])
+        assert np.array_equal(remaining + middle.update, total)
+        saved = middle.state_dict()
+        middle.close()
+    fewer = [state for state in comm.allgather(saved if comm.rank < few else None) if state is not None]
+    after = GradientAllreduce(comm, length, method, **settings)
+    after.load_state_dict(moved(fewer, comm))
+    kept = after.state_dict()["residual"]
+    kept = np.zeros(length, np.float32) if kept is None else kept
+    assert np.array_equal(comm.allreduce(kept), sum(state["residual"] for state in fewer))
+    report = after.step(np.ones(length, np.float32))
+    assert report.exact or comm.size == 1  # where there is one rank as before, it goes on bit for bit
+    after.close()
+    group.Free()
+
+
+def moved(saved: list[dict[str, Any]], comm: MPI.Intracomm) -> dict[str, Any]:
+    return redistribute(saved.__getitem__, len(saved), comm.rank, comm.size)
+
+
+def test_fewer_ranks_sum_residuals_and_more_ranks_begin_without() -> None:
+    own = {"residual": np.full(5, 1.0, np.float32), "methods": {}, "last_k": 3}
+
+    def read(rank: int) -> dict[str, Any]:
+        return {"reducer": own}
+
+    alone, beyond, as_before = (
+        redistribute(read, 3, rank, ranks)["reducer"] for rank, ranks in ((0, 1), (3, 4), (1, 3))
+    )
+    assert alone["residual"].tolist() == [3.0] * 5
+    assert (beyond["residual"].tolist(), beyond["last_k"]) == ([0.0] * 5, None)
+    assert as_before["last_k"] == 3

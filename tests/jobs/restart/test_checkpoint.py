@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: agreed on, valid as a whole, found again, and handed on to other numbers of ranks."""
+"""Checkpoints of several ranks: agreed on, valid as a whole, and found again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -19,13 +18,12 @@ from mpi4py import MPI
 from jobs.cluster.agreement import Refused
 from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
-from jobs.restart.checkpoint import Checkpointer, CheckpointError, Due
-from jobs.restart.files import Identity
+from jobs.restart.checkpoint import Checkpointer, CheckpointError
 from jobs.restart.resume import Found, find
-from oktopk import GradientAllreduce
-from oktopk.elastic import inherited_ranks, redistribute
+from jobs.restart.signals import Interrupted, SignalNote
+from jobs.restart.watchdog import Watchdog
 
-IDENTITY = Identity(model="abc", method="oktopk", length=1000)
+IDENTITY = {"model": "abc", "method": "oktopk", "length": 1000}
 
 
 @pytest.fixture
@@ -38,47 +36,57 @@ def folder(comm: MPI.Intracomm) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def checkpointer(comm: MPI.Intracomm, folder: Path | None, **arguments: Any) -> Checkpointer:
-    config = CheckpointConfig(
-        every_steps=arguments.pop("steps", 0), every_minutes=arguments.pop("minutes", 0.0), keep=2
-    )
-    made = Checkpointer(comm, folder, IDENTITY, {}, config, patience=30.0, **arguments)
-    made.start(0)
-    return made
+class Run(Checkpointer):
+    """Checkpoints of a run whose steps change no state but their number.
 
+    Attributes:
+        signals: what this rank's signals are noted by.
+        saved: steps after which checkpoints were taken.
+    """
 
-def states(comm: MPI.Intracomm, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"weights": torch.full((10,), float(step))}, {"mine": torch.full((10,), float(comm.rank))}
+    def __init__(
+        self, comm: MPI.Intracomm, folder: Path | None, *, steps: int = 0, minutes: float = 0.0, done: int = 0
+    ) -> None:
+        due = CheckpointConfig(every_steps=steps, every_minutes=minutes, keep=2)
+        watchdog, self.signals = Watchdog(comm, step=30.0, around=0.0), SignalNote()
+        super().__init__(comm, folder, IDENTITY | {"config": {}}, due, self.signals, watchdog, done=done)
+        self.saved: list[int] = []
 
+    def save(self, done: int, *states: Any, wait: bool = False) -> None:
+        self.saved.append(done)
+        states = (
+            {"weights": torch.full((10,), float(done))},
+            {"mine": torch.full((10,), float(self.comm.rank))},
+        )
+        super().save(done, *states, wait=wait)
 
-def run(made: Checkpointer, comm: MPI.Intracomm, steps: int, seconds: float = 0.0) -> list[tuple[int, Due]]:
-    """Steps with what is due after each; ends at STOP."""
-    done: list[tuple[int, Due]] = []
-    for step in range(1, steps + 1):
-        time.sleep(seconds)
-        due = made.due(step, last=step == steps)
-        if due is not Due.NOTHING:
-            made.save(step, *states(comm, step), wait=step == steps or due is Due.STOP)
-            done.append((step, due))
-        if due is Due.STOP:
-            break
-    made.close()
-    return done
+    def run(self, steps: range, last: int = 0, seconds: float = 0.0) -> None:
+        """Steps with what is due after each."""
+        for step in steps:
+            time.sleep(seconds)
+            self.after_step(step, last=step == last, capture=lambda: ({}, {}), before=lambda: None)
+
+    def save_all(self, *steps: int) -> None:
+        """Checkpoints after these steps, each waited for; and the end."""
+        for step in steps:
+            self.save(step, wait=True)
+        self.close()
 
 
 def found_set(comm: MPI.Intracomm, folder: Path, say: Callable[[str], object] = print) -> Found:
     """The set to go on from, which must be there."""
-    found = find(comm, folder, IDENTITY, say)
+    found = find(comm, folder, IDENTITY, say, lambda found: None)
     assert found is not None
-    return found
+    return found[0]
 
 
 @pytest.mark.mpi
 def test_sets_are_due_by_steps_and_at_the_end_and_are_found(comm: MPI.Intracomm, folder: Path) -> None:
-    saved = run(checkpointer(comm, folder, steps=10), comm, 25, seconds=0.02)
-    assert saved[-1] == (25, Due.SAVE)
-    assert saved[0] == (10, Due.SAVE)
-    assert len({str(theirs) for theirs in comm.allgather(saved)}) == 1
+    made = Run(comm, folder, steps=10)
+    made.run(range(1, 26), last=25, seconds=0.02)
+    made.close()
+    assert (made.saved[0], made.saved[-1]) == (10, 25)
+    assert comm.allgather(made.saved) == [made.saved] * comm.size
     found = found_set(comm, folder)
     assert (found.step, found.ranks) == (25, comm.size)
     assert found.common()["weights"].tolist() == [25.0] * 10
@@ -86,128 +94,119 @@ def test_sets_are_due_by_steps_and_at_the_end_and_are_found(comm: MPI.Intracomm,
 
 
 @pytest.mark.mpi
-def test_sets_are_due_by_rank_0s_clock(comm: MPI.Intracomm, folder: Path) -> None:
-    saved = run(checkpointer(comm, folder, minutes=0.2 / 60), comm, 30, seconds=0.03)
-    assert len({str(theirs) for theirs in comm.allgather(saved)}) == 1
-    assert len(saved) >= 2
-    assert all(later - earlier >= 2 for (earlier, _), (later, _) in pairwise(saved[:-1]))
-
-
-@pytest.mark.mpi
-def test_a_signal_on_one_rank_stops_all_at_the_same_step(comm: MPI.Intracomm, folder: Path) -> None:
-    received = 0
-    made = checkpointer(comm, folder, received=lambda: received)
-    for step in range(1, 100):
-        received = 10 if comm.rank == comm.size - 1 and step >= 5 else 0
-        if made.due(step, last=False) is Due.STOP:
-            made.save(step, *states(comm, step), wait=True)
-            break
+@pytest.mark.parametrize("written", [True, False])
+def test_sets_are_due_by_the_clock_once_an_interval(comm: MPI.Intracomm, folder: Path, written: bool) -> None:
+    made = Run(comm, folder if written else None, minutes=0.2 / 60)
+    made.run(range(1, 31), last=30, seconds=0.03)
     made.close()
-    assert comm.allgather(step) == [6] * comm.size
-    assert made.stop_signal == 10
-    assert found_set(comm, folder).step == 6
+    assert comm.allgather(made.saved) == [made.saved] * comm.size
+    assert len(made.saved) >= 2
+    assert all(later - earlier >= 2 for earlier, later in pairwise(made.saved[:-1]))
 
 
 @pytest.mark.mpi
-def test_without_a_folder_a_signal_still_stops(comm: MPI.Intracomm) -> None:
-    made = checkpointer(comm, None, steps=3, received=lambda: 15 * (comm.rank == 0))
-    assert run(made, comm, 20) == [(2, Due.STOP)]
+@pytest.mark.parametrize("written", [True, False])
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(
+    comm: MPI.Intracomm, folder: Path, written: bool
+) -> None:
+    made = Run(comm, folder if written else None, steps=3)
+    made.run(range(1, 5))
+    made.signals.received = 10 * (comm.rank == comm.size - 1)
+    with pytest.raises(Interrupted) as stopped:
+        made.run(range(5, 100))
+    made.close()
+    assert (stopped.value.step, stopped.value.signal_number) == (6, 10)
+    assert made.saved == [3, 6]
+    if written:
+        assert found_set(comm, folder).step == 6
 
 
 @pytest.mark.mpi
-def test_without_a_folder_a_set_is_due_once_an_interval(comm: MPI.Intracomm) -> None:
-    made = checkpointer(comm, None, steps=3)
-    assert run(made, comm, 10) == [(step, Due.SAVE) for step in (3, 6, 9, 10)]
-    saved = run(checkpointer(comm, None, minutes=0.2 / 60), comm, 30, seconds=0.03)
-    assert len(saved) >= 2
-    assert all(later - earlier >= 2 for (earlier, _), (later, _) in pairwise(saved[:-1]))
-
-
-@pytest.mark.mpi
-def test_writing_that_fails_while_ranks_agree_is_not_taken_for_done(
+def test_no_set_is_due_while_one_is_being_written(
     comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = threading.Event()
+    free, write_part = threading.Event(), files.write_part
+    monkeypatch.setattr(files, "write_part", lambda *part: free.wait(20.0) and write_part(*part))
+    made = Run(comm, folder, steps=2)
+    made.run(range(1, 8))
+    assert made.saved == [2]
+    free.set()
+    made.run(range(8, 40), seconds=0.02)
+    made.close()
+    assert len(made.saved) > 2
+    assert comm.allgather(made.saved) == [made.saved] * comm.size
 
-    def write(path: Path, snapshot: object) -> None:
-        failing.wait(20.0)
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, -1])
+def test_writing_that_fails_while_ranks_agree_is_an_error_on_all_though_others_are_still_at_it(
+    comm: MPI.Intracomm, folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, ended = threading.Event(), threading.Event()
+
+    def write(path: Path, snapshot: Any) -> None:
+        (failing if comm.rank == rank % comm.size else ended).wait(20.0)
         raise OSError
 
-    made = checkpointer(comm, folder)
+    made = Run(comm, folder)
     monkeypatch.setattr(files, "write_part", write)
-    made.save(1, *states(comm, 1))
-    look = made._problem
+    made.save(1)
+    late = made._late
 
-    def look_and_fail() -> str:
-        seen = look()
+    def fail_in_between() -> bool:
         failing.set()
-        assert made._task is not None
-        made._task.wait(20.0)
-        return seen
+        if made._task is not None and comm.rank == rank % comm.size:
+            made._task.exception(20.0)
+        return late()
 
-    monkeypatch.setattr(made, "_problem", look_and_fail)
-    with pytest.raises(CheckpointError, match=r"of step 1 .* rank 0: OSError\(\)"):
-        for step in (2, 3, 4):
-            made.due(step, last=False)
+    monkeypatch.setattr(made, "_late", fail_in_between)
+    with pytest.raises(CheckpointError, match=r"of step 1 could not be written to .*OSError"):
+        made.run(range(2, 5))
+    ended.set()
 
 
 @pytest.mark.mpi
 def test_a_set_that_cannot_be_written_is_an_error_on_every_rank(comm: MPI.Intracomm, folder: Path) -> None:
-    run(checkpointer(comm, folder), comm, 3)
-    made = checkpointer(comm, folder, steps=5)
-    made.start(3)
+    Run(comm, folder).save_all(3)
+    made = Run(comm, folder, steps=5, done=3)
     if comm.rank == 0:
         # no folder can be made where a file is
         files.draft_folder(folder, 8).write_text("in the way")
     comm.barrier()
-    with pytest.raises(CheckpointError, match=r"the checkpoint of step 8 .* rank 0: .*step-00000008"):
-        for step in range(4, 60):
-            time.sleep(0.01)
-            if made.due(step, last=False) is Due.SAVE:
-                made.save(step, *states(comm, step))
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 8 .*step-00000008"):
+        made.run(range(4, 60), seconds=0.01)
     assert found_set(comm, folder).step == 3
 
 
 @pytest.mark.mpi
 def test_a_damaged_part_of_any_rank_makes_all_use_the_set_before(comm: MPI.Intracomm, folder: Path) -> None:
-    made = checkpointer(comm, folder)
-    for step in (10, 20):
-        made.save(step, *states(comm, step), wait=True)
-    made.close()
+    Run(comm, folder).save_all(10, 20)
     if comm.rank == comm.size - 1:
         path = files.set_folder(folder, 20) / files.rank_file(comm.rank)
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
     comm.barrier()
     said: list[str] = []
     assert found_set(comm, folder, said.append).step == 10
-    if comm.rank == 0:
-        refused, aside = said
-        assert f"step-00000020 refused: rank-{comm.size - 1:05d}.safetensors is damaged" in refused
-        assert aside.endswith("step-00000020 set aside as step-00000020.refused")
+    named = f"rank {comm.size - 1}: " * (comm.size > 1) + f"rank-{comm.size - 1:05d}.safetensors is damaged"
+    assert f"step-00000020 refused: {named}" in said[0]
+    assert said[1].endswith("step-00000020 set aside as step-00000020.refused")
 
 
 @pytest.mark.mpi
 def test_sets_that_were_refused_push_out_none_that_is_written_after_them(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    made = checkpointer(comm, folder)
-    for step in (10, 20):
-        made.save(step, *states(comm, step), wait=True)
-    made.close()
+    Run(comm, folder).save_all(10, 20)
     if comm.rank == 0:
         # as many as are kept
         for step in (30, 40):
             shutil.copytree(files.set_folder(folder, 20), files.set_folder(folder, step))
     comm.barrier()
     assert found_set(comm, folder, lambda line: None).step == 20
-    made = checkpointer(comm, folder)
     for step in (21, 22, 23):
-        made.save(step, *states(comm, step), wait=True)
+        Run(comm, folder).save_all(step)
         # a job that is killed here continues from here
         assert found_set(comm, folder, pytest.fail).step == step
-    made.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         "step-00000022",
         "step-00000023",
@@ -220,82 +219,9 @@ def test_sets_that_were_refused_push_out_none_that_is_written_after_them(
 def test_sets_that_are_all_damaged_end_every_rank_and_none_at_all_is_a_start(
     comm: MPI.Intracomm, folder: Path
 ) -> None:
-    assert find(comm, folder / "none", IDENTITY, print) is None
-    assert find(comm, folder, IDENTITY, print) is None
-    run(checkpointer(comm, folder), comm, 2)
-    other = Identity(model="xyz", method="oktopk", length=1000)
+    for path in (folder / "none", folder):
+        assert find(comm, path, IDENTITY, pytest.fail, pytest.fail) is None
+    Run(comm, folder).save_all(2)
     with pytest.raises(Refused, match="no checkpoint in .* can be used"):
-        find(comm, folder, other, lambda line: None)
-
-
-def test_every_saved_rank_is_inherited_once() -> None:
-    for saved in range(1, 10):
-        for ranks in range(1, 10):
-            heirs = [list(inherited_ranks(rank, ranks, saved)) for rank in range(ranks)]
-            assert sorted(rank for theirs in heirs for rank in theirs) == list(range(saved))
-    with pytest.raises(ValueError, match="rank 4 is not in"):
-        inherited_ranks(4, 4, 2)
-    with pytest.raises(ValueError, match="at least 1"):
-        inherited_ranks(0, 1, 0)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("method", ["oktopk", "topka", "gtopk"])
-def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(
-    comm: MPI.Intracomm, folder: Path, method: str
-) -> None:
-    """All ranks save; the first half of them continue, and then all again."""
-    length = 1000
-    # small integers, so that sums are exact
-    random = np.random.default_rng(comm.rank)
-    settings: dict[str, Any] = {"density": 0.05, "average": False}
-    before = GradientAllreduce(comm, length, method, **settings)
-    for _ in range(3):
-        before.step(random.integers(-8, 9, length).astype(np.float32))
-    saved = before.state_dict()
-    total = comm.allreduce(saved["residual"])
-    before.close()
-    few = max(1, comm.size // 2)
-    group = comm.Split(int(comm.rank < few), comm.rank)
-    everyone = comm.allgather(saved)
-    if comm.rank < few:
-        middle = GradientAllreduce(group, length, method, **settings)
-        middle.load_state_dict(moved(everyone, group))
-        assert np.array_equal(group.allreduce(middle.state_dict()["residual"]), total)
-        middle.step(np.zeros(length, np.float32))
-        remaining = group.allreduce(middle.state_dict()["residual"])
-        assert np.array_equal(remaining + middle.update, total)
-        saved = middle.state_dict()
-        middle.close()
-    fewer = [state for state in comm.allgather(saved if comm.rank < few else None) if state is not None]
-    after = GradientAllreduce(comm, length, method, **settings)
-    after.load_state_dict(moved(fewer, comm))
-    kept = after.state_dict()["residual"]
-    kept = np.zeros(length, np.float32) if kept is None else kept
-    assert np.array_equal(comm.allreduce(kept), sum(state["residual"] for state in fewer))
-    report = after.step(np.ones(length, np.float32))
-    assert report.exact or comm.size == 1  # where there is one rank as before, it goes on bit for bit
-    after.close()
-    group.Free()
-
-
-def moved(saved: list[dict[str, Any]], comm: MPI.Intracomm) -> dict[str, Any]:
-    return redistribute(saved.__getitem__, len(saved), comm.rank, comm.size)
-
-
-@pytest.mark.mpi
-def test_a_set_of_more_ranks_gives_every_reducer_its_share(comm: MPI.Intracomm, folder: Path) -> None:
-    made = checkpointer(comm, folder)
-    reducer: dict[str, Any] = {
-        "residual": np.full(5, 1.0, np.float32),
-        "methods": {},
-        "last_k": 3,
-    }
-    made.save(1, {}, {"reducer": reducer}, wait=True)
-    made.close()
-    path = files.set_folder(folder, 1)
-    found = Found(path, 1, comm.size)
-    assert found.residuals(0, 1)["reducer"]["residual"].tolist() == [float(comm.size)] * 5
-    beyond = found.residuals(comm.size, comm.size + 1)["reducer"]
-    assert (beyond["residual"].tolist(), beyond["last_k"]) == ([0.0] * 5, None)
-    assert found.residuals(comm.rank, comm.size)["reducer"]["last_k"] == 3
+        find(comm, folder, IDENTITY | {"model": "xyz"}, lambda line: None, pytest.fail)
+    assert found_set(comm, folder, pytest.fail).step == 2

@@ -22,6 +22,8 @@ RANKS = 2
 DEADLINE = 10.0  # for a job to end; under load, where it takes longer to start, as long as that
 WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
+WAITS = pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
+DISK = pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
 
 
 @pytest.mark.timeout(1200)
@@ -97,7 +99,7 @@ def assert_gone(job: Job, deadline: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
+@WAITS
 @pytest.mark.timeout(400)
 def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
@@ -123,41 +125,34 @@ def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_hangs_makes_every_rank_print_its_stack(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog={WATCHDOG}"], ["hang=1:25"])
-    assert job.wait() not in (0, 2, 75), job.said
-    for rank in range(RANKS):
-        assert f"rank {rank} of {RANKS}: no step for {WATCHDOG:g} s, 24 steps done" in job.said
-    stacks = job.said.split(f"rank 1 of {RANKS}: no step")[1]
-    assert "tiny_job.py" in stacks
-    assert "in loss" in stacks
-    assert_gone(job, time.monotonic() + DEADLINE)
-
-
-@pytest.mark.long("waits for watchdogs; `make test` has a rank that hangs in a step")
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("fault", "phase", "done", "where"),
-    [("1:build", "starting", 0, "in __init__"), ("0:close", "ending", 60, "in __exit__")],
+    ("fault", "limit", "told", "where"),
+    [
+        ("1:25", "watchdog", "no step for 6 s, 24 steps done", "in loss"),
+        pytest.param(
+            "1:build", "watchdog_around", "starting for 6 s, 0 steps done", "in __init__", marks=WAITS
+        ),
+        pytest.param(
+            "0:close", "watchdog_around", "ending for 6 s, 60 steps done", "in __exit__", marks=WAITS
+        ),
+    ],
 )
-def test_a_rank_that_hangs_before_the_first_step_or_after_the_last_is_found(
-    tmp_path: Path, fault: str, phase: str, done: int, where: str
+def test_a_rank_that_hangs_makes_every_rank_print_its_stack(
+    tmp_path: Path, fault: str, limit: str, told: str, where: str
 ) -> None:
     path, rank = tmp_path / "run.h5", fault[0]
-    job = Job(path, RANKS, [f"run.watchdog_around={WATCHDOG}"], [f"hang={fault}"])
+    job = Job(path, RANKS, [f"run.{limit}={WATCHDOG}"], [f"hang={fault}"])
     assert job.wait() not in (0, 1, 2, 75), job.said
-    told = f"{phase} for {WATCHDOG:g} s, {done} steps done"
     for each in range(RANKS):
         assert f"rank {each} of {RANKS}: {told}" in job.said
     stack = job.said.split(f"rank {rank} of {RANKS}: {told}")[1].split(" steps done")[0]
+    assert "tiny_job.py" in stack
     assert "in stand_still" in stack
     assert where in stack
     assert_gone(job, time.monotonic() + DEADLINE)
-    job = Job(path, RANKS)
-    assert job.wait() == 0, job.said
 
 
-@pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
+@WAITS
 @pytest.mark.timeout(400)
 def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
     settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
@@ -185,7 +180,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
+@DISK
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run_file_too", [False, True])
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
@@ -216,7 +211,7 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
     assert steps_done(path) == 3000
 
 
-@pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
+@DISK
 @pytest.mark.timeout(400)
 def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
     path, folder = tmp_path / "run.h5", tmp_path / "shared" / "checkpoints"

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -16,10 +15,9 @@ from data.prepared_file import data_checksum
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.restart.session import Session
-from jobs.restart.start import FolderLock, checkpoint_folder, plan_start
+from jobs.restart.start import Start, checkpoint_folder, folder_lock, plan_start
 from jobs.run.file import RunFile, RunFileError, RunInfo
-from jobs.run.reader import read_record
-from tests.jobs.run.test_file import INFO, columns, evaluation
+from tests.jobs.run.test_file import INFO
 from tests.small_experiment import write_images
 
 
@@ -32,50 +30,52 @@ def leave_run_file(
     path: Path, made: Config, status: str, ranks: int = 4, job: str = "", data: str = ""
 ) -> None:
     info = RunInfo(**{**vars(INFO), "config": made.to_json(), "ranks": ranks, "job": job, "data": data})
-    RunFile(path, info).close(status)
+    RunFile(path, info, overwrite=True).close(status)
 
 
-def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    start = plan_start(config(path), 4, {})
-    assert (start.resume, start.complete, start.saved_ranks) == (True, False, None)
-    for status in ("running", "failed", "interrupted", "complete"):
-        path.unlink(missing_ok=True)
-        leave_run_file(path, config(path), status)
-        start = plan_start(config(path), 4, {})
-        assert (start.resume, start.complete, start.saved_ranks) == (True, status == "complete", 4)
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted", "complete"])
+def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(
+    tmp_path: Path, status: str
+) -> None:
+    made = config(tmp_path / "run.h5")
+    assert plan_start(made, 4, {}) == Start(resume=True)
+    leave_run_file(tmp_path / "run.h5", made, status)
+    assert plan_start(made, 4, {}) == Start(resume=True, complete=status == "complete", saved_ranks=4)
 
 
-def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    leave_run_file(path, config(path), "interrupted")
-    with pytest.raises(RunFileError, match=r"of another run: training\.seed: 0 there, 3 here"):
-        plan_start(config(path, training={"steps": 10, "seed": 3}), 4, {})
+# section -> settings of the run, those of its continuation, and the key that keeps it from continuing, "" for none
+DDP, OVERLAP = {"method": "ddp"}, {"overlap": True, "bucket_mb": 25.0}
+CONTINUATIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("training", {}, {"seed": 3}, r"training\.seed: 0 there, 3 here"),
     # what nothing that is computed depends on
-    free = config(path, training={"steps": 10, "threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
-    assert plan_start(free, 4, {}).resume
-    # the size of buckets only where a run has some; by default GPUs have others
-    for there, here, continued in (
-        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 25.0}, True),
-        ({"method": "ddp"}, {"method": "ddp", "bucket_mb": 100.0}, False),
-        ({"method": "oktopk"}, {"method": "oktopk", "bucket_mb": 100.0}, True),
-        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True}, False),
-        ({"overlap": True, "bucket_mb": 25.0}, {"overlap": True, "bucket_mb": 100.0}, False),
-    ):
-        path.unlink()
-        leave_run_file(path, config(path, reduction=there), "interrupted")
-        if continued:
-            assert plan_start(config(path, reduction=here), 4, {}).resume
+    ("training", {}, {"threads": 2}, ""),
+    ("checkpoint", {}, {"keep": 5}, ""),
+    ("run", {}, {"watchdog": 5.0}, ""),
+    # the size of buckets only where the run has some; by default GPUs have others
+    ("reduction", DDP, DDP | {"bucket_mb": 25.0}, ""),
+    ("reduction", DDP, DDP | {"bucket_mb": 100.0}, r"reduction\.bucket_mb: "),
+    ("reduction", {"method": "oktopk"}, {"method": "oktopk", "bucket_mb": 100.0}, ""),
+    ("reduction", OVERLAP, {"overlap": True}, r"reduction\.bucket_mb: "),
+    ("reduction", OVERLAP, OVERLAP | {"bucket_mb": 100.0}, r"reduction\.bucket_mb: "),
+    ("training", {}, {"batch_size": 32}, "batch_size: 16 there, 32 here"),
+]
+
+
+@pytest.mark.parametrize(("section", "there", "here", "differing"), CONTINUATIONS)
+def test_a_run_is_only_continued_with_its_own_settings(
+    tmp_path: Path, section: str, there: dict[str, Any], here: dict[str, Any], differing: str
+) -> None:
+    path = tmp_path / "run.h5"
+    steps = {"steps": 10} if section == "training" else {}
+    leave_run_file(path, config(path, **{section: steps | there}), "interrupted")
+    own = config(path, **{section: steps | here})
+    for ranks in (4, 2):
+        # the batch may follow the number of ranks, and nothing else
+        if not differing or (ranks == 2 and "batch_size" in here):
+            assert plan_start(own, ranks, {}).resume
         else:
-            with pytest.raises(RunFileError, match=r"of another run: reduction\.bucket_mb: "):
-                plan_start(config(path, reduction=here), 4, {})
-    path.unlink()
-    leave_run_file(path, config(path), "interrupted")
-    # the batch may follow the number of ranks, and nothing else
-    larger = config(path, training={"steps": 10, "batch_size": 32})
-    assert plan_start(larger, 2, {}).resume
-    with pytest.raises(RunFileError, match=r"batch_size: 16 there, 32 here"):
-        plan_start(larger, 4, {})
+            with pytest.raises(RunFileError, match=f"of another run: .*{differing}"):
+                plan_start(own, ranks, {})
 
 
 def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
@@ -84,7 +84,6 @@ def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> 
     for known in (data_checksum(images), ""):  # the run began without a file of data
         leave_run_file(path, made, "interrupted", data=known)
         assert plan_start(made, 4, {}).resume
-        path.unlink()
     leave_run_file(path, made, "interrupted", data="01234567-89abcdef")
     with pytest.raises(
         RunFileError, match=f"data: checksum 01234567-89abcdef there, {data_checksum(images)} here"
@@ -103,16 +102,14 @@ def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_sta
     # before it wrote anything: the earlier run is there still, complete, of other settings, or moved away
     for earlier in (wiped, config(path, training={"steps": 10, "seed": 3})):
         for status in ("complete", "interrupted"):
-            path.unlink(missing_ok=True)
             leave_run_file(path, earlier, status, job="6")
-            start = plan_start(wiped, 4, again)
-            assert (start.resume, start.complete, start.saved_ranks) == (False, False, None)
+            assert plan_start(wiped, 4, again) == Start(resume=False)
     path.unlink()
     assert not plan_start(wiped, 4, again).resume
     leave_run_file(path, wiped, "interrupted", job="7")
     assert plan_start(wiped, 4, again).resume
-    assert not plan_start(wiped, 4, {**again, "SLURM_RESTART_COUNT": "0"}).resume
-    assert not plan_start(wiped, 4, {}).resume
+    for first in ({**again, "SLURM_RESTART_COUNT": "0"}, {}):
+        assert not plan_start(wiped, 4, first).resume
     # whose it is cannot be told, and there may be checkpoints of hours
     os.truncate(path, 100)
     with pytest.raises(RunFileError, match="it cannot be continued"):
@@ -143,35 +140,36 @@ def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_pa
 
 def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> None:
     folder = tmp_path / "shared" / "checkpoints"
-    lock = FolderLock(folder)
-    folder.parent.rename(tmp_path / "gone")
-    lock.release()
+    with folder_lock(folder):
+        folder.parent.rename(tmp_path / "gone")
 
 
 def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    first = FolderLock(folder)
+    second = folder_lock(folder)
     with ThreadPoolExecutor() as others:
-        waiting = others.submit(FolderLock, folder, 10.0)
-        time.sleep(0.5)  # long enough to be waiting, most of the time
-        first.release()
-        second = waiting.result()
+        with folder_lock(folder):
+            waiting = others.submit(second.__enter__)
+            time.sleep(0.5)  # long enough to be waiting, most of the time
+        waiting.result()
     assert folder.exists()
-    with pytest.raises(RunFileError, match=f"is in use by process {os.getpid()} on "):
-        FolderLock(folder, patience=0.0)
-    second.release()
+    with (
+        pytest.raises(RunFileError, match=f"is in use by process {os.getpid()} on "),
+        folder_lock(folder, patience=0.0),
+    ):
+        pass
+    second.__exit__(None, None, None)
     assert not folder.exists()
 
 
 def test_a_job_plans_when_the_one_before_it_is_gone(tmp_path: Path) -> None:
     made = config(tmp_path / "run.h5")
     folder = checkpoint_folder(made)
-    first = FolderLock(folder)
     with ThreadPoolExecutor() as others:
-        waiting = others.submit(Session, made, MPI.COMM_SELF)
-        time.sleep(0.5)  # long enough to be waiting, most of the time
-        leave_run_file(tmp_path / "run.h5", made, "complete", ranks=1)
-        first.release()
+        with folder_lock(folder):
+            waiting = others.submit(Session, made, MPI.COMM_SELF)
+            time.sleep(0.5)  # long enough to be waiting, most of the time
+            leave_run_file(tmp_path / "run.h5", made, "complete", ranks=1)
         with waiting.result() as second:
             assert second.complete
     assert not folder.exists()
@@ -187,7 +185,7 @@ def test_only_a_complete_run_needs_no_folder_to_write_to(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "run.checkpoints")
 
-    monkeypatch.setattr("jobs.restart.session.FolderLock", refuse)
+    monkeypatch.setattr("jobs.restart.session.folder_lock", refuse)
     if status == "complete":
         assert Session(made, MPI.COMM_SELF).complete
         return
@@ -200,46 +198,3 @@ def test_a_job_that_is_refused_leaves_no_lock(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"run\.h5 is not a run file"):
         Session(config(tmp_path / "run.h5"), MPI.COMM_SELF)
     assert [path.name for path in tmp_path.iterdir()] == ["run.h5"]
-
-
-def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    with RunFile(path, INFO) as file:
-        file.append_steps(columns(1, 8), {"select": np.arange(8.0)})
-        file.append_evaluation(**evaluation(4))
-        file.append_evaluation(**evaluation(8))
-    (tmp_path / ".run.h5.part").write_text("a job that was killed while it continued left this")
-    later = RunInfo(**{**vars(INFO), "ranks": 2, "started": "2026-01-02T00:00:00+00:00"})
-    file = RunFile(path, later, overwrite=True, earlier=read_record(path, 5))
-    assert (file.done, file.elapsed) == (5, 0.5)
-    file.append_steps(columns(6, 3), {"reduce": np.ones(3), "select": np.ones(3)})
-    file.close("complete")
-    record = read_record(path, 100)
-    assert record.steps["step"].tolist() == list(range(1, 9))
-    assert record.evaluations["step"].tolist() == [4]
-    assert record.stages["select"].tolist() == [0, 1, 2, 3, 4, 1, 1, 1]
-    assert record.stages["reduce"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert record.segments["step"].tolist() == [0, 5]
-    assert record.segments["ranks"].tolist() == [4, 2]
-    assert record.started == INFO.started
-    assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
-
-
-def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run.h5"
-    synced: list[tuple[str, int, bool]] = []
-    RunFile(path, INFO).close("interrupted")
-    before = path.read_bytes()
-
-    def note(descriptor: int) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        synced.append((name.name, name.stat().st_size, path.read_bytes() == before))
-
-    monkeypatch.setattr(os, "fsync", note)
-    with RunFile(path, INFO, overwrite=True, earlier=read_record(path, 5)):
-        (draft, size, before_it), (folder, _, before_folder) = synced
-        assert (draft, before_it) == (".run.h5.part", True)
-        assert size >= len(before)
-        assert (folder, before_folder) == (tmp_path.name, False)

@@ -17,7 +17,7 @@ from data.durable import replaced
 from jobs.report.summary import read_readable
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import STAGE_SLOTS, RunFile, RunFileError, RunInfo, check_creatable
-from jobs.run.reader import RunReader
+from jobs.run.reader import RunReader, read_record
 
 INFO = RunInfo(
     config='{"training": {"steps": 3}}',
@@ -261,3 +261,46 @@ def test_more_stages_than_slots_share_the_last(tmp_path: Path) -> None:
         assert list(read)[-1] == "other"
         assert len(read) == STAGE_SLOTS
         assert read["other"].tolist() == [4.0]
+
+
+def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    with RunFile(path, INFO) as file:
+        file.append_steps(columns(1, 8), {"select": np.arange(8.0)})
+        file.append_evaluation(**evaluation(4))
+        file.append_evaluation(**evaluation(8))
+    (tmp_path / ".run.h5.part").write_text("a job that was killed while it continued left this")
+    later = RunInfo(**{**vars(INFO), "ranks": 2, "started": "2026-01-02T00:00:00+00:00"})
+    file = RunFile(path, later, overwrite=True, earlier=read_record(path, 5))
+    assert (file.done, file.elapsed) == (5, 0.5)
+    file.append_steps(columns(6, 3), {"reduce": np.ones(3), "select": np.ones(3)})
+    file.close("complete")
+    record = read_record(path, 100)
+    assert record.steps["step"].tolist() == list(range(1, 9))
+    assert record.evaluations["step"].tolist() == [4]
+    assert record.stages["select"].tolist() == [0, 1, 2, 3, 4, 1, 1, 1]
+    assert record.stages["reduce"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert record.segments["step"].tolist() == [0, 5]
+    assert record.segments["ranks"].tolist() == [4, 2]
+    assert record.started == INFO.started
+    assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
+
+
+def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.h5"
+    synced: list[tuple[str, int, bool]] = []
+    RunFile(path, INFO).close("interrupted")
+    before = path.read_bytes()
+
+    def note(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((name.name, name.stat().st_size, path.read_bytes() == before))
+
+    monkeypatch.setattr(os, "fsync", note)
+    with RunFile(path, INFO, overwrite=True, earlier=read_record(path, 5)):
+        (draft, size, before_it), (folder, _, before_folder) = synced
+        assert (draft, before_it) == (".run.h5.part", True)
+        assert size >= len(before)
+        assert (folder, before_folder) == (tmp_path.name, False)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.restart.state import BatchStream, Position
+from jobs.restart.state import Position
+from jobs.train.batches import BatchStream
 
 
 class Numbers:
