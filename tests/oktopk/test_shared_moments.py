@@ -10,10 +10,11 @@ import torch
 from mpi4py import MPI
 
 from oktopk import DistributedOptimizer, GradientAllreduce
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.interop import memory_of
 from oktopk.torch.local_step import SHARED_BY
 from oktopk.torch.replica import Replica
 from oktopk.torch.shared_moments import SLICES, SharedMoments
+from tests.devices import on_torchs_gpu, torch_device
 from tests.training import network, train
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
@@ -25,18 +26,20 @@ FEW = 3
 class Case:
     """An optimizer with second moments of this rank, over many octaves, and what averages them."""
 
-    def __init__(self, comm: MPI.Intracomm, **settings: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, device: str = "cpu", **settings: Any) -> None:
+        place = torch_device(device, comm)
         drawn = torch.Generator().manual_seed(comm.rank)
         shapes = [(40, 50), (7,), (3, 8, 5, 5), (0,), (1,)]
-        self.parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+        self.parameters = [torch.zeros(shape, device=place, requires_grad=True) for shape in shapes]
         optimizer = torch.optim.Adam(self.parameters)
         for parameter in self.parameters:
             octaves = torch.rand(parameter.shape, generator=drawn) * 20 - 60
-            optimizer.state[parameter] = {"exp_avg_sq": 2.0**octaves}
+            optimizer.state[parameter] = {"exp_avg_sq": (2.0**octaves).to(place)}
         self.state = optimizer.state
         length = sum(each.numel() for each in self.parameters)
-        self.reducer = GradientAllreduce(comm, length, "union", density=0.1, **settings)
-        self.shared = SharedMoments(optimizer, Replica(self.parameters), self.reducer, TensorMemory(), FEW)
+        settings = {"density": 0.1, "device": device, **settings}
+        self.reducer = GradientAllreduce(comm, length, "union", **settings)
+        self.shared = SharedMoments(optimizer, Replica(self.parameters), self.reducer, memory_of(place), FEW)
 
     def moments(self, number: int) -> torch.Tensor:
         return self.state[self.parameters[number]]["exp_avg_sq"]
@@ -49,23 +52,26 @@ class Case:
 def means(comm: MPI.Intracomm, values: torch.Tensor, weight: float = 1.0) -> np.ndarray[Any, Any]:
     """The mean over the ranks, in float64. weight: of this rank's."""
     total = np.zeros(values.shape)
-    comm.Allreduce(values.numpy().astype(np.float64) * weight, total)
+    comm.Allreduce(values.cpu().numpy().astype(np.float64) * weight, total)
     return total / comm.allreduce(weight)
 
 
 def near(found: torch.Tensor, wanted: np.ndarray[Any, Any]) -> bool:
     """Whether values differ by the rounding of 8 bits, there and back, over blocks of at most 25 octaves."""
-    return np.allclose(found.numpy(), wanted, rtol=2 * (2 ** (25 / 127 / 2) - 1), atol=0)
+    return np.allclose(found.cpu().numpy(), wanted, rtol=2 * (2 ** (25 / 127 / 2) - 1), atol=0)
 
 
-def test_all_slices_together_become_the_mean_with_the_same_bits_on_all_ranks(comm: MPI.Intracomm) -> None:
-    case = Case(comm)
+@pytest.mark.parametrize("device", ["cpu", on_torchs_gpu("cuda", id="cuda")])
+def test_all_slices_together_become_the_mean_with_the_same_bits_on_all_ranks(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    case = Case(comm, device)
     case.moments(0)[3] = 0.0
     wanted = [means(comm, case.moments(number)) for number in range(5)]
     case.average_all()
     for number, mean in enumerate(wanted):
         assert near(case.moments(number), mean)
-        assert len(set(comm.allgather(case.moments(number).numpy().tobytes()))) == 1
+        assert len(set(comm.allgather(case.moments(number).cpu().numpy().tobytes()))) == 1
     assert not case.moments(0)[3].any()
     assert case.reducer.take_traffic().bytes > 0
 
