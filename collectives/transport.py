@@ -363,6 +363,8 @@ class Transport(ABC):
         problem = ""
         try:
             yield
+        except MissingRanksError:
+            raise
         except Exception as error:  # of CUDA or a compiler, too: the other ranks wait below
             problem = str(error) or type(error).__name__
         problems = self.allgather_objects(problem)

@@ -19,8 +19,8 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.damage import StateError, reading
-from oktopk.elastic import check_read
+from oktopk.damage import StateError, state_errors
+from oktopk.elastic import check_redistributed
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
 from oktopk.settings import entries_kept, timeout_of
 from oktopk.state import check_state
@@ -446,14 +446,14 @@ class BucketedAllreduce:
 
     def check_state(self, state: Any) -> None:
         """Raise StateError where `load_state_dict` would refuse a state on this rank."""
-        check_read(state)
-        with reading(what="the state is not one of buckets: "):
+        check_redistributed(state)
+        with state_errors(what="the state is not one of buckets: "):
             buckets = [state["buckets"][str(number)] for number in range(len(state["buckets"]))]
             lengths = [bucket["length"] for bucket in buckets]
         if lengths != self.lengths:
             raise StateError(f"the state has buckets of {lengths} elements, this reducer of {self.lengths}")
         for number, (bucket, reducer) in enumerate(zip(buckets, self.buckets, strict=True)):
-            with reading(f"bucket {number}: "):
+            with state_errors(f"bucket {number}: "):
                 check_state(bucket, reducer)
 
     def reset(self) -> None:

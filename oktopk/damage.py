@@ -11,7 +11,7 @@ class StateError(ValueError):
 
 
 @contextmanager
-def reading(before: str = "", what: str = "the state is damaged: ") -> Iterator[None]:
+def state_errors(before: str = "", what: str = "the state is damaged: ") -> Iterator[None]:
     """Make a StateError of what goes wrong in a `with` block that reads a state, and put `before` before its sentence.
 
     Args:

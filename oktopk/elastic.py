@@ -75,7 +75,7 @@ def redistribute(
 
     Returns:
         A new state, without the key of `of_rank`; its vectors may be those of one that was read. Where a state that was read
-        cannot be, a state that `load_state_dict` refuses on all ranks, naming that rank: see `check_read`.
+        cannot be, a state that `load_state_dict` refuses on all ranks, naming that rank: see `check_redistributed`.
 
     Raises:
         ValueError: as `inherited_ranks`, or as many hosts as there are no ranks.
@@ -124,7 +124,7 @@ def without_residual(
     return {**state, **nothing, "rank": rank, "ranks": ranks, "hosts": None if hosts is None else list(hosts)}
 
 
-def check_read(state: Any) -> None:
+def check_redistributed(state: Any) -> None:
     """Raise StateError for what `redistribute` found wrong with the states that it read on this rank."""
     if isinstance(state, dict) and state.get("problem"):
         raise StateError(str(state["problem"]))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
-from collectives.transport import Transport
+from collectives.transport import MissingRanksError, Transport
 from oktopk.backend import Backend
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
@@ -243,6 +243,8 @@ class TwoLevels(Placement):
         with self._transport.together(ValueError) as common:
             try:
                 yield common, held, learned
+            except MissingRanksError:
+                raise
             except Exception as error:
                 failed = error
             for transport, mine, where in whom:

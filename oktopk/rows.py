@@ -26,7 +26,7 @@ from collectives.rows import (
 )
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport, refuse
 from oktopk.allreduce import NonFiniteGradientError
-from oktopk.damage import StateError, reading
+from oktopk.damage import StateError, state_errors
 from oktopk.devices import make_backend
 from oktopk.settings import Settings, timeout_of
 
@@ -264,7 +264,7 @@ class RowSparseAllreduce:
 
     def check_state(self, state: Any) -> None:
         """Raise StateError where `load_state_dict` would refuse a state on this rank."""
-        with reading(what="the state is not that of a table: "):
+        with state_errors(what="the state is not that of a table: "):
             length, width, steps = state["length"], state["width"], state["steps"]
         if (length, width) != (self.length, self.width):
             own = f"{self.length} x {self.width}"

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import EXACT_WIRES
-from oktopk.damage import StateError, reading
-from oktopk.elastic import check_read
+from oktopk.damage import StateError, state_errors
+from oktopk.elastic import check_redistributed
 from oktopk.methods import METHODS
 from oktopk.steps import Steps
 
@@ -165,7 +165,7 @@ class Resumable(Steps):
             self._vectors.pending = True
 
 
-@reading()
+@state_errors()
 def check_state(state: Any, loader: Resumable) -> None:
     """Raise StateError where a state cannot be loaded. Talks to no other rank.
 
@@ -175,7 +175,7 @@ def check_state(state: Any, loader: Resumable) -> None:
     """
     if not isinstance(state, dict):
         raise StateError(f"the state is a {type(state).__name__}, not a dict")
-    check_read(state)
+    check_redistributed(state)
     names = ("length", "method", *_COUNTS, "last_k", "unaided", "methods", "residual", *_PLACE, "wire")
     if missing := [name for name in names if name not in state]:
         raise StateError(f"the state lacks {', '.join(missing)}")

@@ -20,7 +20,7 @@ from jobs.restart.resume import Found
 from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
 from oktopk import MissingRanksError
-from oktopk.elastic import check_read, redistribute
+from oktopk.elastic import check_redistributed, redistribute
 
 RESIDUALS = ("reducer", "tables", "updates")
 """Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
@@ -108,7 +108,7 @@ def restore(
         with _refusing_what_is_damaged(where):
             common, own = found.common(), found.own(heir)
             residuals = redistribute(saved_residuals, found.ranks, rank, comm.size, optimizer.hosts)
-            check_read(residuals)
+            check_redistributed(residuals)
             state = {**common["optimizer"], **residuals}
             _check_kind({**common, **own, **state}, _own_kind(model, optimizer.inner, state["state"]))
             position, saved = Position(**own["position"]), common["model"] | own["buffers"]

@@ -19,8 +19,8 @@ from collectives.connect import connect
 from collectives.limit import Limit
 from collectives.transport import EVERY_RANK_CALLS, Transport
 from oktopk.buckets import BucketedAllreduce
-from oktopk.damage import StateError, reading
-from oktopk.elastic import check_read, of_rank
+from oktopk.damage import StateError, state_errors
+from oktopk.elastic import check_redistributed, of_rank
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import Settings, check_names, timeout_of
@@ -67,9 +67,10 @@ class OkTopkState:
 
     Raises:
         ValueError: a setting is not known or out of range.
-        RuntimeError: at the end of the backward pass, on every rank alike, with the text of what `BucketedAllreduce` raises, or
-            of a ValueError where optimizers, parameters or states do not fit. Gradients are then this rank's own, residuals as
-            before, and DDP can take its next backward pass.
+        RuntimeError: at the end of the backward pass, with the text of what `BucketedAllreduce` raises, or of a ValueError where
+            optimizers, parameters or states do not fit. All ranks raise a ValueError or NonFiniteGradientError alike. Gradients are
+            then this rank's own, residuals as before, at the latest in the next backward pass, and DDP can take that. After any
+            other error no later step is reduced.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
     Traffic: that of the method, for each bucket. In the first step, with static_graph=True in two, a dense allreduce: over
@@ -192,7 +193,7 @@ class OkTopkState:
                 buckets.add(given)
         else:
             buckets = self._buckets
-            with buckets.told():
+            with buckets.passed_on():
                 self._check_parameters(buckets)
         self._report = buckets.end(self._given)
 
@@ -212,9 +213,14 @@ class OkTopkState:
             )
 
     def _check_all_came(self) -> None:
-        """Raise RuntimeError where the last backward pass has ended without some buckets: other ranks may be waiting for them."""
-        if self._given:
-            started = 0 if self._buckets is None else self._buckets.reducer.started
+        """Raise RuntimeError where the last backward pass has ended without some buckets, or raised while some were reduced."""
+        started = 0 if self._buckets is None else self._buckets.reducer.started
+        if started and not self._given:
+            raise RuntimeError(
+                f"the last backward pass raised while {started} bucket(s) were reduced: take the next one, which undoes them, or "
+                "load a state"
+            )
+        if self._given:  # other ranks may be waiting for them
             raise RuntimeError(
                 f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
                 f"or it raised: load a state of before it; {_USE_ALL}"
@@ -325,14 +331,14 @@ class OkTopkState:
 
     def _check_state(self, state: Any) -> tuple[list[list[str]], list[str]]:
         """The buckets and tables of a state; ValueError where it cannot be loaded, as far as is known so far."""
-        check_read(state)
+        check_redistributed(state)
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
             raise StateError("the state is not one of OkTopkState.state_dict()")
         # not to be kept: they may be known before the DistributedDataParallel, whose group counts
         names = self._names
         with suppress(RuntimeError):  # there is neither yet
             names = names or self._parameter_names()
-        with reading():
+        with state_errors():
             buckets, tables = [list(names) for names in state["buckets"]], sorted(dict(state["tables"]))
             if state["reducer"] is None or not names:
                 return buckets, tables

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from collectives.closing import closes
 from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.damage import StateError, reading
+from oktopk.damage import StateError, state_errors
 from oktopk.results import StepReport
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
 from oktopk.torch.engine import OneVector
@@ -278,7 +278,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
         super()._check_parts(state, reducer, tables)
         if reducer is not None and self._in_buckets:
-            with reading():  # of a state without buckets the reducer says so
+            with state_errors():  # of a state without buckets the reducer says so
                 if "buckets" in reducer and list(reducer["order"]) != self._order:
                     raise StateError(
                         "the state has buckets of parameters in another order: pass the order that it was taken with"

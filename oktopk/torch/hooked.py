@@ -137,16 +137,16 @@ class HookedBuckets(Engine):
         if given.buffer.is_sparse:
             return
         number = self.reducer.started
-        with self.told():
+        with self.passed_on():
             self._check_order(given)
-        with self.told():
+        with self.passed_on():
             ours = number < len(self._layout) and given.buffer.dtype == self._dtype
             if ours and _key(given.parameters) == _key(self._layout[number]):
                 self._copies.pop(number, None)
                 self._start(number, given.buffer)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def passed_on(self) -> Iterator[None]:
         """Let an error of the `with` block, on this rank, be the problem of the step, which every rank raises in `end`."""
         try:
             yield
@@ -205,7 +205,7 @@ class HookedBuckets(Engine):
             length, device = sum(parameter.numel() for parameter in parameters), parameters[0].device
             self._copies[number] = torch.empty(length, dtype=self._dtype, device=device)
         if not self._problem:
-            with self.told():
+            with self.passed_on():
                 return torch.cat([came[parameter] for parameter in parameters], out=self._copies[number])
         return self._copies[number].zero_()
 

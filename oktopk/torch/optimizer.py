@@ -24,7 +24,7 @@ from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
 from oktopk.damage import StateError
-from oktopk.elastic import check_read, of_rank, saved_rank, without_residual
+from oktopk.elastic import check_redistributed, of_rank, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import DENSE_ABOVE, Settings, check_names, plain, timeout_of
@@ -586,7 +586,7 @@ class DistributedOptimizer(WrappedOptimizer):
             reducer = None if reducer is None else as_arrays(reducer)
             # the ranks that have another shard must not load theirs either
             with transport.together(ValueError) as given, self._replica.agree(what) as same:
-                check_read(state)
+                check_redistributed(state)
                 check(given, same)
                 given |= {"whether the state has residuals": reducer is not None}
                 given |= {"whether the state has tables": tables is not None}

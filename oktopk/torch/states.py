@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.damage import StateError, reading
+from oktopk.damage import StateError, state_errors
 
 NOT_AN_OPTIMIZERS = "the state is not that of an optimizer: "
 
@@ -50,7 +50,7 @@ def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     return convert(state) if isinstance(state, kind) else state
 
 
-@reading(what=NOT_AN_OPTIMIZERS)
+@state_errors(what=NOT_AN_OPTIMIZERS)
 def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Raise StateError where a state's groups are not those of the optimizer."""
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -59,7 +59,7 @@ def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
         raise StateError(f"the state has groups of {given} parameters, the optimizer of {own}")
 
 
-@reading(what=NOT_AN_OPTIMIZERS)
+@state_errors(what=NOT_AN_OPTIMIZERS)
 def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Raise StateError where what a state with the optimizer's groups keeps has another shape than its parameter."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]

@@ -19,7 +19,7 @@ from collectives.closing import closes
 from collectives.traffic import Traffic
 from collectives.transport import MissingRanksError, refuse
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.damage import StateError, reading
+from oktopk.damage import StateError, state_errors
 from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
@@ -546,7 +546,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if new and self._ratio is not None:
             self._ratio.measure()
             if self._moments is not None:
-                self._moments.average(self._ratio.measured, stepped)
+                with self._replica.together(what):
+                    self._moments.average(self._ratio.measured, stepped)
             _count(report, self.reducer.take_traffic())
         _count(report, self._replica.take_traffic())
 
@@ -670,10 +671,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 # torch's distributed checkpoint has those of one rank beside it
                 state.setdefault("param_groups", own["optimizer"]["param_groups"])
                 check_groups(self.inner, own["optimizer"])
-                with reading(what=NOT_AN_OPTIMIZERS):
+                with state_errors(what=NOT_AN_OPTIMIZERS):
                     state["state"] = self._replica.loaded(own["optimizer"], self.param_groups)
             moment = None if own is None else (own["exchanges"], own["steps"])
             same["the exchanges of the state, and steps since"] = moment
+            ratio = None if own is None else own["ratio"]
+            same["measurements of the state's ratio"] = None if ratio is None else ratio["measured"]
 
         unwritten = not self._reference.written(by_version=not self._steps)
         self._load_parts(state, check, empty)
@@ -692,8 +695,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self._selecting is not None:
                 self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
-            if self._ratio is not None and own is not None and own["ratio"] is not None:
-                self._ratio.load(own["ratio"])
+            if self._ratio is not None:
+                self._ratio.measured = 0  # ranks number their averages by it
+                if own is not None and own["ratio"] is not None:
+                    self._ratio.load(own["ratio"])
             if fits and own is not None:
                 self._go_on(own)
                 return
@@ -721,7 +726,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         else:
             self._reference.hold(own["local"].to(self._reference.vector.device), own["share"])
 
-    @reading(what="the state of updates is damaged: ")
+    @state_errors(what="the state of updates is damaged: ")
     def _check_own(self, own: Any) -> None:
         """Raise StateError where a state cannot be loaded on this rank."""
         length = self.length
