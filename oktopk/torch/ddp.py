@@ -68,9 +68,9 @@ class OkTopkState:
     Raises:
         ValueError: a setting is not known or out of range.
         RuntimeError: at the end of the backward pass, with the text of what `BucketedAllreduce` raises, or of a ValueError where
-            optimizers, parameters or states do not fit. All ranks raise a ValueError or NonFiniteGradientError alike. Gradients are
-            then this rank's own, residuals as before, at the latest in the next backward pass, and DDP can take that. After any
-            other error no later step is reduced.
+            optimizers, parameters or states do not fit. Every rank raises a ValueError or NonFiniteGradientError alike. Then
+            gradients are this rank's own, residuals are as before, at the latest in the next backward pass, and DDP can take
+            that. After any other error no later step is reduced.
 
     Memory: n words of residual and n of update; n elements more where the reducer's buckets are not DDP's.
     Traffic: that of the method, for each bucket. In the first step, with static_graph=True in two, a dense allreduce: over

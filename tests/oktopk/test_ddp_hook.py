@@ -542,6 +542,9 @@ def test_after_an_error_that_no_bucket_could_tell_the_next_step_is_that_of_befor
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             loss(ddp, comm.rank, 3).backward()
     assert state.reducer is not None and state.reducer.started == 1
+    for look in (lambda: state.report, state.complete, state.state_dict):
+        with pytest.raises(RuntimeError, match=r"raised while 1 bucket\(s\) were reduced"):
+            look()
     ddp.zero_grad()
     loss(ddp, comm.rank, 3).backward()
     reduced = [parameter.grad.clone() for parameter in ddp.parameters()]
