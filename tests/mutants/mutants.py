@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "adamw-moments",
         "oktopk/cuda/adamw.py",
-        'self._tensors["first"], self._tensors["second"] = addresses[1:, self._filled]',
-        'self._tensors["second"], self._tensors["first"] = addresses[1:, self._filled]',
+        "self._moments[:] = addresses[1:, self._filled].T",
+        "self._moments[:] = addresses[:0:-1, self._filled].T",
         "swapped moments: a GPU takes the mean square for the mean",
         _KERNELS,
     ),
@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "adamw-count",
         "oktopk/torch/adamw.py",
-        "            counts.append((count if known else int(step)) + 1)\n",
-        "            counts.append(max(count if known else int(step), 1))\n",
+        "        return self._counts[self._at]\n",
+        "        return np.maximum(self._counts[self._at] - 1, 1)\n",
         "off by one: the bias corrections are those of the step before",
         f"{_ON_THREE} tests/oktopk/test_adamw.py",
     ),
