@@ -42,13 +42,14 @@ class _Piece(NamedTuple):
 
 
 class SharedMoments:
-    """The mean of `exp_avg_sq` over the replicas, in place of each one's own, one slice of the elements after the other.
+    """The mean of `exp_avg_sq` over the replicas in place of each one's own, slice by slice.
 
-    A replica's second moments are of its own batches. With sixteen replicas, each with a sixteenth of the batch, training without
-    any selection ends above dense training for that. Averages that are rare gain over half of what the second moments of the mean
-    gradient gain.
+    A replica's second moments are of its own batches. With sixteen replicas, each with a sixteenth of
+    the batch, training without any selection ends above dense training for that. Averages that are
+    rare gain over half of what the second moments of the mean gradient gain.
 
-    The mean is over the replicas that have moments of a parameter, by their ranks. With amsgrad nothing is averaged.
+    The mean is over the replicas that have moments of a parameter, by their ranks. With amsgrad
+    nothing is averaged.
 
     Args:
         inner: the wrapped optimizer.
@@ -58,10 +59,11 @@ class SharedMoments:
         slices: of the elements.
 
     Memory: 16 bytes for each element of a slice, and what the lists of an exchange take.
-    Traffic: of each `average` a barrier; for each of the slice's elements that is not zero 10.25 bits to its owner and 10.25
-        bits from it, each times (P-1)/P, in P - 1 + ceil(log2 P) messages; control: an alltoall of 2 int64, and an allgather of
-        2 and of one for each parameter in the slice. With hosts that is between the first ranks of the hosts, which send the
-        others of their host 4 bytes an element.
+    Traffic: of each `average` a barrier; for each of the slice's elements that is not zero 10.25 bits
+        to its owner and 10.25 bits from it, each times (P-1)/P, in P - 1 + ceil(log2 P) messages;
+        control: an alltoall of 2 int64, and an allgather of 2 and of one for each parameter in the
+        slice. With hosts that is between the first ranks of the hosts, which send the others of
+        their host 4 bytes an element.
     Source: own, docs/results/updates.md.
     """
 
