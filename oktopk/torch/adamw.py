@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any, TypeGuard
+from weakref import ref
 
 import numpy as np
 import torch
@@ -102,14 +103,15 @@ class SelectingStep:
         self.displacement: AdamWDisplacement = reducer.adamw_displacement(
             [parameter.numel() for parameter in parameters], kind
         )
-        # the numbers of the parameters that have gradients, as the reducer has them; twice
+        # the numbers of the parameters that have gradients, as the reducer has them, as a list and as an array
         self._used: list[int] = []
         self._at = np.zeros(0, np.int64)
         self._pointers: list[list[int]] = []  # where gradients and moments lie
         self._addresses = np.zeros((3, len(parameters)), np.int64)
         self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
-        # what counts the steps of all parameters, views of it, its version, and what it then held
-        self._vector, self._views, self._version = torch.zeros(0), list[Tensor](), -1
+        self._vector = torch.zeros(0)  # the steps of all parameters
+        self._views = list[Tensor]()  # of its elements
+        self._version = -1  # of the vector, when it held `_counts`
         self._counts = np.zeros(len(parameters), np.int64)
         self.forget()
 
@@ -124,7 +126,7 @@ class SelectingStep:
         self._states: list[dict[str, Any]] = []  # of these parameters
         # how what was read lay, and the moments, when they last fitted
         self._laid: list[list[Any]] = []
-        self._moments: list[Tensor] = []
+        self._moments: list[ref[Tensor]] = []
 
     def run(self) -> bool:
         """Step, if the step can be taken: moments change, and the residual, when the reducer steps. Returns whether it can."""
@@ -139,7 +141,7 @@ class SelectingStep:
         if not self.has_state:
             self._look()
         self._set_step()
-        self._fits = False
+        self._fits, self._states = False, []  # which would keep moments that are replaced
         return True
 
     def _set_step(self) -> None:
@@ -159,8 +161,8 @@ class SelectingStep:
     def _count(self) -> NDArray[np.int64]:
         """Count a step of the parameters that have gradients. Returns their counts.
 
-        What counts them becomes a view of one vector, so that one addition counts all. A GPU is waited
-        for where one is new, or was written to.
+        What counts them becomes a view of one vector, so that one addition counts all. Waits for a GPU where a count is new, was
+        replaced or was written to.
         """
         steps = [state["step"] for state in self._states]
         vector = self._vector
@@ -168,17 +170,20 @@ class SelectingStep:
         if not self._views or (kind.dtype, kind.device) != (vector.dtype, vector.device):
             self._vector = vector = kind.new_zeros(len(self._counts))
             self._views, self._version = [vector[number] for number in range(len(vector))], -1
-        views = [self._views[number] for number in self._used]
-        if not all(map(operator.is_, steps, views)):
-            torch._foreach_copy_(views, steps)
-            for state, view in zip(self._states, views, strict=True):
-                state["step"] = view
+        views, size, first = self._views, vector.element_size(), vector.data_ptr()
+        places = [first + number * size for number in self._used]
+        same = all(map(operator.is_, steps, [views[number] for number in self._used]))
+        if not same or list(map(Tensor.data_ptr, steps)) != places:
+            held = [step.detach().reshape(()).to(vector) for step in steps]
+            vector[torch.from_numpy(self._at)] = torch.stack(held)
+            for state, number in zip(self._states, self._used, strict=True):
+                state["step"] = views[number] = vector[number]
         if vector._version != self._version:
             self._counts[:] = vector.tolist()
-        if len(views) == len(vector):
+        if len(steps) == len(vector):
             vector.add_(1)
-        elif views:
-            torch._foreach_add_(views, vector.new_ones(()), alpha=1.0)
+        elif steps:
+            torch._foreach_add_([views[number] for number in self._used], vector.new_ones(()), alpha=1.0)
         self._version = vector._version
         self._counts[self._at] += 1
         return self._counts[self._at]
@@ -215,15 +220,17 @@ class SelectingStep:
         lie = list(map(Tensor.data_ptr, moments))
         half = len(moments) // 2
         self._pointers = [list(map(Tensor.data_ptr, gradients)), lie[:half], lie[half:]]
-        laid = [numbers, lie, *(list(map(what, gradients)) for what in _LAYOUT)]
-        same = len(moments) == len(self._moments) and all(map(operator.is_, moments, self._moments))
+        laid: list[list[Any]] = [numbers, lie, list(map(Tensor.stride, moments))]
+        laid += [list(map(what, gradients)) for what in _LAYOUT]
+        known = [each() for each in self._moments]
+        same = len(moments) == len(known) and all(map(operator.is_, moments, known))
         if same and laid == self._laid:
             return True
         with_state = [number for number, held in zip(numbers, self._states, strict=True) if held]
         fits = self._as_wrapped.fits
         if -1 in numbers or not all(map(fits, numbers + 2 * with_state, gradients + moments)):
             return False
-        self._laid, self._moments = laid, moments
+        self._laid, self._moments = laid, list(map(ref, moments))
         self._used, self._at = numbers, np.array(numbers, np.int64)
         return True
 

@@ -233,6 +233,64 @@ def test_a_steady_step_looks_at_parameters_once_and_sees_a_count_that_was_writte
     assert [step.item() for step in steps] == [71.0] + [6.0] * (len(steps) - 1)
 
 
+def moved(states: list[Any]) -> None:
+    """As an optimizer is offloaded, and back."""
+    for state in states:
+        for each in state.values():
+            each.data = each.data.clone()
+
+
+def written_elsewhere(states: list[Any]) -> None:
+    states[0]["step"].data = torch.tensor(70.0)
+
+
+def of_one_element(states: list[Any]) -> None:
+    states[0]["step"] = states[0]["step"].reshape(1)
+
+
+def swapped(states: list[Any]) -> None:
+    one, other = states[:2]
+    one["step"].fill_(10)
+    one["step"], other["step"] = other["step"], one["step"]
+
+
+def transposed(states: list[Any]) -> None:
+    for name in ("exp_avg", "exp_avg_sq"):
+        states[0][name].t_()
+
+
+@pytest.mark.parametrize("change", [moved, written_elsewhere, of_one_element, swapped, transposed])
+def test_counts_and_moments_that_a_user_puts_elsewhere_are_torchs(
+    comm: MPI.Intracomm, change: Callable[[list[Any]], None]
+) -> None:
+    found = []
+    for kind in (OURS, TORCHS):
+        held = [nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(64))]
+        optimizer = wrap(kind, held, comm, {}, fused=False)
+        for step in range(6):
+            if step == 3:
+                change(states := [optimizer.inner.state[each] for each in held])
+            feed(held, comm.rank, step)
+            optimizer.step()
+        found.append([{name: each.clone() for name, each in state.items()} for state in states])
+        optimizer.close()
+    for ours, torchs in zip(*found, strict=True):
+        assert float(ours["step"]) == float(torchs["step"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.allclose(ours[name], torchs[name], rtol=1e-5, atol=1e-9)
+
+
+def test_moments_that_are_replaced_are_freed(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = wrap(OURS, model.parameters(), comm, {})
+    train(model, optimizer, comm.rank, range(3))
+    held = [weakref.ref(state["exp_avg"]) for state in optimizer.inner.state.values()]
+    optimizer.inner.state.clear()
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+    optimizer.close()
+
+
 def test_an_update_that_is_not_finite_is_raised_on_all_ranks_and_moments_are_torchs(
     comm: MPI.Intracomm,
 ) -> None:
