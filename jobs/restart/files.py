@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -195,6 +196,7 @@ def read_manifest(path: Path, identity: Mapping[str, Any]) -> Manifest:
         BadCheckpointError: missing, damaged, of another format or run, or its files are not those of its ranks.
     """
     try:
+        _regular(path / MANIFEST)
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
     except OSError as error:
         raise BadCheckpointError(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
@@ -218,17 +220,26 @@ def check_part(path: Path, manifest: Manifest) -> None:
     """Read a part through. Raises BadCheckpointError: it cannot be read, or is not what was written."""
     written = manifest.files[path.name]
     try:
+        size = _regular(path).st_size  # else a pipe, or what has grown, would be read for ever
+        if size != written.bytes:
+            raise BadCheckpointError(f"{path.name} is truncated: {size} of {written.bytes} bytes")
         found = _measure(path)
     except OSError as error:
         raise BadCheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    if found.bytes != written.bytes:
-        raise BadCheckpointError(f"{path.name} is truncated: {found.bytes} of {written.bytes} bytes")
-    if found.sha256 != written.sha256:
+    if found != written:
         raise BadCheckpointError(f"{path.name} is damaged: its SHA-256 does not fit")
 
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
+
+
+def _regular(path: Path) -> os.stat_result:
+    """The status of a file. Raises OSError: there is none, or it is a link, a pipe or the like."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is no regular file")
+    return status
 
 
 def _measure(path: Path) -> Part:

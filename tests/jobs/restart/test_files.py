@@ -130,6 +130,11 @@ def flip_a_bit(path: Path) -> None:
     (path / files.rank_file(1)).write_bytes(data)
 
 
+def put_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def change(name: str = "", **values: Any) -> Callable[[Path], None]:
     """Write the manifest anew with these values, of the file of that name if there is one; None removes a key."""
 
@@ -149,6 +154,12 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
         lambda path: os.truncate(path / files.rank_file(1), 100),
         r"rank-00001\S+ is truncated: 100 of \d+ bytes",
     ),
+    (
+        lambda path: os.truncate(path / files.rank_file(1), 1 << 40),
+        r"rank-00001\S+ is truncated: 1099511627776 of \d+ bytes",
+    ),
+    (lambda path: put_a_pipe(path / files.rank_file(1)), r"rank-00001\S+ cannot be read: it is no regular"),
+    (lambda path: put_a_pipe(path / files.MANIFEST), r"manifest\.json cannot be read: it is no regular"),
     (flip_a_bit, r"rank-00001\.safetensors is damaged: its SHA-256 does not fit"),
     (lambda path: (path / files.rank_file(0)).unlink(), r"rank-00000\S+ cannot be read: No such file"),
     (lambda path: (path / files.MANIFEST).unlink(), r"manifest\.json cannot be read: No such file"),
