@@ -547,14 +547,17 @@ def test_after_an_error_that_no_bucket_could_tell_the_next_step_is_that_of_befor
             look()
     ddp.zero_grad()
     loss(ddp, comm.rank, 3).backward()
-    reduced = [parameter.grad.clone() for parameter in ddp.parameters()]
     again, twin = hooked(nonfinite="skip")
     train(again, comm.rank, range(3))
     assert all(np.array_equal(each, before[name]) for name, each in residuals(comm, twin).items())
     again.zero_grad()
     loss(again, comm.rank, 3).backward()
-    for mine, parameter in zip(reduced, again.parameters(), strict=True):
-        assert torch.allclose(mine, parameter.grad, rtol=1e-4, atol=1e-6)
+    # what both sent and kept: thresholds are exact behind an error, so that other entries may have been selected
+    wholes = []
+    for model, held in ((ddp, residuals(comm, state)), (again, residuals(comm, twin))):
+        named = model.module.named_parameters()
+        wholes.append({name: held[name] / comm.size + each.grad.flatten().numpy() for name, each in named})
+    assert all(np.allclose(each, wholes[1][name], rtol=1e-4, atol=1e-6) for name, each in wholes[0].items())
 
 
 def test_an_error_on_one_rank_is_raised_by_all_and_leaves_residuals_as_they_were(
