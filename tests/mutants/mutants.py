@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "checkpoint-digest",
         "jobs/restart/files.py",
-        "if found.sha256 != written.sha256:",
+        "if found != written:",
         "if not found.sha256:",
         "the checksum of a checkpoint's part is not checked",
         f"{_ALONE} tests/jobs/restart/test_files.py",
