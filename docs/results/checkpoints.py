@@ -56,6 +56,7 @@ def main(comm=MPI.COMM_WORLD):
         "model": model_digest(workload.model),
         "method": config.reduction.method,
         "length": optimizer.length,
+        "config": {},
     }
     folder = tempfile.TemporaryDirectory(dir=options.folder) if comm.rank == 0 else None
     path = Path(comm.bcast(folder and folder.name))

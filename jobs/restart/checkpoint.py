@@ -217,7 +217,13 @@ class Checkpointer:
         self._forget()
         if gathered is not None:
             every = {name: part for theirs in gathered for name, part in theirs.items()}
-            content = {**self._about, "step": self._writing, "ranks": self.comm.size, "files": every}
+            content = {
+                **self._about,
+                "format": files.FORMAT,
+                "step": self._writing,
+                "ranks": self.comm.size,
+                "files": every,
+            }
             self._begin(functools.partial(self._seal, Manifest.model_validate(content)))
 
     def _seal(self, manifest: Manifest) -> None:

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from data.durable import create, own_folder, sync
 from jobs.restart.packing import Snapshot, unpack
 
+FORMAT = "oktopk checkpoint 1"
 COMMON = "common.safetensors"
 MANIFEST = "manifest.json"
 _SET = re.compile(r"step-(\d{8,})")
@@ -66,7 +67,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    format: Literal["oktopk checkpoint 1"] = "oktopk checkpoint 1"
+    format: Literal["oktopk checkpoint 1"]
     step: int
     ranks: int = Field(ge=1)
     model: str

@@ -20,7 +20,8 @@ ADAM_SHARE = 0.05
 """The most of its residual in a replica's own parameters, with Adam's kind and each step exchanged."""
 
 SHARED_BY = 4
-"""Replicas up to which ADAM_SHARE holds. With more it falls as one over the root of their number."""
+"""Replicas up to which ADAM_SHARE holds, and each keeps its second moments to itself. With more the
+share falls as one over the root of their number, and second moments are averaged."""
 
 
 class LocalStep:

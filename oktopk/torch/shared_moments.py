@@ -143,11 +143,9 @@ class SharedMoments:
     def _moments_of(self, number: int) -> Tensor | None:
         """The second moments of a parameter, if the optimizer divides by them alone: with amsgrad it does not."""
         state = self._inner.state.get(self._replica.parameters[number]) or {}
-        return (
-            None
-            if "max_exp_avg_sq" in state or "exp_avg_sq" not in state
-            else local_tensor(state["exp_avg_sq"])
-        )
+        if "max_exp_avg_sq" in state or "exp_avg_sq" not in state:
+            return None
+        return local_tensor(state["exp_avg_sq"])
 
     def _sum_between(self, held: Sequence[bool]) -> list[int]:
         """Fill in the sums over the ranks where they are not zero. Collective among those that take part.

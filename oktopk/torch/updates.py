@@ -143,7 +143,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         memory, in every step but for "summed", and in each exchange 4n bytes of residuals; beside it control messages of some
         words. Among
         the ranks that shard one model a control allgather of six int64 a step, of one more with a GradScaler, of one in each
-        exchange, of three in each measurement of the ratio.
+        exchange and in each average of second moments, of three in each measurement of the ratio.
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
@@ -352,10 +352,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     @torch.no_grad()
     def _finite(self, scaler: GradScaler | None) -> bool:
-        """Whether this rank's gradients are finite, after unscaling; then they are clipped. What was written to is taken before.
+        """Whether this rank's gradients are finite, after unscaling; then they are clipped.
 
-        Where several ranks are a replica, of its gradient; False, too, where another of them has a problem. A GPU is waited for
-        once, for both.
+        What was written into parameters is taken before they are. Where several ranks are a replica, of its gradient; False, too,
+        where another of them has a problem. A GPU is waited for once, for both.
         """
         replica = self._replica
         found: list[Tensor] = []
@@ -371,7 +371,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         gradients = self._gradients()
         self._whole = len(gradients) == len(self._parameters)
         each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
-        flags = [self._reference.changed()]  # here, and what follows: while a GPU computes the norms
+        flags = [self._reference.changed()]  # compared while a GPU computes the norms
         if self._selecting is not None:
             self._selecting.look()
         norms = torch.stack(each) if each else flags[0].new_zeros(1, dtype=torch.float32)

@@ -26,7 +26,14 @@ def snapshot(state: dict[str, Any]) -> Snapshot:
 
 
 def seal(folder: Path, step: int, parts: dict[str, Part], keep: int = 9) -> None:
-    content = {**IDENTITY, "config": {}, "step": step, "ranks": max(1, len(parts) - 1), "files": parts}
+    content = {
+        **IDENTITY,
+        "format": files.FORMAT,
+        "config": {},
+        "step": step,
+        "ranks": max(1, len(parts) - 1),
+        "files": parts,
+    }
     files.seal(folder, Manifest.model_validate(content), keep)
 
 
@@ -174,6 +181,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (change(format="oktopk checkpoint 2"), "another format: format: Input should be 'oktopk checkpoint 1'"),
     (change(step=7), r"manifest\.json is of step 7"),
     (change(ranks=None), "damaged or of another format: ranks: Field required"),
+    (change(format=None), "damaged or of another format: format: Field required"),
     (change(model=None), "damaged or of another format: model: Field required"),
     (change(files=None), "damaged or of another format: files: Field required"),
     (change(step="20"), "another format: step: Input should be a valid integer"),

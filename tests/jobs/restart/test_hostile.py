@@ -71,7 +71,9 @@ class Run:
         every = {name: part for theirs in self.comm.allgather(parts) for name, part in theirs.items()}
         if self.comm.rank == 0:
             content = {"config": {}, "step": step, "ranks": self.comm.size, "files": every}
-            files.seal(self.folder, Manifest.model_validate(self.identity | content), 9)
+            files.seal(
+                self.folder, Manifest.model_validate({"format": files.FORMAT} | self.identity | content), 9
+            )
         self.comm.barrier()
         return files.set_folder(self.folder, step)
 
