@@ -211,7 +211,7 @@ class PlainCodec:
 PLAIN = PlainCodec()
 
 # columns of a codec's report, a row for each rank
-_ERROR, _MASS, _DAMAGED, _GATHERED = range(4)
+_ERROR, _MASS, DAMAGED, _GATHERED, NONFINITE = range(5)
 _WIDTH = len(DAMAGES) - 1
 
 
@@ -250,7 +250,7 @@ class CodedEntries:
         return self._workspace.entries(name, size)
 
     def start(self) -> None:
-        self._report[:, :_GATHERED] = 0
+        self._report[:, :_GATHERED] = self._report[:, NONFINITE:] = 0
 
     def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         if len(entries):
@@ -266,7 +266,7 @@ class CodedEntries:
         self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
     ) -> None:
         layout = wire_layout(self._bits, len(out), lower, upper)
-        at = _GATHERED if gathered else _DAMAGED
+        at = _GATHERED if gathered else DAMAGED
         fits = WORD_BYTES * layout.words == wire.nbytes
         if len(out):
             whole = wire if fits else self._workspace.entries("no wire array", layout.words // 2)
@@ -283,15 +283,16 @@ class CodedEntries:
 
     @property
     def damaged(self) -> bool:
-        return bool(self._report[:, _DAMAGED].any())
+        return bool(self._report[:, DAMAGED].any())
 
     @property
     def gathered_damage(self) -> bool:
         return bool(self._report[:, _GATHERED].any())
 
     def take_damage(self) -> str:
-        worst = self._report[:, _DAMAGED:].max(axis=1).astype(int)
-        self._report[:, _DAMAGED:] = 0
+        damages = self._report[:, DAMAGED:NONFINITE]
+        worst = damages.max(axis=1).astype(int)
+        damages[:] = 0
         found = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
         return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
 

@@ -135,7 +135,7 @@ def split_and_reduce(
     # their copies to the host, where a transport needs them, go on behind the exchange of counts
     in_first_bucket = range(1, min(size, bucket_rounds + 1))
     transport.prepare_sends(
-        [outgoing[(rank + i) % size if rotate else _other(rank, i)] for i in in_first_bucket]
+        [outgoing[(rank + i) % size if rotate else other_rank(rank, i)] for i in in_first_bucket]
     )
     counts_and_flags = np.array([(stop - start, flag) for start, stop in pairwise(at)], np.int64)
     theirs = transport.alltoall_control(counts_and_flags).tolist()
@@ -155,7 +155,7 @@ def split_and_reduce(
     incoming = slices(codec.buffer("incoming wires", pool, sum(sizes)), sizes)
     rounds, targets = [], []
     for i in range(1, size):
-        dest, source = ((rank + i) % size, order[i]) if rotate else (_other(rank, i), _other(rank, i))
+        dest, source = ((rank + i) % size, order[i]) if rotate else (other_rank(rank, i), other_rank(rank, i))
         slot = (rank - source) % size
         targets.append(slots[slot])
         rounds.append(Round(dest, outgoing[dest], source, incoming[slot]))
@@ -188,6 +188,6 @@ def split_and_reduce(
     return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport, codec)
 
 
-def _other(rank: int, i: int) -> int:
+def other_rank(rank: int, i: int) -> int:
     """The i-th rank, from 1, that is not `rank`."""
     return i - 1 if i <= rank else i

@@ -202,5 +202,7 @@ class ErrorFeedback:
             self._kernels.clear_common(
                 vector, result.selected.entries, result.update.entries, result.errors_stay
             )
+        elif result.errors_stay:
+            self._kernels.write_scaled(vector, result.selected.entries, 1.0)
         else:
             self._kernels.clear_support(vector, result.selected.entries)

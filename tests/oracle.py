@@ -105,16 +105,14 @@ def gtopk(gradients: Vector, residuals: Vector, k: int) -> Step:
 
 
 def union(gradients: Vector, residuals: Vector, k: int) -> Step:
-    """All ranks send what any of them chose of its top ceil(k / P); every sum that is not zero is applied."""
+    """All ranks send what any of them chose of its top ceil(k / P); every sum is applied."""
     accumulated = gradients + residuals
     share = -(-k // len(accumulated))
     support = np.unique(np.concatenate([top_k(row, share) for row in accumulated]))
-    selected = [support[row[support] != 0] for row in accumulated]
     update = masked(accumulated.sum(axis=0), support)
-    applied = np.flatnonzero(update)
     left = accumulated.copy()
-    left[:, applied] = 0
-    return Step(accumulated, selected, update, applied, left)
+    left[:, support] = 0
+    return Step(accumulated, [support] * len(accumulated), update, support, left)
 
 
 ORACLES = {

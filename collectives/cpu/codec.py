@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from collectives.cpu.compiled import ENTRIES, INT, compiled
+from collectives.cpu.compiled import ENTRIES, INT, VECTOR, compiled
 
 ASYNCHRONOUS = False
 """Whether a call returns before what it computes is known."""
@@ -21,6 +21,8 @@ _INFINITY = np.int64(0x7F800000)
 _WORD = np.int64(0xFFFFFFFF)
 _COUNT, _ORDER, _VALUES = 1, 2, 3  # of collectives.codec.DAMAGES
 _ALONE = 1  # collectives.codec.ALONE
+_STEPS = {4: 6_990_507, 8: 532_610}
+"""Bits of a value -> bits between two magnitudes, see `collectives.sum_values`: six steps over five octaves, 126 over eight."""
 
 # place of the only bit of a word, by a product that differs for each (de Bruijn)
 _PLACE = np.zeros(32, np.int64)
@@ -28,8 +30,12 @@ _PLACE[[(0x077CB531 << bit & 0xFFFFFFFF) >> 27 for bit in range(32)]] = np.arang
 
 
 def codec_report(ranks: int) -> NDArray[np.float64]:
-    """float64[ranks, 4] that `encode_entries` and `decode_entries` write to."""
-    return np.zeros((ranks, 4))
+    """float64[ranks, 5] that what encodes and decodes writes to."""
+    return np.zeros((ranks, 5))
+
+
+def wait() -> None:
+    """Wait for everything that was started: nothing."""
 
 
 def cut_values(entries: NDArray[np.void], others: NDArray[np.void]) -> None:
@@ -260,3 +266,128 @@ def _decode_codes(ranges, octets, bits, out):  # type: ignore[no-untyped-def]
             sign = np.int32(octet >> (bits - 1) & 1) << np.int32(31)
             out[start + i].value = np.int32(np.int32(magnitude) | sign).view(np.float32)
     return problem
+
+
+def encode_values(
+    entries: NDArray[np.void], wire: NDArray[np.void], layout: Any, rounds: bool, report: NDArray[np.float64]
+) -> None:
+    """Encode the values of a list, as `collectives.sum_values` says.
+
+    Args:
+        entries: ENTRY[layout.count], count >= 1. Where values are rounded they become their rounding errors.
+        wire: ENTRY[layout.words / 2].
+        layout: of `collectives.sum_values.values_layout`.
+        rounds: the wire rounds.
+        report: float64[2]; becomes the sums of the magnitudes of rounding errors and of values, where the wire rounds.
+    """
+    words = wire.view(np.uint32)
+    words[:] = 0
+    if not rounds:
+        words[: layout.count] = entries["value"].view(np.uint32)
+    elif layout.bits == 16:
+        report[:2] = _round_to_halves(entries, words.view(np.uint16))
+    else:
+        octets = words[layout.values :].view(np.uint8)
+        report[:2] = _round_to_steps(entries, words, octets, layout.bits, _STEPS[layout.bits])
+
+
+def decode_values(
+    wire: NDArray[np.void], layout: Any, out: NDArray[np.void], add: bool, report: NDArray[np.float64]
+) -> None:
+    """Decode values.
+
+    Args:
+        wire: ENTRY[layout.words / 2].
+        layout: of `collectives.sum_values.values_layout`.
+        out: ENTRY[layout.count].
+        add: to the values that are there; else in place of them.
+        report: float64[1]; becomes the number of such values in `collectives.codec.DAMAGES` where one is Inf or NaN.
+    """
+    words = wire.view(np.uint32)
+    if layout.bits == 32:
+        values = words[: layout.count].view(np.float32)
+    elif layout.bits == 16:
+        values = (words.view(np.uint16)[: layout.count].astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.empty(layout.count, np.float32)
+        octets = words[layout.values :].view(np.uint8)
+        _values_of_steps(words, octets, layout.bits, _STEPS[layout.bits], values)
+    if not np.isfinite(values).all():
+        report[0] = _VALUES
+    if add:
+        with np.errstate(over="ignore", invalid="ignore"):
+            out["value"] += values
+    else:
+        out["value"] = values
+
+
+@compiled((ENTRIES, _HALVES))
+def _round_to_halves(entries, halves):  # type: ignore[no-untyped-def]
+    lost = mass = 0.0
+    for i in range(len(entries)):
+        value = entries[i].value
+        bits = np.int64(np.float32(value).view(np.int32)) & _WORD
+        magnitude = bits & _MAGNITUDE
+        half: Any = min((magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16, 0x7F7F)
+        half = (half if magnitude < _INFINITY else 0x7F80) | (bits >> 31) << 15
+        halves[i] = half
+        error = np.float32(value - np.uint32(half << 16).view(np.float32))
+        entries[i].value = error
+        lost += abs(np.float64(error))
+        mass += abs(np.float64(value))
+    return lost, mass
+
+
+@compiled((ENTRIES, _WORDS, _BYTES, INT, INT))
+def _round_to_steps(entries, ranges, octets, bits, step):  # type: ignore[no-untyped-def]
+    most = (np.int64(1) << (bits - 1)) - 1
+    lost = mass = 0.0
+    for start in range(0, len(entries), _BLOCK):
+        stop = min(start + _BLOCK, len(entries))
+        largest = np.int64(0)
+        for i in range(start, stop):
+            largest = max(largest, np.int64(np.float32(entries[i].value).view(np.int32)) & _MAGNITUDE)
+        ranges[start // _BLOCK] = np.uint32(largest)
+        for i in range(start, stop):
+            value = np.float32(entries[i].value)
+            word = np.int64(value.view(np.int32))
+            magnitude = word & _MAGNITUDE
+            steps = (largest - magnitude) // step
+            code = max(most - steps, 1)
+            above = np.int32(max(largest - (most - code) * step, 0)).view(np.float32)
+            below = (
+                np.int32(max(largest - (most - code + 1) * step, 0)).view(np.float32)
+                if code > 1
+                else np.float32(0)
+            )
+            size = np.int32(magnitude).view(np.float32)
+            if above - size < size - below:
+                decoded = above
+            else:
+                decoded = below
+                code -= 1
+            decoded = -decoded if word < 0 else decoded
+            code |= np.int64(word < 0) << (bits - 1)
+            if bits == 8:
+                octets[i] = code
+            else:
+                octets[i >> 1] |= code << 4 * (i & 1)
+            error = np.float32(value - decoded)
+            entries[i].value = error
+            lost += abs(np.float64(error))
+            mass += abs(np.float64(value))
+    return lost, mass
+
+
+@compiled((_WORDS, _BYTES, INT, INT, VECTOR))
+def _values_of_steps(ranges, octets, bits, step, out):  # type: ignore[no-untyped-def]
+    most = (np.int64(1) << (bits - 1)) - 1
+    for i in range(len(out)):
+        largest = np.int64(ranges[i // _BLOCK])
+        octet = np.int64(octets[i]) if bits == 8 else np.int64(octets[i >> 1]) >> 4 * (i & 1)
+        code = octet & most
+        if largest >= _INFINITY:
+            out[i] = np.nan
+        else:
+            value = np.int32(max(largest - (most - code) * step, 0) if code else 0).view(np.float32)
+            out[i] = -value if octet >> (bits - 1) & 1 else value

@@ -19,7 +19,10 @@ from collectives.cpu.codec import (  # noqa: F401 - kernels of a transport, too
     codec_report,
     cut_values,
     decode_entries,
+    decode_values,
     encode_entries,
+    encode_values,
+    wait,
 )
 from collectives.cpu.compiled import ENTRIES, FLOAT, INT, NONE, VECTOR, compiled
 from collectives.cpu.lanes import LANES, count, lowest

@@ -1,14 +1,15 @@
-// codec: entries to wire arrays and back; the format is that of collectives/codec.py, and the bytes are the host's.
+// codec: entries to wire arrays and back; the formats are those of collectives/codec.py and sum_values.py, and the bytes the host's.
 //
 // Shapes   entries[count], out[count] COO; wire[words] words. report: doubles in host memory. p: structs of layouts.py.
 // Units    values, lows, bitmap: words at which the parts of a wire array begin. bits: of a value, 0 for plain entries, 1 for
 //          indices alone, whose values decode to 1. Offsets are indices less `lower`, below `length`.
 // Launch   encode_entries: grid-stride over groups of 256 entries, a warp each, blocks of 256; every word of the wire array is written.
-//          decode_entries: a block of 256 for each DECODE_WORDS words of the bitmap, or one for plain entries. cut_values: grid-stride.
+//          decode_entries: a block of 256 for each DECODE_WORDS words of the bitmap, or one for plain entries. cut_values,
+//          decode_values: grid-stride. encode_values: as encode_entries.
 // Overflow none: a wire array that is damaged decodes to `count` entries of value 0 within the range.
-// NaN      does not come in; one that arrives is damage.
+// NaN, Inf do not come in; what arrives is damage. encode_values and decode_values pass them on.
 // Traffic  encode_entries: 9 bytes an entry read, 4 written where values are rounded, and the wire array. decode_entries: the wire
-//          array read, 8 bytes an entry written.
+//          array read, 8 bytes an entry written. encode_values, decode_values: a 32-byte sector for four entries, and the wire array.
 
 #include "compact.cuh"
 
@@ -85,6 +86,21 @@ __device__ __forceinline__ double block_sum(double value, double* of_warps) {
   if (threadIdx.x == 0)
     for (int w = 1; w < CODEC_WARPS; ++w) value += of_warps[w];
   return value;
+}
+
+// Tell the host the sums over the grid of what rounding took and of what was rounded. sums: in shared memory.
+__device__ __forceinline__ void report_rounding(CodecState* state, volatile double* report, double lost, double mass, double* sums) {
+  lost = block_sum(lost, sums);
+  mass = block_sum(mass, sums);
+  if (threadIdx.x == 0) {
+    atomicAdd(&state->lost, lost);
+    atomicAdd(&state->mass, mass);
+  }
+  if (last_block(&state->finished, gridDim.x) && threadIdx.x == 0) {
+    report[0] = *const_cast<const volatile double*>(&state->lost);
+    report[1] = *const_cast<const volatile double*>(&state->mass);
+    state->lost = state->mass = 0;
+  }
 }
 
 // Bit of the bitmap that entry i sets, by its index.
@@ -272,17 +288,7 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_entries(const
     __syncwarp();
   }
   if (!p.rounds) return;
-  lost = block_sum(lost, sums);
-  mass = block_sum(mass, sums);
-  if (threadIdx.x == 0) {
-    atomicAdd(&p.state->lost, lost);
-    atomicAdd(&p.state->mass, mass);
-  }
-  if (last_block(&p.state->finished, gridDim.x) && threadIdx.x == 0) {
-    p.report[0] = *const_cast<const volatile double*>(&p.state->lost);
-    p.report[1] = *const_cast<const volatile double*>(&p.state->mass);
-    p.state->lost = p.state->mass = 0;
-  }
+  report_rounding(p.state, p.report, lost, mass, sums);
 }
 
 // The low bits of an entry's offset.
@@ -397,5 +403,118 @@ extern "C" __global__ void __launch_bounds__(CODEC_THREADS) decode_entries(const
 extern "C" __global__ void cut_values(const __grid_constant__ CutValues p) {
   FOR_EACH(i, p.n) {
     p.entries[i].y = __float_as_int(subtract(entry_value(p.entries[i]), entry_value(p.others[i])));
+  }
+}
+
+// Magnitudes of collectives/sum_values.py, MOST of them besides zero, STEP bits apart below a group's largest one.
+template <unsigned MOST>
+struct Steps {
+  static constexpr unsigned STEP = MOST == 7 ? 6990507 : 532610;
+  unsigned largest;
+
+  __device__ __forceinline__ unsigned magnitude_of(unsigned code) const {
+    const unsigned below = (MOST - code) * STEP;
+    return code && below < largest ? largest - below : 0u;
+  }
+  __device__ __forceinline__ Coded nearest(unsigned exact, unsigned sign) const {
+    const unsigned steps = (largest - exact) / STEP;
+    const unsigned code = steps < MOST - 1 ? MOST - steps : 1u;  // of the next larger magnitude, or of the least
+    const unsigned above = magnitude_of(code), below = magnitude_of(code - 1);
+    const float value = __uint_as_float(exact);
+    const bool up = subtract(__uint_as_float(above), value) < subtract(value, __uint_as_float(below));
+    return {(up ? code : code - 1) | sign * (MOST + 1), up ? above : below};
+  }
+};
+
+// Round and code a lane's values to 8 or 4 bits; each becomes what it decodes to.
+template <unsigned MOST>
+__device__ __forceinline__ void write_steps(const EncodeValues& p, float (&value)[ROW], unsigned group, int here, int lane) {
+  constexpr int BITS = MOST == 7 ? 4 : 8, EACH = 32 / BITS;
+  unsigned least = 0, largest = 0;
+#pragma unroll
+  for (int e = 0; e < ROW; ++e)
+    if (e < here && magnitude(value[e]) > largest) largest = magnitude(value[e]);
+  warp_range(least, largest);
+  if (lane == 0) p.wire[group] = largest;
+  const Steps<MOST> steps{largest};
+  unsigned word[ROW / EACH] = {};
+#pragma unroll
+  for (int e = 0; e < ROW; ++e) {
+    const unsigned sign = __float_as_uint(value[e]) >> 31;
+    const Coded coded = steps.nearest(e < here ? magnitude(value[e]) : 0u, sign);
+    if (e < here) word[e / EACH] |= coded.code << e % EACH * BITS;
+    value[e] = __uint_as_float(coded.magnitude | sign << 31);
+  }
+#pragma unroll
+  for (int w = 0; w < ROW / EACH; ++w)
+    if (w * EACH < here) p.wire[p.values + (group * GROUP + ROW * lane) / EACH + w] = word[w];
+}
+
+extern "C" __global__ void __launch_bounds__(CODEC_THREADS) encode_values(const __grid_constant__ EncodeValues p) {
+  __shared__ double sums[CODEC_WARPS];
+  const unsigned groups = (p.count + GROUP - 1) / GROUP;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  double lost = 0, mass = 0;
+  for (unsigned group = blockIdx.x * CODEC_WARPS + warp; group < groups; group += gridDim.x * CODEC_WARPS) {
+    const unsigned first = group * GROUP + ROW * lane;
+    const int here = p.count > first ? (p.count - first < ROW ? static_cast<int>(p.count - first) : ROW) : 0;
+    float value[ROW], decoded[ROW];
+#pragma unroll
+    for (int e = 0; e < ROW; ++e) decoded[e] = value[e] = e < here ? entry_value(p.entries[first + e]) : 0.0f;
+    if (p.bits == 32) {
+#pragma unroll
+      for (int e = 0; e < ROW; ++e)
+        if (e < here) p.wire[first + e] = __float_as_uint(value[e]);
+    } else if (p.bits == 16) {
+#pragma unroll
+      for (int e = 0; e < ROW; e += 2) {
+        unsigned word = 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const unsigned bits = magnitude(value[e + h]), sign = __float_as_uint(value[e + h]) >> 31;
+          unsigned half = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+          half = bits >= INFINITY_BITS ? 0x7f80u : half > 0x7f7fu ? 0x7f7fu : half;
+          if (e + h < here) word |= (half | sign << 15) << 16 * h;
+          decoded[e + h] = __uint_as_float((half | sign << 15) << 16);
+        }
+        if (e < here) p.wire[(first + e) / 2] = word;
+      }
+    } else if (p.bits == 8) {
+      write_steps<127>(p, decoded, group, here, lane);
+    } else {
+      write_steps<7>(p, decoded, group, here, lane);
+    }
+    if (p.rounds)
+#pragma unroll
+      for (int e = 0; e < ROW; ++e) {
+        if (e >= here) continue;
+        const float error = subtract(value[e], decoded[e]);
+        p.entries[first + e].y = __float_as_int(error);
+        lost += to_double(__uint_as_float(magnitude(error)));
+        mass += to_double(__uint_as_float(magnitude(value[e])));
+      }
+    // the word that makes the number of words even
+    const unsigned used = p.values + (p.count * static_cast<unsigned long long>(p.bits) + 31) / 32;
+    if (group == groups - 1 && lane == 0 && used < p.words) p.wire[used] = 0;
+  }
+  if (p.rounds) report_rounding(p.state, p.report, lost, mass, sums);
+}
+
+extern "C" __global__ void decode_values(const __grid_constant__ DecodeValues p) {
+  FOR_EACH(i, p.n) {
+    unsigned value;
+    if (p.bits == 32) {
+      value = p.wire[i];
+    } else if (p.bits == 16) {
+      value = (p.wire[i / 2] >> 16 * (i & 1)) << 16;
+    } else {
+      const unsigned each = 32u / p.bits, code = p.wire[p.values + i / each] >> (i % each * p.bits), largest = p.wire[i / GROUP];
+      value = p.bits == 8 ? Steps<127>{largest}.magnitude_of(code & 127u) | (code >> 7 & 1u) << 31
+                          : Steps<7>{largest}.magnitude_of(code & 7u) | (code >> 3 & 1u) << 31;
+      if (largest >= INFINITY_BITS) value = 0x7fc00000u;  // NaN
+    }
+    if ((value & 0x7fffffffu) >= INFINITY_BITS) *p.report = DAMAGED_VALUES;
+    const float arrived = __uint_as_float(value);
+    p.out[i].y = __float_as_int(p.add ? add(entry_value(p.out[i]), arrived) : arrived);
   }
 }

@@ -76,6 +76,8 @@ class DeviceKernels:
         self._scale_values = Kernel(lists, "scale_values")
         codec = compiled(_KERNELS / "codec.cu")
         self._encode, self._decode = Kernel(codec, "encode_entries"), Kernel(codec, "decode_entries")
+        self._encode_values = Kernel(codec, "encode_values")
+        self._decode_values = Kernel(codec, "decode_values")
         self._cut_values = Kernel(codec, "cut_values")
         self._codec_state = int(
             device.scratch("codec state", ctypes.sizeof(CodecState) // 4, np.uint32).data.ptr
@@ -139,12 +141,16 @@ class DeviceKernels:
 
     def codec_report(self, ranks: int) -> NDArray[np.float64]:
         """As the host's, in pinned memory. The kernels that write to it have ended once the stream was waited for."""
-        return self.device.report("codec", 8 * ranks)[: 8 * ranks].view(np.float64).reshape(ranks, 4)
+        return self.device.report("codec", 10 * ranks)[: 10 * ranks].view(np.float64).reshape(ranks, 5)
+
+    def wait(self) -> None:
+        """Wait for everything that was started."""
+        self.device.synchronize()
 
     def finish_encoding(self) -> None:
         """Wait for what was encoded, where the host has not waited before it was sent."""
         if not self.sends_wait:
-            self.device.synchronize()
+            self.wait()
 
     def cut_values(self, entries: DeviceEntries, others: DeviceEntries) -> None:
         fields = {"entries": entries.pointer, "others": others.pointer}
@@ -177,6 +183,31 @@ class DeviceKernels:
             wire=wire.pointer, out=out.pointer, lower=layout.lower, length=layout.length, count=layout.count, bits=layout.bits,
             low_bits=layout.low_bits, values=layout.values, lows=layout.lows, bitmap=layout.bitmap, words=layout.words,
             scan=self.device.scan("decode", tiles), state=self._codec_state, report=damage.ctypes.data,
+        )  # fmt: skip
+
+    def encode_values(
+        self,
+        entries: DeviceEntries,
+        wire: DeviceEntries,
+        layout: Any,
+        rounds: bool,
+        report: NDArray[np.float64],
+    ) -> None:
+        """As the host's; does not wait."""
+        blocks = -(-len(entries) // 2048)  # of eight warps, each for 256 entries
+        self.device.launch(
+            self._encode_values, min(blocks, 8 * self.device.processors), 256,
+            entries=entries.pointer, wire=wire.pointer, count=layout.count, bits=layout.bits, values=layout.values,
+            words=layout.words, rounds=rounds, state=self._codec_state, report=report.ctypes.data,
+        )  # fmt: skip
+
+    def decode_values(
+        self, wire: DeviceEntries, layout: Any, out: DeviceEntries, add: bool, report: NDArray[np.float64]
+    ) -> None:
+        """As the host's; does not wait."""
+        self.device.launch_for(
+            self._decode_values, len(out),
+            wire=wire.pointer, out=out.pointer, bits=layout.bits, values=layout.values, add=add, report=report.ctypes.data,
         )  # fmt: skip
 
     def lay_out_sums(

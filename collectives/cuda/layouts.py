@@ -189,6 +189,12 @@ struct("DecodeEntries", """
     const unsigned* wire; Entry* out; long long lower; unsigned length; unsigned count; unsigned bits; unsigned low_bits;
     unsigned values; unsigned lows; unsigned bitmap; unsigned words; Scan scan; CodecState* state;
     volatile double* report;""", "decode_entries")
+struct("EncodeValues", """
+    Entry* entries; unsigned* wire; unsigned count; unsigned bits; unsigned values; unsigned words; int rounds; int unused;
+    CodecState* state; volatile double* report;""", "encode_values")
+struct("DecodeValues", """
+    const unsigned* wire; Entry* out; long long n; unsigned bits; unsigned values; int add; int unused;
+    volatile double* report;""", "decode_values")
 # of rows.cu, in a sum of rows; zero before the first. hot: rows in the list of those that come more than HOT_ROWS times
 RowState = struct("RowState", "unsigned finished; unsigned count; unsigned hot; unsigned outside; unsigned nonfinite;")
 # what rows.cu tells the host; outside: whether a row is not of the table

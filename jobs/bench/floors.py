@@ -160,12 +160,13 @@ def stage_floors(method: str, work: Workload, speeds: Speeds) -> dict[str, dict[
             "apply": apply,
         },
     }
-    # the indices that each rank chose, and then the values at as many indices as were applied
+    # the indices that each rank chose, and then the values at as many indices as were applied, to their owners and from them
     chosen = WORD_BYTES * wire_layout(ALONE, round(work.selected), 0, n).words
-    stages["union"] = stages["oktopk"] | {
-        "exchange": (0, applied * share, ranks - 1),
-        "reduce": (applied + applied / ranks, 0, 0),
-        "allgather": (0, (chosen * ranks + applied) * share, 2 * rounds),
+    stages["union"] = {
+        "select": select,
+        "allgather": (0, chosen * ranks * share, rounds),
+        "exchange": (2 * applied, 2 * WORD_BYTES * work.applied * share, ranks - 1 + rounds),
+        "apply": apply,
     }
     # a second pass selects
     stages["gaussiank"] = stages["topka"] | {"select": ((12 + work.gradient_bytes) * n, 0, 0)}

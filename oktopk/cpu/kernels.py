@@ -250,33 +250,16 @@ def to_whole_indices(entries: NDArray[np.void], block: int, shards: int, shard: 
         entries[at].index = index + index // block * block * (shards - 1) + shard * block
 
 
-@compiled((VECTOR, ENTRIES, INT, ENTRIES))
-def take_values(
-    vector: NDArray[np.float32], support: NDArray[np.void], threshold_bits: int, out: NDArray[np.void]
-) -> int:
-    """Pack the elements of float32[n] at the indices of a list whose magnitude reaches a threshold, in order.
+@compiled((VECTOR, ENTRIES, ENTRIES))
+def take_values(vector: NDArray[np.float32], support: NDArray[np.void], out: NDArray[np.void]) -> None:
+    """Pack the elements of float32[n] at the indices of a list.
 
     Args:
         support: ENTRY[u], whose indices count.
-        threshold_bits: bits of the smallest magnitude to pack, >= 1.
-        out: ENTRY[u], apart from `support`; its indices become positions in `support`.
-
-    Returns:
-        Entries packed.
+        out: ENTRY[u], apart from `support`.
     """
-    vector_bits, threshold, taken = vector.view(np.int32), np.int32(threshold_bits), 0
     for at in range(len(support)):
         _prefetch_soon(vector, support, at)
         index = support[at].index
-        # without a branch: the next entry overwrites one that does not reach it
-        out[taken].index = at
-        out[taken].value = vector[index]
-        taken += (vector_bits[index] & _MAGNITUDE) >= threshold
-    return taken
-
-
-@compiled((ENTRIES, ENTRIES))
-def to_indices(entries: NDArray[np.void], support: NDArray[np.void]) -> None:
-    """Turn the indices of ENTRY[nnz], positions in a list, into the indices that this list has there, in place."""
-    for at in range(len(entries)):
-        entries[at].index = support[entries[at].index].index
+        out[at].index = index
+        out[at].value = vector[index]

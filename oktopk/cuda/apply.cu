@@ -33,9 +33,12 @@ extern "C" __global__ void to_whole_indices(const __grid_constant__ ToWholeIndic
   }
 }
 
-// indices that are positions in `support` become the indices that it has there
-extern "C" __global__ void to_indices(const __grid_constant__ ToIndices p) {
-  FOR_EACH(i, p.n) p.entries[i].x = p.support[p.entries[i].x].x;
+// the entries of `vector` at the indices of a list
+extern "C" __global__ void take_values(const __grid_constant__ TakeValues p) {
+  FOR_EACH(i, p.n) {
+    const int index = p.support[i].x;
+    p.out[i] = make_entry(index, p.vector[index]);
+  }
 }
 
 // vector = 0, or the value of `mine`, at the indices that both lists have; theirs[n]

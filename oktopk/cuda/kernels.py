@@ -99,7 +99,6 @@ class DeviceKernels:
         select = compiled(_KERNELS / "select.cu")
         apply = compiled(_KERNELS / "apply.cu")
         self._select_at_least = Kernel(select, "select_at_least")
-        self._take_values = Kernel(select, "take_values")
         self._magnitude_histogram = Kernel(select, "magnitude_histogram")
         names = (
             "clear_support",
@@ -107,7 +106,7 @@ class DeviceKernels:
             "write_scaled",
             "add_entries",
             "to_whole_indices",
-            "to_indices",
+            "take_values",
         )
         self._apply = {name: Kernel(apply, name) for name in names}
         self._nonfinite = device.scratch("nonfinite", 1, np.uint32)
@@ -186,21 +185,6 @@ class DeviceKernels:
         device.synchronize()
         return int(report[0])
 
-    def take_values(
-        self, vector: Any, support: DeviceEntries, threshold_bits: int, out: DeviceEntries
-    ) -> int:
-        if not len(support):
-            return 0
-        device, tiles = self.device, -(-len(support) // COMPACT_TILE)
-        report = device.report("take values", 2)
-        device.launch(
-            self._take_values, tiles, COMPACT_THREADS,
-            vector=vector.data.ptr, support=support.pointer, n=len(support), threshold=threshold_bits, taken=out.pointer,
-            capacity=len(out), scan=device.scan("take values", tiles), report=device.address("take values"),
-        )  # fmt: skip
-        device.synchronize()
-        return int(report[0])
-
     def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
         device = self.device
         shift, width = LEVELS[level]
@@ -248,9 +232,9 @@ class DeviceKernels:
         fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
         self.device.launch_for(self._apply["to_whole_indices"], len(entries), **fields)
 
-    def to_indices(self, entries: DeviceEntries, support: DeviceEntries) -> None:
-        fields = {"entries": entries.pointer, "support": support.pointer}
-        self.device.launch_for(self._apply["to_indices"], len(entries), **fields)
+    def take_values(self, vector: Any, support: DeviceEntries, out: DeviceEntries) -> None:
+        fields = {"vector": vector.data.ptr, "support": support.pointer, "out": out.pointer}
+        self.device.launch_for(self._apply["take_values"], len(support), **fields)
 
     def shard_sum(self, out: Any, **layout: int) -> DeviceShardSum:
         """One shard of the sum of several gradients, as the host's ShardSum. `layout`: fields of the kernels' ShardSum."""

@@ -58,9 +58,6 @@ struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int
 struct("SelectAtLeast", """
     const float* vector; long long n; unsigned threshold; unsigned ties; Entry* entries; unsigned capacity;
     Scan scan; volatile unsigned* report;""", "select_at_least")
-struct("TakeValues", """
-    const float* vector; const Entry* support; long long n; unsigned threshold; Entry* taken; unsigned capacity;
-    Scan scan; volatile unsigned* report;""", "take_values")
 struct("MagnitudeHistogram", """
     const unsigned* words; long long n; int first; int stride; int shift; int width; unsigned prefix;
     unsigned* counts;""", "magnitude_histogram")
@@ -68,7 +65,7 @@ struct("ClearSupport", "float* vector; const Entry* entries; long long n; const 
 struct("ApplyEntries", """
     float* vector; const Entry* entries; long long n; float scale;""", "write_scaled", "add_entries")
 struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
-struct("ToIndices", "Entry* entries; const Entry* support; long long n;", "to_indices")
+struct("TakeValues", "const float* vector; const Entry* support; Entry* out; long long n;", "take_values")
 struct("ClearCommon", """
     float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;""", "clear_common")
 struct("GatherAndApply", """

@@ -1,11 +1,11 @@
 // select: take what reaches a threshold from an accumulated vector; histograms of magnitudes.
 //
-// Shapes   vector[n] float, in take_values of any length; support[n], entries[capacity], taken[capacity] COO; counts[2^width] unsigned, zeroed before. p: structs of layouts.py.
+// Shapes   vector[n] float; entries[capacity] COO; counts[2^width] unsigned, zeroed before. p: structs of layouts.py.
 // Units    threshold: bits of a magnitude >= 1; a digit: `width` bits of a magnitude from bit `shift` up.
-// Launch   select_at_least, take_values: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS. Histogram: grid-stride.
+// Launch   select_at_least: ceil(n / COMPACT_TILE) blocks of COMPACT_THREADS. Histogram: grid-stride.
 // Overflow entries beyond `capacity` are counted, not written. Zeros are never taken nor counted. NaN cannot come in: the residual is
 //          finite.
-// Traffic  4n bytes read; take_values: 8 bytes an entry, and a 32-byte sector of `vector` for each.
+// Traffic  4n bytes read.
 
 #include "compact.cuh"
 
@@ -17,18 +17,6 @@ struct VectorSource {
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) select_at_least(const __grid_constant__ SelectAtLeast p) {
   compact<true>(VectorSource{p.vector}, p.n, gridDim.x, p.threshold, p.ties, p.entries, p.capacity, nullptr, p.scan,
                 p.scan.epoch, p.report);
-}
-
-// The elements at the indices of a list, with positions in it for indices.
-struct ElementsSource {
-  const float* vector;
-  const Entry* support;
-  __device__ Entry operator()(long long i) const { return make_entry(static_cast<int>(i), vector[support[i].x]); }
-};
-
-extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) take_values(const __grid_constant__ TakeValues p) {
-  compact<false>(ElementsSource{p.vector, p.support}, p.n, gridDim.x, p.threshold, 0, p.taken, p.capacity, nullptr, p.scan,
-                 p.scan.epoch, p.report);
 }
 
 // Counts the digits of words[first + i·stride], i in [0, n), among the nonzero magnitudes with these higher digits.

@@ -12,48 +12,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
-from collectives.codec import ALONE, PLAIN, CodedIndices, make_codec, wire_layout
-from collectives.cpu.kernels import magnitude_bits
+from collectives.codec import ALONE, PLAIN, CodedIndices, wire_layout
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import split_and_reduce
+from collectives.sum_values import CodedValues, sum_values, value_words
 from collectives.transport import FlaggedRanksError, Transport
 from oktopk.methods.base import SparseMethod
-from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
 
-_LEAST_SENT = 1 / 8
-"""Of a rank's own threshold: what is smaller does not travel on a wire that rounds."""
-
 
 def union_words(chosen: Sequence[int], length: int) -> tuple[float, float]:
-    """The least and the most words per rank of plain entries, averaged over the ranks.
+    """The least and the most words per rank of plain values, averaged over the ranks.
 
-    (P-1)/P of what all chosen indices take, coded alone, and 4u(P-1)/P for the values at the u chosen indices: u is the largest
-    of the numbers where ranks choose the same, and their sum where no two do.
+    (P-1)/P of what all chosen indices take, coded alone, and 2u(P-1)/P for the values at the u chosen indices: u is the largest
+    of the numbers where ranks choose the same, and their sum where no two do. Each rank's block has an even number of words.
 
     Args:
         chosen: entries that each rank chose.
         length: elements of the dense vector (n).
     """
-    share = (len(chosen) - 1) / len(chosen)
-    indices = sum(wire_layout(ALONE, count, 0, length).words for count in chosen)
-    return (indices + 4 * max(chosen)) * share, (indices + 4 * sum(chosen)) * share
+    ranks = len(chosen)
+    indices = sum(wire_layout(ALONE, count, 0, length).words for count in chosen) * (ranks - 1) / ranks
+    least, most = (value_words("plain", count, ranks) for count in (max(chosen), min(sum(chosen), length)))
+    return indices + least, indices + most
 
 
 class SharedSupport(SparseMethod):
     """Each rank chooses a P-th of k; all ranks send their values at all chosen indices, and all sums are applied.
 
-    So every applied entry is the sum of all ranks' values, and is cleared on all ranks. A step of exact thresholds applies at
-    most P·ceil(k/P) entries, any other one 5/4 of that.
+    So every applied entry is the sum of all ranks' values, and is cleared on all ranks, even where the sum is zero. A step of
+    exact thresholds applies at most P·ceil(k/P) entries, any other one 5/4 of that.
 
-    The chosen indices travel alone, coded on every wire. The values travel by their positions in the list of these, which takes a
-    coded entry 2 bits. A wire that rounds leaves out what is below 1/8 of a rank's own threshold: it stays in the residual.
+    The chosen indices travel alone, coded on every wire. The values travel without an index, as all ranks know the list.
 
-    Traffic: at most k(P-1)/P·(2 + log2(nP/k)) bits a rank for the chosen indices, and up to 3 words a list; with plain entries at
-        most 4k(P-1)/P words for the values; P + 2 log2 P messages, 2P more where sums that cancel leave blocks to be balanced.
-        Control: two allgathers and one alltoall of 2 int64.
+    Traffic: at most k(P-1)/P·(2 + log2(nP/k)) bits a rank for the chosen indices, and up to 3 words a list; at most 2k(P-1)/P
+        values, see `collectives.sum_values`; P + 2 log2 P messages. Control: one allgather of 2 int64.
     Source: own; Chen et al., ScaleCom, NeurIPS 2020, has the ranks take turns to choose for all.
     """
 
@@ -64,7 +58,7 @@ class SharedSupport(SparseMethod):
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
         of_rank = transport.kernels, transport.workspace, transport.size, transport.ranks
-        self._values = make_codec(settings.wire, *of_rank)
+        self._values = CodedValues(settings.wire if transport.size > 1 else "plain", *of_rank)
         # knows what is damaged of the values, too
         self.codec = CodedIndices(self._values, *of_rank) if transport.size > 1 else PLAIN
         self._residual: Any = None  # of the step that runs
@@ -94,46 +88,24 @@ class SharedSupport(SparseMethod):
         return super().reduce(gradient, residual, out, plan, overflowed)
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        transport, codec, timer = self.transport, self._values, plan.timer
+        transport, values, settings = self.transport, self._values, self.settings
         # a device may find only now that what the last step gathered did not decode
         selection = replace(selection, flag=selection.flagged or self.codec.gathered_damage)
-        support = self.gather_support(selection, plan)
-        with timer.stage("select"):
-            sent = self.values_at(support, selection.threshold)
-            boundaries = equal_boundaries(len(support), transport.size)
-        with timer.stage("exchange"):
-            rounds, rotate = self.settings.bucket_rounds, self.settings.rotate
-            lists = split_and_reduce(
-                sent,
-                boundaries,
-                transport,
-                self.codec.gathered_damage,
-                bucket_rounds=rounds,
-                rotate=rotate,
-                codec=codec,
-            )
-        with timer.stage("reduce"):
-            sums, nonfinite = lists.checked_sums()
-        with timer.stage("allgather"):
-            mine = np.array([len(sums), nonfinite + lists.damaged], np.int64)
-            counts, flags = transport.allgather_control(mine).T
-            if flags.any():
+        update = self.gather_support(selection, plan)
+        with plan.timer.stage("exchange"):
+            sent = transport.workspace.entries("sent", len(update))
+            self.kernels.take_values(self._residual, update, sent)
+            errors = sum_values(sent, update, transport, values, settings.bucket_rounds, settings.rotate)
+            if values.wait_for_nonfinite():
                 raise FlaggedRanksError([])
-            update = balance_and_allgatherv(
-                sums, counts, len(support), transport, self.settings.balance_trigger, codec, boundaries
-            )
-        with timer.stage("apply"):
-            errors = (self.at_indices(sums, support),) if codec.rounds else ()
-            sent, update = (self.at_indices(each.entries, support) for each in (sent, update))
         result = self.result(
             selection,
-            update,
-            returned=errors,
-            errors_stay=codec.rounds,
-            rounding=codec.rounding,
-            only_applied=True,
+            SparseVector(update, self.length),
+            returned=(SparseVector(errors, self.length),) if values.rounds else (),
+            errors_stay=values.rounds,
+            rounding=values.rounding,
         )
-        result.selected = sent
+        result.selected = SparseVector(sent, self.length)
         return result
 
     def gather_support(self, selection: Selection, plan: Plan) -> Any:
@@ -156,16 +128,6 @@ class SharedSupport(SparseMethod):
             nnz, _ = transport.kernels.sum_sorted_lists(
                 lists.entries, ends - counts, ends, 0, self.length, 1, support
             )
+        if self.codec.gathered_damage:  # of the lists, and so on all ranks
+            raise FlaggedRanksError([])
         return support[:nnz]
-
-    def values_at(self, support: Any, threshold: float) -> SparseVector:
-        """What this rank sends: its values at the chosen indices, by position in `support`, without zeros."""
-        sent = self.transport.workspace.entries("sent", len(support))
-        least = magnitude_bits(threshold * _LEAST_SENT) if self._values.rounds else 0
-        taken = self.kernels.take_values(self._residual, support, max(1, least), sent)
-        return SparseVector(sent[:taken], len(support))
-
-    def at_indices(self, entries: Any, support: Any) -> SparseVector:
-        """Entries by position as entries by index, in place."""
-        self.kernels.to_indices(entries, support)
-        return SparseVector(entries, self.length)

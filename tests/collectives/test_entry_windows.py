@@ -78,6 +78,8 @@ def test_without_memory_no_room_is_made_ever_after_and_one_rank_says_so(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows, transport = make(comm)
+    from collectives import symmetric_memory
+
     assert windows.reserve(5)
 
     def none_left(*arguments: Any) -> None:
@@ -85,7 +87,7 @@ def test_without_memory_no_room_is_made_ever_after_and_one_rank_says_so(
 
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        patch.setattr("collectives.symmetric_memory.SymmetricMemory", none_left)
+        patch.setattr(symmetric_memory, "SymmetricMemory", none_left)
         assert not windows.reserve(400_000) and windows.capacity == 0
     texts = [str(one.message) for one in said if "travel as messages" in str(one.message)]
     assert comm.allgather(texts) == [
@@ -103,11 +105,12 @@ def test_an_error_that_is_not_of_all_ranks_is_raised(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows, transport = make(comm)
+    from collectives import symmetric_memory
 
     def ended(*arguments: Any) -> None:
         raise RuntimeError("a rank has closed its connections: it has ended or raised")
 
-    monkeypatch.setattr("collectives.symmetric_memory.SymmetricMemory", ended)
+    monkeypatch.setattr(symmetric_memory, "SymmetricMemory", ended)
     with pytest.raises(RuntimeError, match="a rank has closed its connections"):
         windows.reserve(5)
     transport.close()

@@ -496,7 +496,7 @@ def test_a_union_between_hosts_clears_all_of_them_and_loses_nothing(
         # an ulp of sums of some hundreds, which residuals of opposite signs take to zero, is up to 6e-5
         left = check_mass(comm, reducer, gradient, left, near=2e-4)
         applied = get(reducer.update) != 0
-        assert 0 < np.count_nonzero(applied) == report.global_nnz
+        assert 0 < np.count_nonzero(applied) <= report.global_nnz
         assert report.global_nnz <= hosts * selection_cap(SharedSupport.local_k(report.k, hosts))
         assert wire == "int4" or not reducer.gathered_residual()[applied].any()
         shard_lists = 12 * comm.size * reducer.group.layout.shards  # 3 words a list

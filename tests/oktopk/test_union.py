@@ -9,14 +9,12 @@ import pytest
 from mpi4py import MPI
 
 from collectives.codec import VALUE_BITS, CodedEntries
-from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY, MAX_LENGTH
-from oktopk import GradientAllreduce
-from oktopk.cpu.kernels import take_values, to_indices
+from collectives.sum_values import CodedValues
+from oktopk import GradientAllreduce, NonFiniteGradientError
 from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
 from tests.devices import get, put, use
-from tests.inputs import entries_with
 
 LENGTH = 4000
 
@@ -32,21 +30,9 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> np.ndarray:
     return drawn.astype(np.float32)
 
 
-def test_positions_become_indices_and_zeros_and_what_is_small_are_left_out() -> None:
-    vector = np.array([0.0, -3.0, 1e-45, -0.0, 0.5, 7.0], np.float32)
-    support = entries_with([0, 1, 2, 4], np.zeros(4))
-    for magnitude, positions in ((0.0, [1, 2, 3]), (0.5, [1, 3]), (0.75, [1]), (4.0, [])):
-        taken = np.empty(4, ENTRY)
-        taken = taken[: take_values(vector, support, max(1, magnitude_bits(magnitude)), taken)]
-        assert taken["index"].tolist() == positions
-        to_indices(taken, support)
-        assert taken["index"].tolist() == support["index"][positions].tolist()
-        assert np.array_equal(taken["value"], vector[taken["index"]])
-
-
 def test_words_by_formula() -> None:
-    assert union_words([25] * 4, 1000) == (3 / 4 * (4 * 6 + 100), 3 / 4 * (4 * 6 + 400))  # 6.8 bits an index
-    assert union_words([0, 300], MAX_LENGTH)[1] <= 150 * (2 + np.log2(MAX_LENGTH / 300)) / 32 + 600 + 2
+    assert union_words([32] * 4, 1000) == (3 / 4 * (4 * 8 + 64), 3 / 4 * (4 * 8 + 256))
+    assert union_words([0, 300], MAX_LENGTH)[1] <= 150 * (2 + np.log2(MAX_LENGTH / 300)) / 32 + 300 + 2
     assert [SharedSupport.local_k(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
 
 
@@ -81,7 +67,8 @@ def test_nothing_is_lost_on_any_wire(comm: MPI.Intracomm, device: str, wire: str
         report, beside = reduced.step(put(device, gradient)), plain.step(put(device, gradient))
         update, left = get(reduced.update), get(reduced.residual)
         assert len(set(comm.allgather(update.tobytes()))) == 1
-        assert comm.size == 1 or comm.allreduce(report.bytes) < 0.75 * comm.allreduce(beside.bytes)
+        share = {"float32": 1, "bfloat16": 0.6, "int8": 0.5, "int4": 0.45}[wire]
+        assert comm.allreduce(report.bytes) <= share * comm.allreduce(beside.bytes)
         total, scale = (
             comm.allreduce(each.astype(np.float64)) for each in (accumulated, np.abs(accumulated))
         )
@@ -96,23 +83,8 @@ def test_nothing_is_lost_on_any_wire(comm: MPI.Intracomm, device: str, wire: str
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_wire_that_rounds_gets_nothing_below_an_eighth_of_the_threshold(comm: MPI.Intracomm) -> None:
-    values = np.array([0.0, 1e-45, -0.99, 1.0, -9.0, 2.0], np.float32)
-    for wire, expected in (("plain", [1, 2, 3, 4]), ("float32", [1, 2, 3, 4]), ("int8", [3, 4])):
-        reduced = reducer(comm, "cpu", wire)
-        reduced.step(gradient_of(comm, 0))
-        method: Any = reduced._methods["union"]
-        method._residual = values
-        sent = method.values_at(entries_with(np.arange(5), np.ones(5)), 8.0)
-        assert (sent.indices.tolist(), sent.length) == (expected, 5)
-        reduced.close()
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_choices_is(
-    comm: MPI.Intracomm, device: str
-) -> None:
-    """All ranks choose indices 0 and 1, the last rank with other signs; at index 0 the sum is 0 and nothing is cleared."""
+def test_what_cancels_over_the_ranks_is_cleared_on_all(comm: MPI.Intracomm, device: str) -> None:
+    """All ranks choose indices 0 and 1, the last rank with other signs; at index 0 the sum is 0."""
     reduced = reducer(comm, device, density=2 * comm.size / LENGTH)
     gradient = np.full(LENGTH, 1.0, np.float32)
     gradient[:2] = [100, 101 + comm.rank]
@@ -122,7 +94,7 @@ def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_cho
     update, left = get(reduced.update), get(reduced.residual)
     expected = sum(101 + rank for rank in range(comm.size - 1)) - 50
     assert update[:2].tolist() == [0, expected]
-    assert (left[0], left[1]) == (gradient[0], 0)
+    assert not left[:2].any()
 
 
 @pytest.mark.mpi
@@ -130,7 +102,7 @@ def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_cho
 def test_indices_that_few_ranks_choose_or_all_travel_in_the_bytes_of_indices_alone(
     comm: MPI.Intracomm, device: str, wire: str
 ) -> None:
-    """The even ranks choose the same indices; the odd ones choose nothing, and send values only."""
+    """The even ranks choose the same indices; the odd ones choose nothing, and send zeros."""
     reduced = reducer(comm, device, wire, density=100 * comm.size / LENGTH)
     gradient = np.zeros(LENGTH, np.float32)
     at = 7 * np.arange(1, 101)
@@ -146,23 +118,30 @@ def test_indices_that_few_ranks_choose_or_all_travel_in_the_bytes_of_indices_alo
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("fails", ["support", "sent", "gathered"])
-def test_damaged_entries_raise_on_all_ranks_and_name_the_rank(
+def test_damage_raises_on_all_ranks_and_names_the_rank_of_a_list(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     reduced = reducer(comm, "cpu", "int8")
     reduced.step(gradient_of(comm, 0))
     before = reduced.residual.copy()
-    encode, calls = CodedEntries.encode, []
+    name, at = {
+        "support": ("encode", 1),
+        "sent": ("encode_values", 1),
+        "gathered": ("encode_values", comm.size),
+    }[fails]
+    encode, calls = getattr(CodedValues, name), []
 
-    def damaging(codec: Any, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
-        encode(codec, entries, lower, upper, wire, dest)
-        calls.append(dest)
-        at = {"support": 1, "sent": 2, "gathered": comm.size + 1}[fails]
+    def damaging(codec: Any, *arguments: Any) -> None:
+        encode(codec, *arguments)
+        calls.append(name)
         if comm.rank == 1 and len(calls) == at:
+            wire = arguments[-2]
             wire[:] = np.full(len(wire), -1, np.int64).view(ENTRY)
 
-    monkeypatch.setattr(CodedEntries, "encode", damaging)
-    with pytest.raises(ValueError, match="int8 entries are damaged that came from rank 1"):
+    monkeypatch.setattr(CodedEntries if fails == "support" else CodedValues, name, damaging)
+    # a sum that is not finite may be no damage
+    message = "not finite" if fails == "gathered" else "int8 entries are damaged that came from rank 1"
+    with pytest.raises((ValueError, NonFiniteGradientError), match=message):
         reduced.step(gradient_of(comm, 1))
     assert not reduced.update.any()
     assert np.allclose(reduced.residual, before, atol=1e-5)
