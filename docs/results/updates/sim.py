@@ -8,41 +8,19 @@ the sums above a global threshold are applied to the reference. Decay acts on th
 
 name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW),
   powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32.
-keys: lr; b2: second-moment decay, `root` for 0.95^(1/P); seed
-  d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4,
-     linear8, 4, 3, 2 (with stride=1 alone: multiples of the largest of 128 over 127, 7, 3, 1),
-     sign (with stride=1 alone: a sign each, a mean size for 512; server=1: owners keep what they round by themselves)
-     three, four (likewise: so many levels)
-  lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange);
-     auto: the squared norm of the mean residual over the mean squared norm of the workers', measured every ten steps
+keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
+  d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
+  lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
   ls: in place of lv, the share is ls times the root of the density of now over P
-  mult: slices that one exchange sends
-  sub: rank of a basis that all workers share, for each matrix but those whose names begin with a word of subout (e+p): in every
-     exchange what the residuals have in it is summed densely, in bfloat16, before entries are selected; sr, sw: another rank for
-     the first sw of the steps; subwire: how it travels, to the owner + from it; subm=1: its next basis follows the workers' mean
-     momentum, exact and not counted; subm=K: in every K-th exchange, as it travels, counted; sube: it follows a mean of what was
-     applied, that loses so much an exchange, which all workers know; subk: exchanges with the same basis
-     sh: in every sh-th exchange alone
   stop: steps, after which the run ends with its next evaluation
-  mask: all workers send the same entries: leader (the largest of one worker, in turn), union (of each worker a P-th)
-  imp: entries are chosen by |unsent| times v to the power imp / 2, v the worker's second moments; mm=1: momentum of a sent entry is dropped
-  full: tensors whose names begin with one of these words, joined by +, are summed densely; `vectors`: biases and norms
-  lvp: the share grows from lv to 1 with (|unsent| over the worker's threshold)^lvp; b1: first-moment decay
-  rd: residual decay an exchange; stride: 1 sends a rotating part of the elements, without indices (cont=1: a slice of the vector, else
-     every so many-th; second: how their means travel, `wire` by default); chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo);
-     with a mask the largest of each block of so many elements are chosen
-  w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps; fh: h of the last part
-     wm=s: the start sends slices of ws of the elements in turn, as wws says (sign), share 1, with owners that keep what they round
+  mask=union: all workers send the same entries, those that any of them chose, each a P-th
+  rd: residual decay an exchange; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
+  w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps
   dr, dw: density falls from dr to d over the share dw of the steps
-  v: own; mean (of the mean gradient, exact); slice/K=..: a rotating 1/K of it; ratio: own times the measured ratio of each tensor;
-     pools/K=..: pool from a rotating 1/K of the workers' v and m, averaged densely in 8 bits (stale by up to K steps)
-     split: as sig, by a mean over 1/(1-b2) steps of the squared momentum
-     sig: what is noise in v, by a slower mean of the worker's own gradients, counts a P-th
-     rows: as ratio, of each row of a matrix, each vector being one row: from rk random elements of a row (0: from all, not counted)
+  v: own; mean (of the mean gradient, exact); ratio: own times the measured ratio of each tensor
   vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
-  pr, pl: a shared prediction of the mean movement is applied in every step and taken from what is unsent: w = pl (w + pr u)
-     frozen: exact until the share fz of the steps; pool: (own + (P-1) mean of all)/P^2 + signal
+Runs of runs.jsonl with other keys, all of which lost, are of 2d20e2a3 or, with mask=clock or ag, of 7c2b4eeb: see the file there.
 """
 
 import json
@@ -208,21 +186,8 @@ def step_scaled(m, v, factor, unsent, lr, c1, c2):
 
 
 @compiled
-def step_pooled(m, v, pool, signal, unsent, lr, c1, c2):
-    v2 = (v + (P - 1) * pool) / P**2 * c2 + (1 - 1 / P) * (signal * c1).square()
-    unsent.add_(lr * (m * c1) / (v2.sqrt() + 1e-8))
-
-
-@compiled
-def step_pools(m, v, pool, signal, unsent, lr, c1, c2):
-    own = v * c2
-    v2 = torch.where(pool > 0, (own + (P - 1) * pool) / P**2 + (1 - 1 / P) * signal.square(), own)
-    unsent.add_(lr * (m * c1) / (v2.sqrt() + 1e-8))
-
-
-@compiled
 def coded(x, top: int, block: int):
-    """As `rounded`, in blocks; `masked` codes may be zero: 7 magnitudes between a block's largest and a 32nd of it."""
+    """As `rounded`, in blocks."""
     rows = x.shape[0]
     pad = -x.shape[-1] % block
     y = F.pad(x, (0, pad)).view(rows, -1, block)
@@ -237,6 +202,7 @@ def coded(x, top: int, block: int):
 
 @compiled
 def coded_masked(x, block: int):
+    """Zero, or one of 7 magnitudes between a block's largest and a 32nd of it."""
     rows = x.shape[0]
     pad = -x.shape[-1] % block
     y = F.pad(x, (0, pad)).view(rows, -1, block)
@@ -248,39 +214,12 @@ def coded_masked(x, block: int):
     return torch.where((code < 0) | (high == 0), 0.0, out).view(rows, -1)[:, : x.shape[-1]]
 
 
-@compiled
-def linear(x, top: int):
-    """As multiples of a block's largest over `top`, zero among them."""
-    y = F.pad(x, (0, -x.shape[-1] % 128)).view(*x.shape[:-1], -1, 128)
-    unit = y.abs().amax(-1, keepdim=True) / top + 1e-30
-    return ((y / unit).round() * unit).view(*x.shape[:-1], -1)[..., : x.shape[-1]]
-
-
-@compiled
-def levels(x, wire: str):
-    """Three or four levels, those that a normal distribution asks for (Max, 1960), by the mean size of 512."""
-    y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
-    z = y / (y.abs().mean(-1, keepdim=True) / 0.798 + 1e-30)
-    if wire == "three":
-        code = torch.where(z.abs() < 0.612, 0.0, 1.224 * z.sign())
-    else:
-        code = torch.where(z.abs() < 0.982, 0.453, 1.510) * z.sign()
-    return (code * (y.abs().mean(-1, keepdim=True) / 0.798)).view(x.shape[0], -1)[:, : x.shape[-1]]
-
-
 def rounded(x, wire, least, d):
     """Values as they arrive: bfloat16, or a code in [0, Q] linear in the bits between a block's least and largest magnitude."""
     if wire in ("float32", "plain"):
         return x
     if wire == "bfloat16":
         return x.bfloat16().float()
-    if wire in LINEAR:
-        return linear(x, LINEAR[wire])
-    if wire in ("three", "four"):
-        return levels(x, wire)
-    if wire == "sign":
-        y = F.pad(x, (0, -x.shape[-1] % 512)).view(x.shape[0], -1, 512)
-        return (y.sign() * y.abs().mean(-1, keepdim=True)).view(x.shape[0], -1)[:, : x.shape[-1]]
     top = 127 if wire == "int8" else 7
     return coded(x, top, max(256, int(256 / d)))
 
@@ -310,26 +249,9 @@ def masked(unsent, mask):
     return torch.where(mask, unsent, 0.0)
 
 
-def largest_of_each(sizes, share, length=4096):
-    """Whether an element is among the largest `share` of its block of `length`. sizes: [workers, n]."""
-    y = F.pad(sizes, (0, -n % length)).view(len(sizes), -1, length)
-    t = torch.topk(y, max(1, round(length * share)), dim=-1).values[..., -1:]
-    return ((y >= t) & (y > 0)).view(len(sizes), -1)[:, :n]
-
-
-def exchange_masked(unsent, d, wire, kind, turn, weight=None, chunk=0):
-    """All workers send the same entries: those that a worker in turn chose (leader), or a P-th of them each (union)."""
-    if chunk:
-        sizes_ = unsent.abs() if weight is None else unsent.abs() * weight
-        mask = largest_of_each(sizes_, d / P * 1.05, chunk).any(0, keepdim=True)
-    elif kind == "leader":
-        q = turn % P
-        mask = unsent[q : q + 1].abs() >= thresholds(unsent[q : q + 1], d * n)
-    elif weight is not None:
-        t = thresholds_of(unsent, weight, d * n / P * 1.05, min(400_000, n))
-        mask = (unsent.abs() * weight >= t).any(0, keepdim=True)
-    else:
-        mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
+def exchange_masked(unsent, d, wire, turn):
+    """All workers send the same entries: those that any of them chose, a P-th each."""
+    mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
     sent = masked(unsent, mask)
     block = max(256, int(256 / d))
     if wire == "int4":
@@ -344,56 +266,8 @@ def exchange_masked(unsent, d, wire, kind, turn, weight=None, chunk=0):
     return u[0], float(mask.float().mean()) if turn % 500 == 0 else None
 
 
-@compiled
-def picked_by(unsent, weight, t):
-    return torch.where(unsent.abs() * weight >= t, unsent, 0.0)
-
-
-@compiled
-def settle_by(unsent, sent, s, weight, tg):
-    keep = s.abs() * weight >= tg
-    unsent.sub_(torch.where(keep, sent, 0.0))
-    return torch.where(keep, s, 0.0)
-
-
-@compiled
-def share_of(unsent, tau, low, power: float):
-    return low + (1 - low) * (unsent.abs() / tau).clamp(max=1).pow(power)
-
-
-def exchange_weighted(unsent, d, weight):
-    """As `exchange`, where entries are chosen by size times weight [P, n], the sums by the mean weight."""
-    sent = picked_by(unsent, weight, thresholds_of(unsent, weight, d * n, min(400_000, n)))
-    s, mean = sent.sum(0, keepdim=True), weight.mean(0, keepdim=True)
-    return settle_by(unsent, sent, s, mean, thresholds_of(s, mean, d * n, min(1_600_000, 2 * n)))[0] / P
-
-
-def thresholds_of(x, weight, k, count):
-    pos = torch.randint(0, n, (count,), device=dev)
-    sizes_ = x[:, pos].abs() * weight[:, pos]
-    return torch.topk(sizes_, max(1, round(count * k / n)), dim=1, sorted=False).values.amin(1, keepdim=True)
-
-
-def exchange(unsent, d, wire, chunk, stride=None, server=None, cont=False, second=None):
+def exchange(unsent, d, wire, chunk):
     """The mean update; unsent loses what was sent and applied."""
-    if stride is not None:  # a rotating part of all elements, the same on all workers, without indices
-        K = max(1, round(1 / d))
-        long = -(-n // K)
-        at = slice(stride % K * long, (stride % K + 1) * long) if cont else slice(stride % K, None, K)
-        part = unsent[:, at]
-        sent = rounded(part.contiguous(), wire, None, 1)
-        part.sub_(sent)
-        mean = sent.mean(0, keepdim=True)
-        if server is not None:
-            mean += server[at]
-        v = rounded(mean, second or wire, None, 1)
-        if server is not None:
-            server[at] = (mean - v)[0]
-        else:
-            part[stride % P].add_((mean - v)[0] * P)
-        u = torch.zeros(n, device=dev)
-        u[at] = v[0]
-        return u
     if d >= 1:
         u = unsent.mean(0)
         unsent.zero_()
@@ -485,120 +359,6 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
-@compiled
-def step_signal(m, v, s, unsent, lr, c1, c2, cs):
-    own = v * c2
-    v2 = own / P + (1 - 1 / P) * torch.minimum((s * cs).square(), own)
-    unsent.add_(lr * (m * c1) / (v2.sqrt() + 1e-8))
-
-
-@compiled
-def step_split(m, v, a, unsent, lr, c1, c2, b2):
-    """What of v is the mean's square, from a longer mean of the squared momentum, and what is noise, which counts a P-th."""
-    mh = m * c1
-    a.add_((mh * mh - a) * (1 - b2))
-    own, second = v * c2, a * c2
-    quiet = (1 - B1) / (1 + B1)
-    signal = ((second - quiet * own) / (1 - quiet)).clamp(min=0)
-    signal = torch.minimum(signal, own)
-    v2 = signal + (own - signal) / P
-    unsent.add_(lr * mh / (v2.sqrt() + 1e-8))
-
-
-def alike(left_out):
-    """Matrices of one shape that lie at equal distances: (where the first begins, how many, their distance, shape)."""
-    found, at = {}, 0
-    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
-        if len(shape) == 2 and name.split(".")[0] not in left_out:
-            key = name.split(".", 2)[2] if name.startswith("b.") else name
-            found.setdefault((key, shape), []).append(at)
-        at += size
-    for (_, shape), begins in found.items():
-        yield begins[0], len(begins), begins[1] - begins[0] if len(begins) > 1 else n, shape
-
-
-def orthonormal(x):
-    """Matrices with columns that span those of x, by Cholesky's factors, twice."""
-    x = x.double()
-    for _ in range(2):
-        gram = x.transpose(-1, -2) @ x
-        size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        factor, _ = torch.linalg.cholesky_ex(
-            gram + 1e-12 * (size + 1e-30) * torch.eye(x.shape[-1], device=dev)
-        )
-        x = torch.linalg.solve_triangular(factor.transpose(-1, -2), x, upper=True, left=False)
-    return x.float()
-
-
-def subspace(
-    unsent,
-    bases,
-    rank,
-    turn,
-    left_out,
-    wire="bfloat16",
-    second="bfloat16",
-    follows=None,
-    hold=1,
-    counted=False,
-):
-    """The mean of what the residuals have in a shared basis, of each matrix's columns and rows in turn, which becomes the next basis.
-
-    Args:
-        follows: [workers, n] what the basis follows in place of the residuals, by its mean. hold: exchanges with the same basis.
-        counted: what it follows travels as the residuals' part does.
-
-    Returns:
-        The update, and words that a rank sends and receives, over 2 n.
-    """
-    update = torch.zeros(n, device=dev)
-    words = 0
-    last, turn = turn % hold == hold - 1, turn // hold
-    for at, many, apart, shape in alike(left_out):
-        place = (many, *shape), (apart, shape[1], 1), at
-        x, whole = unsent.as_strided((P, *place[0]), (n, *place[1]), at), update.as_strided(*place)
-        if turn % 2:  # a basis of columns: what is sent has the rows' length
-            x, whole = x.transpose(-1, -2), whole.transpose(-1, -2)
-        if at not in bases:
-            bases[at] = orthonormal(torch.randn(many, x.shape[-1], rank, device=dev))
-        bases[at] = bases[at][..., :rank]
-        exact = x @ bases[at]
-        own = rounded(exact.reshape(P, -1), wire, None, 1).view_as(exact)
-        mean = own.mean(0)
-        sent = rounded(mean.reshape(1, -1), second, None, 1).view_as(mean)
-        owner = torch.arange(many, device=dev) % P
-        own[owner, torch.arange(many, device=dev)] += P * (sent - mean)  # what the owner rounds
-        back = bases[at].transpose(-1, -2)
-        x -= own @ back
-        whole += sent @ back
-        if follows is not None and last:
-            y = follows.as_strided((len(follows), *place[0]), (n, *place[1]), at)
-            sent = (y.transpose(-1, -2) if turn % 2 else y) @ bases[at]
-            if counted:
-                sent = rounded(sent.reshape(P, -1), wire, None, 1).mean(0)
-                sent = rounded(sent.reshape(1, -1), second, None, 1).view_as(mean)
-            else:
-                sent = sent.mean(0)
-        if last:
-            bases[at] = orthonormal(sent)
-        words += rank * many * x.shape[-2] * (STRIDE[wire] + STRIDE[second]) / 2 * (1 + (counted and last))
-    return update, words / n
-
-
-LINEAR = {"linear8": 127, "linear4": 7, "linear3": 3, "linear2": 1}  # bits: what they are times of
-STRIDE = {
-    "linear8": 0.508,
-    "linear4": 0.258,
-    "linear3": 0.195,
-    "linear2": 0.133,
-    "sign": 0.0645,
-    "three": 0.102,
-    "four": 0.127,
-    "float32": 2,
-    "bfloat16": 1,
-    "int8": 0.516,
-    "int4": 0.266,
-}
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -624,14 +384,8 @@ def run(spec):
     steps = int(f("steps", STEPS))
     b1, b2 = f("b1", 0.9), (0.95 ** (1 / P) if o.get("b2") == "root" else f("b2", 0.95))
     vmode = o.get("v", "own")
-    olr, mu, lv, wire, rd, chunk = (
-        f("olr", 1),
-        f("mu", 0),
-        1.0 if o.get("lv") == "auto" else f("lv", 0),
-        o.get("wire", "float32"),
-        f("rd", 1),
-        int(f("chunk", 0)),
-    )
+    olr, mu, lv, wire = f("olr", 1), f("mu", 0), f("lv", 0), o.get("wire", "float32")
+    rd, chunk = f("rd", 1), int(f("chunk", 0))
     w, wm, wh = f("w", 0), o.get("wm", "u"), int(f("wh", 1))
     dr, dw, ls = f("dr", 0), f("dw", 0), f("ls", 0)
     S, factors = 1 if name in ("dense", "gradients", "powersgd") else P, []
@@ -643,72 +397,34 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
-    if mask not in (None, "leader", "union"):
-        raise ValueError(f"mask {mask}")
-    sub, bases, left_out = int(f("sub", 0)), {}, o.get("subout", "e+p").split("+")
-    subwire = (o.get("subwire", "bfloat16+bfloat16") + "+bfloat16").split("+")[:2]
-    subm, flow, mult = int(f("subm", 0)), zeros(1) if "sube" in o else None, int(f("mult", 1))
-    server, sh = zeros(1)[0] if int(f("server", 0)) else None, int(f("sh", 1))
-    kept = zeros(1)[0] if wm == "s" else None  # by owners in a start by slices
-    imp, mm = f("imp", 0), int(f("mm", 0))
-    lvp, tau = f("lvp", 0), None
-    full = torch.zeros(0, dtype=torch.long, device=dev)
-    if "full" in o:
-        parts, at = [], 0
-        for (tensor, shape), size in zip(shapes.items(), sizes, strict=True):
-            words = o["full"].split("+")
-            if any(tensor.startswith(x) or x in tensor.split(".") for x in words) or (
-                "vectors" in words and len(shape) < 2
-            ):
-                parts.append(torch.arange(at, at + size, device=dev))
-            at += size
-        full = torch.cat(parts)
+    if mask not in (None, "union") or vmode not in ("own", "mean", "ratio"):
+        raise ValueError(f"mask {mask}, v {vmode}")
     car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
     buf = zeros(1)[0] if mu else None
-    pr, pl = f("pr", 0), f("pl", 0.99)
-    pred = zeros(1)[0] if pr else None
-    msh = zeros(1)[0] if vmode == "pools" else None
-    vsh = zeros(1)[0] if vmode in ("mean", "slice", "frozen", "pool", "pools") or wm == "g" else None
+    vsh = zeros(1)[0] if vmode == "mean" or wm == "g" else None
     rho = torch.ones(n, device=dev)
-    vs, slow = int(f("vs", 0)), zeros(P) if vmode in ("sig", "split") else None
+    vs, turn = int(f("vs", 0)), 0
     sums = torch.zeros(2, len(sizes), device=dev)
-    Ks = int(f("K", 50))
-    sl = -(-n // Ks)
-    stride, turn = int(f("stride", 0)), 0
     rs, rg = int(f("rs", 0)), int(f("rg", 0))
     begins = np.cumsum([0, *sizes])[:-1].tolist()
-    if vmode == "rows":
-        rows = [
-            (shape[0], size // shape[0]) if len(shape) > 1 else (1, size)
-            for shape, size in zip(shapes.values(), sizes, strict=True)
-        ]
-        row_sizes = torch.cat([torch.full((count,), size, device=dev) for count, size in rows])
-        row_at = row_sizes.cumsum(0) - row_sizes
-        row_of = torch.repeat_interleave(torch.arange(len(row_at), device=dev), row_sizes)
-        squares, rk = torch.zeros(2, len(row_at), device=dev), int(f("rk", 0))
-    out, sent_bytes, t0, since, losses, info = [], 0.0, time.time(), 0, torch.zeros((), device=dev), {}
+    out, sent_bytes, t0, since, losses = [], 0.0, time.time(), 0, torch.zeros((), device=dev)
     for s in range(steps):
         lr = lr0 * min(1, (s + 1) / (0.05 * steps)) * (0.1 + 0.45 * (1 + math.cos(math.pi * s / steps)))
         t = s + 1
         starting = s < round(w * steps)
         hh = wh if starting else h
         dd = 1.0 if starting else d
-        by_slices = starting and wm == "s"
-        if by_slices:
-            dd = f("ws", 0.5)
-        if dw and s < dw * steps and not by_slices:
+        if dw and s < dw * steps:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
         if ls:
             lv = ls * math.sqrt(dd / P)
         with torch.no_grad():
             if name == "updates" and (since or lv):
-                if lvp and tau is not None:
-                    torch.sub(ref, unsent * share_of(unsent, tau, lv, lvp), out=views)
-                elif car is not None:
+                if car is not None:
                     torch.sub(ref, unsent, out=views)
                     views.add_(car, alpha=1 - lv)
                 else:
-                    torch.sub(ref, unsent, alpha=1.0 if by_slices else lv, out=views)
+                    torch.sub(ref, unsent, alpha=lv, out=views)
             else:
                 views.copy_(ref.expand(P, n))
         xs.copy_(train_t[idx[s][:, :, None] + ar])
@@ -761,65 +477,10 @@ def run(spec):
                 part = slice(j * -(-n // vs), (j + 1) * -(-n // vs))
                 v[:, part] = v[:, part].mean(0)
                 sent_bytes += 0.5 / vs
-            if vmode in ("mean", "slice", "frozen", "pool"):
-                mean = (gs * clip(gs)).mean(0)
-            if vmode in ("mean", "frozen") and (vmode == "mean" or s < f("fz", 0.1) * steps):
-                vsh.lerp_(mean.square(), 1 - b2)
-                info["c2"] = c2
+            if vmode == "mean":
+                vsh.lerp_((gs * clip(gs)).mean(0).square(), 1 - b2)
                 sent_bytes += 1.0
-            if vmode == "slice":
-                j = s % Ks
-                part = slice(j * sl, min(n, (j + 1) * sl))
-                age = s // Ks + 1
-                bs = f("bs", 0.9)
-                vsh[part].lerp_(mean[part].square(), 1 - min(bs, 1 - 1 / age))
-                sent_bytes += 1 / Ks
-            if vmode == "split":
-                if vs:
-                    slow[:, part] = slow[:, part].mean(0)
-                    sent_bytes += 0.5 / vs
-                step_split(m, v, slow, unsent, lrt, c1t, c2t, scalar(b2))
-            elif vmode == "sig":
-                bs = f("bs", 0.98)
-                slow.lerp_(gs * clips, 1 - bs)
-                step_signal(m, v, slow, unsent, lrt, c1t, c2t, scalar(1 / (1 - bs**t)))
-            elif vmode in ("mean", "frozen"):
-                step_of(m, vsh.expand(P, n).contiguous(), unsent, lrt, c1t, scalar(info["c2"]))
-            elif vmode == "slice":
-                own = (
-                    v * c2
-                )  # a few samples do not make a second moment: it stays between that of pure noise and the own
-                step_of(m, torch.minimum(torch.maximum(vsh, own / P), own), unsent, lrt, c1t, scalar(1.0))
-            elif vmode == "pool":
-                vsh.lerp_(gs.square().mean(0), 1 - b2)
-                step_pooled(m, v, vsh, m.mean(0), unsent, lrt, c1t, c2t)
-            elif vmode == "pools":
-                j = s % Ks
-                part = slice(j * sl, min(n, (j + 1) * sl))
-                sent_bytes += 1 / Ks
-                vsh[part] = v[:, part].mean(0) * c2
-                msh[part] = m[:, part].mean(0) * c1
-                step_pools(m, v, vsh, msh, unsent, lrt, c1t, c2t)
-            elif vmode == "rows":
-                if s % 10 == 0 or s < 20:
-                    g = gs * clips
-                    if rk:
-                        spot = (
-                            row_at[:, None]
-                            + (torch.rand(len(row_at), rk, device=dev) * row_sizes[:, None]).long()
-                        )
-                        few = g[:, spot.view(-1)]
-                        new = [x.view(-1, rk).mean(1) for x in (few.mean(0).square(), few.square().mean(0))]
-                        sent_bytes += 2 * (rk + 1) * len(row_at) / n  # of each row a mean of squares, too
-                    else:
-                        whole = [g.mean(0).square(), g.square().mean(0)]
-                        new = [
-                            torch.zeros_like(row_at, dtype=torch.float).index_add_(0, row_of, x) / row_sizes
-                            for x in whole
-                        ]
-                    squares.lerp_(torch.stack(new), 0.2)
-                    rho = (squares[0] / squares[1].clamp(min=1e-30)).clamp(1 / P, 1)[row_of]
-                step_scaled(m, v, rho, unsent, lrt, c1t, c2t)
+                step_of(m, vsh.expand(P, n).contiguous(), unsent, lrt, c1t, c2t)
             elif vmode == "ratio":
                 if s % 10 == 0 or s < 20:
                     if rs:  # by a random sample of each tensor, at least 32 of its elements
@@ -856,85 +517,20 @@ def run(spec):
                 step_of(m, v, unsent, lrt, c1t, c2t)
             ref.mul_(1 - lr * decays)
             since += 1
-            if o.get("lv") == "auto" and s % 10 == 0:
-                lv = float(unsent.mean(0).square().sum() / unsent.square().sum(1).mean())
             if since >= hh or s == steps - 1:
-                if pr:
-                    unsent.sub_(pred)
-                    ref.sub_(pred)
-                before = unsent.clone() if mm else None
-                if len(full) and dd < 1:
-                    dense_part = unsent[:, full].mean(0)
-                    unsent[:, full] = 0.0
-                    sent_bytes += len(full) / n
-                low = None
-                if sub and turn % sh == 0:
-                    rank = int(f("sr", sub)) if s < f("sw", 0) * steps else sub
-                    low, share = subspace(
-                        unsent,
-                        bases,
-                        rank,
-                        turn // sh,
-                        left_out,
-                        *subwire,
-                        flow if flow is not None else m if subm else None,
-                        max(subm, int(f("subk", 1))),
-                        subm > 1,
-                    )
-                    sent_bytes += share
-                weight = None
-                if imp and dd < 1:
-                    weight = (v * c2 + 1e-20).pow(imp / 2)
-                    weight /= weight.mean()
-                if lvp and dd < 1:
-                    tau = thresholds(unsent, dd * n)
-                if by_slices:
-                    start_wire = o.get("wws", "sign")
-                    u = exchange(unsent, dd, start_wire, 0, turn, kept)
-                    sent_bytes += dd * STRIDE[start_wire]
-                    if s + 1 == round(w * steps):  # what owners have kept is sent later
-                        unsent[0] += P * kept
-                elif weight is not None and dd < 1 and not mask:
-                    u = exchange_weighted(unsent, dd, weight)
-                elif mask and dd < 1:
-                    u, share = exchange_masked(unsent, dd, wire, mask, turn, weight, chunk)
+                if mask and dd < 1:
+                    u, share = exchange_masked(unsent, dd, wire, turn)
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
-                    u = 0
-                    for i in range(mult):
-                        u = u + exchange(
-                            unsent,
-                            dd,
-                            wire,
-                            chunk,
-                            turn * mult + i if stride else None,
-                            server,
-                            bool(f("cont", 0)),
-                            o.get("second"),
-                        )
-                if len(full) and dd < 1:
-                    u[full] = dense_part
-                if low is not None:
-                    u = u + low
-                if flow is not None:
-                    flow.mul_(f("sube", 0.9)).add_(u)
-                if mm:
-                    m.mul_(before == unsent)
+                    u = exchange(unsent, dd, wire, chunk)
                 since = 0
                 turn += 1
-                coded_as = STRIDE if stride else MASKED if mask else BYTES
-                sent_bytes += not by_slices and (
-                    mult * dd * (coded_as[wire] + coded_as[o.get("second", wire)]) / 2
-                    if dd < 1 or stride
-                    else 1.0
-                )
+                sent_bytes += dd * (MASKED if mask else BYTES)[wire] if dd < 1 else 1.0
                 if mu:
                     buf.mul_(mu).add_(u)
                     u = u + mu * buf
                 ref.sub_(olr * u)
-                if pr:
-                    pred.add_(u, alpha=pr).mul_(pl)
                 if rd < 1:
                     unsent.mul_(rd)
                 if car is not None:
@@ -948,7 +544,7 @@ def run(spec):
             if out[-1] != out[-1] or out[-1] > 9.5:
                 break
     half = first_half
-    some = name in ("updates", "gradients") and (d < 1 or stride)
+    some = name in ("updates", "gradients") and d < 1
     less = round(evaluate(ref - unsent.mean(0)), 4) if some else None
     ratio = float(gs.mean(0).square().sum() / gs.square().sum(1).mean())
     print(
