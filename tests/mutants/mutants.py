@@ -187,6 +187,30 @@ MUTANTS = (
         "rounding down instead of to the nearest code",
         f"{_ALONE} tests/collectives/test_codec.py",
     ),
+    Mutant(
+        "values-nearest",
+        "collectives/cpu/codec.py",
+        "if above - size < size - below:",
+        "if above - size < size:",
+        "a value becomes the next larger magnitude in place of the nearest",
+        f"{_ALONE} tests/collectives/test_sum_values.py",
+    ),
+    Mutant(
+        "values-errors",
+        "oktopk/methods/union.py",
+        "returned=(SparseVector(errors, self.length),) if values.rounds else ()",
+        "returned=()",
+        "forgotten residual: what was rounded away of a union's sums is lost",
+        f"{_ON_THREE} tests/oktopk/test_union.py",
+    ),
+    Mutant(
+        "values-nan",
+        "collectives/cuda/codec.cu",
+        "      if (largest >= INFINITY_BITS) value = 0x7fc00000u;  // NaN\n",
+        "",
+        "a sum that is not finite arrives as finite magnitudes",
+        "--no-single --no-ranks tests/collectives/test_sum_values.py",
+    ),
     # transport, checkpoints, data, schedule
     Mutant(
         "bruck-direction",
