@@ -1,14 +1,17 @@
-"""Sums of one value for each entry of a list that all ranks know: an allreduce whose length differs from step to step.
+"""Sums of one value for each entry of a list that all ranks know: an allreduce of any length.
 
-Neither indices nor counts travel, as all ranks have the list. Of a block of values a wire array holds, in words of 4 bytes, the
-largest magnitude of every 256 values, with 8 and 4 bits, and the values:
+Neither indices nor counts travel, as all ranks have the list. Of a block of values a wire array
+holds, in words of 4 bytes, the largest magnitude of every 256 values, with 8 and 4 bits, and the
+values:
 
 - bfloat16 rounds to nearest even; what would become Inf is the largest finite magnitude.
-- int8 and int4 are a sign and a code q in [0, Q], Q = 127 or 7. Code 0 is zero, and code q the magnitude whose bits as float32
-  are those of the largest one less (Q - q)·S: nearly logarithmic, over eight octaves with int8 and five with int4. The nearer of
-  the two magnitudes around one is taken, of equally near ones the smaller.
+- int8 and int4 are a sign and a code q in [0, Q], Q = 127 or 7. Code 0 is zero, and code q the
+  magnitude whose bits as float32 are those of the largest one less (Q - q)·S: nearly logarithmic,
+  over eight octaves with int8 and five with int4. The nearer of the two magnitudes around one is
+  taken, of equally near ones the smaller.
 
-A value that is Inf or NaN arrives as Inf or NaN, and makes the 256 NaN that it shares a largest magnitude with.
+A value that is Inf or NaN arrives as Inf or NaN, and makes the 256 NaN that it shares a largest
+magnitude with.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ def value_words(wire: str, count: int, ranks: int) -> float:
 
 
 class CodedValues(CodedEntries):
-    """The values of entries, on a wire of their own. Arguments as of CodedEntries; the name is any in WIRES."""
+    """The values of entries, on a wire of their own.
+
+    Arguments as of CodedEntries; the name is any in `collectives.codec.WIRES`.
+    """
 
     def __init__(
         self, name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
@@ -54,17 +60,17 @@ class CodedValues(CodedEntries):
         super().__init__(name, kernels, workspace, ranks, names, _BITS[name])
 
     def encode_values(self, entries: Any, wire: Any, dest: int) -> None:
-        """Fill the wire array of a list; where the wire rounds, its values become what rounding took from them."""
+        """Fill the wire array of a list; where the wire rounds, the values become their errors."""
         if len(entries):
             layout = values_layout(self.name, len(entries))
             self._kernels.encode_values(entries, wire, layout, self.rounds, self._report[dest])
 
     def add_values(self, wire: Any, out: Any, source: int) -> None:
-        """Add the values that a rank encoded to those of ENTRY[count]. Does not wait for a device; see `damaged`."""
+        """Add what a rank encoded to ENTRY[count]. Does not wait for a device; see `damaged`."""
         self._decode_values(wire, out, True, self._report[source, DAMAGED : DAMAGED + 1])
 
     def write_values(self, wire: Any, out: Any, source: int) -> None:
-        """Write the values that a rank encoded to those of ENTRY[count]. Does not wait for a device; see `nonfinite`."""
+        """Write what a rank encoded to the values of ENTRY[count]. Does not wait for a device."""
         self._decode_values(wire, out, False, self._report[source, NONFINITE : NONFINITE + 1])
 
     def _decode_values(self, wire: Any, out: Any, add: bool, report: NDArray[np.float64]) -> None:
@@ -87,19 +93,22 @@ def sum_values(
 ) -> NDArray[np.void]:
     """Sum this rank's values and the others'. Collective.
 
-    Every rank sums a block, in rotation order (own, r-1, r-2, ...), and all gather the blocks, so that all hold the same bits.
+    Every rank sums a block, in rotation order (own, r-1, r-2, ...), and all gather the blocks, so
+    that all hold the same bits.
 
     Args:
-        own: ENTRY[u], this rank's values, finite. With a wire that rounds they become what rounding took from them.
-        sums: ENTRY[u], apart from `own`; its values become the sums, its indices stay. They are finite unless
-            `codec.wait_for_nonfinite`, on all ranks alike: as well where a rank received values that are not.
+        own: ENTRY[u], this rank's values, finite. With a wire that rounds they become their errors.
+        sums: ENTRY[u], apart from `own`; its values become the sums, its indices stay. Where
+            `codec.wait_for_nonfinite` they are not finite, on all ranks alike; so it is where a
+            rank received values that are not.
         codec: equal on all ranks; `start` is called.
         bucket_rounds, rotate: as of `split_and_reduce`.
 
     Returns:
-        The block of this rank, ENTRY[...]: what rounding took from its sums; valid until the next call.
+        The block of this rank, ENTRY[...]: its sums' errors; valid until the next call.
 
-    Traffic: 2(P-1)/P·u values of the wire's bits, see `value_words`; P - 1 + ceil(log2 P) messages. Control: none.
+    Traffic: 2(P-1)/P·u values of the wire's bits, see `value_words`; P - 1 + ceil(log2 P)
+        messages. Control: none.
     Source: own; as a dense allreduce by a reduce-scatter and an allgatherv.
     """
     rank, size = transport.rank, transport.size
