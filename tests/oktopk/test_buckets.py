@@ -211,58 +211,6 @@ def test_buckets_start_while_the_caller_goes_on(comm: MPI.Intracomm, reducer: Bu
     assert list(report.seconds) == ["wait"]
 
 
-def test_a_loaded_state_continues_bit_for_bit(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
-    for step in range(3):
-        reducer.step(gradients(comm, step))
-    state = reducer.state_dict()
-    for step in range(3, 6):
-        reducer.step(gradients(comm, step))
-    expected = [update.copy() for update in reducer.updates]
-    reducer.reset()
-    reducer.load_state_dict(state)
-    for step in range(3, 6):
-        reducer.step(gradients(comm, step))
-    assert all(np.array_equal(a, b) for a, b in zip(expected, reducer.updates, strict=True))
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_with_other_buckets_all_raise(comm: MPI.Intracomm) -> None:
-    with pytest.raises(ValueError, match=r"ranks disagree on lengths: rank 0: \[5, 10\]"):
-        BucketedAllreduce(comm, [5, 10 + comm.rank])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "message"),
-    [
-        ([], {}, "there must be one at least"),
-        ([3, 0], {}, "of one element at least each"),
-        ([3], {"densty": 0.1}, "did you mean density"),
-    ],
-)
-def test_wrong_arguments_raise_on_every_rank(
-    comm: MPI.Intracomm, lengths: list[int], options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        BucketedAllreduce(comm, lengths, **options)
-
-
-def test_a_state_that_does_not_fit_changes_nothing(comm: MPI.Intracomm, reducer: BucketedAllreduce) -> None:
-    reducer.step(gradients(comm, 0))
-    state, before = reducer.state_dict(), reducer.gathered_residual()
-    reducer.step(gradients(comm, 1))
-    now = reducer.gathered_residual()
-    damaged = state | {"buckets": dict(state["buckets"])}
-    damaged["buckets"]["4"] = damaged["buckets"]["4"] | {"steps": -1}
-    with pytest.raises(ValueError, match="bucket 4: steps -1"):
-        reducer.load_state_dict(damaged)
-    assert np.array_equal(reducer.gathered_residual(), now)
-    reducer.load_state_dict(state)
-    assert np.array_equal(reducer.gathered_residual(), before)
-    del state["buckets"]["4"]
-    with pytest.raises(ValueError, match=r"the state has buckets of \[700, 1, 3000, 64\] elements"):
-        reducer.load_state_dict(state)
-
-
 def test_what_does_not_fit_into_a_step_raises_before_it_begins(
     comm: MPI.Intracomm, reducer: BucketedAllreduce
 ) -> None:

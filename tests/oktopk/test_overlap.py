@@ -265,20 +265,6 @@ def test_on_another_number_of_ranks_the_sum_of_the_residuals_stays(comm: MPI.Int
         assert torch.allclose(before, after)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"overlap": 1}, "overlap 1 is not True or False"),
-        ({"bucket_mb": -1.0}, "bucket_mb -1.0 is not a number in"),
-    ],
-)
-def test_wrong_arguments_raise_on_every_rank(
-    comm: MPI.Intracomm, settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        wrap(network(), comm, **settings)
-
-
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
 def test_what_would_change_gradients_that_are_being_reduced_raises(comm: MPI.Intracomm) -> None:
     model = network()

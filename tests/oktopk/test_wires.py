@@ -175,16 +175,6 @@ def test_auto_is_plain_on_one_host_and_float32_over_several(comm: MPI.Intracomm)
     assert reports == expected + coded
 
 
-def test_other_methods_refuse_a_named_wire(comm: MPI.Intracomm) -> None:
-    for method in METHODS:
-        if not METHODS[method].coded:
-            with pytest.raises(
-                ValueError, match=f"wire 'int8' is not for {method}, which sends plain entries"
-            ):
-                reducer(comm, "cpu", 500, "int8", method=method)
-            reducer(comm, "cpu", 500, "plain", method=method).close()
-
-
 def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> None:
     reduced = reducer(comm, device, 500, "float32", peer_memory=None)
     assert (
