@@ -271,20 +271,19 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
         _ = oktopk.torsch
 
 
-def test_there_need_be_no_mpi_to_import_what_starts_no_ranks() -> None:
-    modules = ["collectives.transport", "collectives.dense_allreduce", "collectives.process_group"]
-    modules += ["oktopk.launch", "oktopk.torch.optimizer", "jobs.report.__main__", "jobs.demo", "jobs.watch"]
-    code = f"import sys; sys.modules['mpi4py'] = None; import {', '.join(modules)}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_list_of_types_needs_neither_torch_nor_cuda_nor_mpi() -> None:
-    code = (
-        "import sys; sys.modules.update(torch=None, cupy=None, mpi4py=None); import collectives.element_types"
-    )
+@pytest.mark.parametrize(
+    ("missing", "modules"),
+    [
+        (
+            "mpi4py=None",  # as an import that fails
+            "collectives.transport, collectives.dense_allreduce, collectives.process_group, oktopk.launch, "
+            "oktopk.torch.optimizer, jobs.report.__main__, jobs.demo, jobs.watch",
+        ),
+        ("torch=None, cupy=None, mpi4py=None", "collectives.element_types"),
+    ],
+)
+def test_what_starts_no_ranks_or_lists_types_is_imported_without_mpi(missing: str, modules: str) -> None:
+    code = f"import sys; sys.modules.update({missing}); import {modules}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )

@@ -49,6 +49,24 @@ def total(comm: MPI.Intracomm, vectors: list[Vector]) -> np.ndarray:
     return comm.allreduce(np.concatenate(vectors).astype(np.float64))
 
 
+class Alone:
+    """A reducer a bucket, each of which keeps as many entries as the bucket."""
+
+    def __init__(self, comm: MPI.Intracomm, lengths: list[int], **settings: Any) -> None:
+        self.reducers = [GradientAllreduce(comm, n, **settings) for n in lengths]
+
+    def check(self, buckets: BucketedAllreduce, report: StepReport, given: list[Any]) -> None:
+        """Of this step's gradients updates and residuals are those of the buckets."""
+        for reducer, bucket, part, vector in zip(
+            self.reducers, buckets.buckets, report.buckets, given, strict=True
+        ):
+            if not report.step:
+                reducer.keep_entries(partial(_always, part.k))
+            reducer.step(vector)
+            assert np.array_equal(get(reducer.update), get(bucket.update))
+            assert np.array_equal(get(reducer.residual), get(bucket.residual))
+
+
 @pytest.fixture
 def reducer(comm: MPI.Intracomm) -> BucketedAllreduce:
     return bucketed(comm)
@@ -76,17 +94,10 @@ def test_buckets_together_keep_the_contract_of_one_vector(
 def test_a_bucket_is_reduced_as_one_vector_that_keeps_as_many_entries(
     comm: MPI.Intracomm, reducer: BucketedAllreduce
 ) -> None:
-    alone = [
-        GradientAllreduce(comm, n, density=DENSITY, average=False, threshold_interval=4) for n in LENGTHS
-    ]
+    alone = Alone(comm, LENGTHS, density=DENSITY, average=False, threshold_interval=4)
     for step in range(6):
         given = gradients(comm, step)
-        report = reducer.step(given)
-        for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
-            kept = report.buckets[number].k
-            single.keep_entries(partial(_always, kept))
-            single.step(vector)
-            assert np.array_equal(single.update, reducer.updates[number])
+        alone.check(reducer, reducer.step(given), given)
 
 
 @on_gpus
@@ -100,12 +111,8 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
     reducer = bucketed(comm, "cuda", peer_memory=False)
     streams = [bucket.backend.stream for bucket in reducer.buckets]
     assert [streams.index(stream) for stream in streams] == [0, 1, 2, 0, 1]
-    alone = [
-        GradientAllreduce(
-            comm, n, density=DENSITY, average=False, threshold_interval=4, device="cuda", peer_memory=False
-        )
-        for n in LENGTHS
-    ]
+    settings: dict[str, Any] = {"density": DENSITY, "average": False, "threshold_interval": 4}
+    alone = Alone(comm, LENGTHS, device="cuda", peer_memory=False, **settings)
     begun = [threading.Event() for _ in LENGTHS]
     for number, bucket in enumerate(reducer.buckets):
 
@@ -119,12 +126,7 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
     for index in range(6):
         hold_up()  # what a bucket's stream does not wait for comes late
         given = [put("cuda", vector) for vector in gradients(comm, index)]
-        report = reducer.step(given)
-        for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
-            kept = report.buckets[number].k
-            single.keep_entries(partial(_always, kept))
-            single.step(vector)
-            assert np.array_equal(get(single.update), get(reducer.updates[number]))
+        alone.check(reducer, reducer.step(given), given)
         for event in begun:
             event.clear()
 
@@ -368,7 +370,7 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
 ) -> None:
     """Also where a bucket needs the host: its elements become 40 times larger from one step to the next."""
     together = BucketedAllreduce(comm, LONG, device=cuda, deferred=deferred, **SETTINGS)
-    alone = [GradientAllreduce(comm, n, device=cuda, deferred=deferred, **SETTINGS) for n in LONG]
+    alone = Alone(comm, LONG, device=cuda, deferred=deferred, **SETTINGS)
     open_reports, needed_host = 0, 0
     for step in range(26):
         given = cubes(comm, step)
@@ -379,17 +381,11 @@ def test_buckets_that_end_together_have_the_bits_of_steps_one_after_the_other(
         report = together.finish()
         assert all(future.done() for future in futures)
         open_reports += not report.complete
-        for number, (vector, single) in enumerate(zip(given, alone, strict=True)):
-            kept = report.buckets[number].k
-            if not step:
-                single.keep_entries(partial(_always, kept))
-            single.step(put(cuda, vector))
-            assert np.array_equal(get(single.update), get(together.updates[number]))
-            assert np.array_equal(get(single.residual), get(together.buckets[number].residual))
+        alone.check(together, report, [put(cuda, vector) for vector in given])
         together.complete()
         assert report.complete
         needed_host += together.buckets[1].state_dict()["unaided"] == 0
-        for single in alone:
+        for single in alone.reducers:
             single.complete()
         assert report.words == sum(each.words for each in report.buckets) > 0 or comm.size == 1
     assert (open_reports > 3) == deferred

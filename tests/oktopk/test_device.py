@@ -12,14 +12,14 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
-from tests.devices import get, gpus, narrowed, on_gpus, put, use
+from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.peers import on_both, step_alike
 from tests.rows import widened
 
 pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 
-LENGTH = 20_011
+LENGTH = 20_011 if asynchronous() else 10_007
 USUAL: dict[str, Any] = {
     "density": 0.05,
     "threshold_interval": 4,
