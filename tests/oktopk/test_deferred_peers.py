@@ -361,10 +361,10 @@ def test_a_rank_whose_gradient_dwindles_selects_k_again_at_once(
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_selection_far_over_the_cap_stops_all_ranks_and_the_host_waits_for_eight_steps(
+def test_after_a_step_that_stopped_the_host_waits_for_eight(
     cuda: str, comm: MPI.Intracomm, resumed: bool
 ) -> None:
-    """A state knows of it."""
+    """Where one rank selects far more than the cap; a state knows of it."""
     last = comm.rank == comm.size - 1
     reducer = deferring(comm, threshold_interval=16)
     draw = cubes(comm, LENGTH)

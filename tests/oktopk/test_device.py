@@ -222,7 +222,6 @@ def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
     assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
-@pytest.mark.host_cuda(ranks=1)
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
     length = 1_300_021

@@ -438,8 +438,10 @@ def test_gradients_of_another_current_stream_are_waited_for(
 def test_memory_for_one_vector_is_taken_only_by_steps_that_need_it(
     comm: MPI.Intracomm, place: torch.device
 ) -> None:
-    parameter = nn.Parameter(torch.zeros(1 << 16, device=place))
+    parameter: Any = nn.Parameter(torch.zeros(1 << 16, device=place))
+    parameter.grad = torch.ones_like(parameter)
     optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), comm, density=0.01)
+    assert parameter.grad is None  # of before it was wrapped
     gradients = optimizer._gradients
     assert isinstance(gradients, GradientsInPlace)
     for measure in (False, True):

@@ -516,8 +516,13 @@ def test_what_is_written_becomes_the_reference_and_outlives_closing(replicas: Re
     train(model, optimizer, comm.rank, range(3))
     with optimizer.agreed(), torch.no_grad():
         model[3].bias.fill_(0.5)
+        model[1].bias.data = torch.full((30,), 0.25)
     assert torch.equal(optimizer._reference.views[-1], torch.full((7,), 0.5))
     assert not any(comm.allgather(optimizer.reducer.gathered_residual()[-7:].any()))
+    optimizer.zero_grad()
+    optimizer.step()  # nothing has a gradient: nothing moves
+    with optimizer.agreed():
+        assert (model[3].bias == 0.5).all() and (model[1].bias == 0.25).all()
     train(model, optimizer, comm.rank, range(3, 6))
     replicas.check_agreed(model, optimizer)
     # on all ranks alike; what an element holds already counts as not written, and one of network(9) does so by chance

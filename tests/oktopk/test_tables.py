@@ -327,7 +327,7 @@ def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, gro
 @pytest.mark.parametrize(
     ("where", "nonfinite"), [("bags", "raise"), ("bags", "skip"), ("loss", "raise"), ("out", "raise")]
 )
-def test_a_nan_in_a_table_or_beside_it_is_seen_by_every_rank_under_ddp(
+def test_under_ddp_a_nan_in_or_beside_a_table_reaches_all_ranks(
     where: str, nonfinite: str, comm: MPI.Intracomm, group: Any
 ) -> None:
     ddp, state = hooked(nonfinite=nonfinite)

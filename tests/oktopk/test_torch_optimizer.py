@@ -94,22 +94,6 @@ def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(c
     assert optimizer.reducer.steps == steps + 1
 
 
-def test_schedulers_count_the_steps_of_a_wrapped_optimizer(
-    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
-) -> None:
-    model = network()
-    optimizer = wrapped(model, comm)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    train(model, optimizer, comm.rank, range(1))
-    scheduler.step()
-    before = optimizer.inner.param_groups[0]["lr"]
-    for _ in range(2):
-        plateau.step(1.0)
-    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(before / 10)
-    assert not [str(warning.message) for warning in recwarn]  # that the scheduler stepped first
-
-
 def test_a_wrapper_alone_can_be_copied() -> None:
     inner = torch.optim.SGD(network().parameters(), lr=0.1)
     copied = copy.deepcopy(WrappedOptimizer(inner))
