@@ -11,19 +11,16 @@ from mpi4py import MPI
 
 from collectives.sparse import ENTRY
 from collectives.transport import NoPeerMemoryError
-from tests.devices import hold_up, on_gpus, use
+from tests.devices import hold_up, on_gpus, staged_transport
 
 pytestmark = [on_gpus, pytest.mark.mpi(min_size=2), pytest.mark.host_cuda(ranks=3)]
 
 
 def make(comm: MPI.Intracomm) -> tuple[Any, Any]:
     """Windows of the ranks, which are told apart by GPUs or share one, and their transport."""
-    use("cuda", comm)
-    from collectives.cuda.device import Device
+    transport = staged_transport(comm)
     from collectives.entry_windows import DeviceEntryWindows
-    from collectives.mpi_cuda import StagedCudaTransport
 
-    transport = StagedCudaTransport(comm, Device())
     return DeviceEntryWindows(transport, transport.device), transport
 
 
