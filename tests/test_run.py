@@ -253,7 +253,7 @@ def test_files_that_come_first_are_there() -> None:
     assert [file for file in (*STARTING_RANKS, *LONGEST) if not (ROOT / file).is_file()] == []
 
 
-def test_marks_of_ranks_name_ranks_of_a_run_and_those_of_gpus_tests_on_gpus() -> None:
+def test_marks_name_ranks_of_a_run_and_tests_on_gpus() -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
     known = {"also": {HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
     for mark, numbers in known.items():

@@ -100,7 +100,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_wheel_is_built_from_the_sdist_and_holds_every_file_of_the_packages(dist: Path) -> None:
+def test_the_wheel_from_the_sdist_holds_every_file(dist: Path) -> None:
     kinds = (".py", ".cu", ".cuh", ".typed")
     expected = {
         str(path.relative_to(ROOT))

@@ -318,7 +318,7 @@ def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
         assert traffic.control_bytes - flags == int(sent * flags_of.get(algorithm, 0))
 
 
-def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: MPI.Intracomm) -> None:
+def test_measured_choices_are_the_same_on_all_ranks(comm: MPI.Intracomm) -> None:
     from collectives.cuda.dense_choices import Choice
 
     dense = make(comm, measure=(4096, 16384))
@@ -397,7 +397,7 @@ def test_calls_that_differ_are_an_error_on_every_rank(
     dense.close()
 
 
-def test_an_error_gives_no_old_call_of_a_rank_that_has_not_called(comm: MPI.Intracomm) -> None:
+def test_an_error_gives_no_old_call_of_a_rank(comm: MPI.Intracomm) -> None:
     from collectives.cuda.dense_calls import last_calls
 
     def call(number: int, length: int, scale: float) -> list[int]:

@@ -71,7 +71,7 @@ def test_what_all_ranks_wrote_arrives_in_their_order_also_in_larger_windows(comm
     transport.close()
 
 
-def test_without_memory_no_room_is_made_ever_after_and_one_rank_says_so(
+def test_without_memory_no_room_is_made_ever_after(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows, transport = make(comm)

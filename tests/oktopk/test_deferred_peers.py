@@ -153,7 +153,7 @@ def test_deferred_steps_lose_nothing_and_agree(cuda: str, comm: MPI.Intracomm, k
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_a_selection_over_the_cap_is_cut_to_the_top_k_and_nobody_stops(
+def test_a_selection_over_the_cap_is_cut_to_the_top_k(
     cuda: str, outcomes: list[Any], comm: MPI.Intracomm, deferred: bool
 ) -> None:
     """What a rank selects by an old threshold lies between 5k/4 and 2k; it sends its exact top k."""

@@ -172,7 +172,7 @@ def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     comm.Barrier()
 
 
-def test_a_callers_error_on_one_rank_is_raised_by_all_before_the_next_step(
+def test_a_callers_error_is_raised_by_all_before_the_next_step(
     comm: MPI.Intracomm,
 ) -> None:
     use("cuda", comm)

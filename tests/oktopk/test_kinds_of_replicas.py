@@ -433,9 +433,7 @@ def test_all_ranks_go_on_from_a_problem_of_one_told_in_the_exchange(
         *(case("hosts of 2", change, least=3) for change in ("type", "length")),
     ],
 )
-def test_a_parameter_of_another_type_or_shape_on_one_rank_is_named_on_all(
-    replicas: Replicas, change: str
-) -> None:
+def test_another_type_or_shape_on_one_rank_is_named_on_all(replicas: Replicas, change: str) -> None:
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, timeout=20.0)
     train(model, optimizer, comm.rank, range(3))
@@ -612,7 +610,7 @@ OF_SHARDS = ("replicas that differ", "groups", "a moment of another shape", "not
         *(each for what in OF_SHARDS for each in shards(what, long=True)),
     ],
 )
-def test_a_broken_state_of_one_rank_is_named_by_all_and_loaded_by_none(replicas: Replicas, what: str) -> None:
+def test_a_broken_state_of_one_rank_is_loaded_by_none(replicas: Replicas, what: str) -> None:
     """Not by those either that have another shard."""
     comm = replicas.comm
     if what == "replicas that differ" and len(replicas.mates(0)) == comm.size:

@@ -82,9 +82,7 @@ def test_dense_equals_torchs_own_step_on_the_averaged_gradient(comm: MPI.Intraco
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_optimizer_that_works_in_place_on_the_gradient_gets_a_clean_one_next_time(
-    comm: MPI.Intracomm, method: str
-) -> None:
+def test_an_optimizer_that_works_in_place_gets_clean_gradients(comm: MPI.Intracomm, method: str) -> None:
     settings = {"density": 0.05, "threshold_interval": 3}
     in_place, _ = train(comm, method, "sgd in place", steps=6, **settings)
     plain = network()

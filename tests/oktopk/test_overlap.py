@@ -129,7 +129,7 @@ class Marked(TensorMemory):
 
 
 @pytest.mark.parametrize("replay", [False, True])
-def test_a_bucket_waits_for_the_part_of_the_backward_pass_that_fills_it_alone(
+def test_a_bucket_waits_for_its_part_of_the_backward_pass_alone(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, replay: bool
 ) -> None:
     memory = Marked()
@@ -363,7 +363,7 @@ def test_ranks_that_started_unlike_buckets_meet_in_the_step(
     assert np.array_equal(flat(layers), comm.bcast(flat(layers)))
 
 
-def test_a_learning_rate_of_zero_that_leaves_nothing_to_reduce_leaves_no_pass_behind(
+def test_a_learning_rate_of_zero_leaves_no_pass_behind(
     comm: MPI.Intracomm,
 ) -> None:
     model = network()

@@ -67,7 +67,7 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_process_group_is_not_held_to_what_ranks_missed_in_an_earlier_one(
+def test_a_process_group_forgets_what_ranks_missed_earlier(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name is the same, and its store another."""

@@ -173,7 +173,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("way", "wrong", "sentence"), ON_ONE_RANK)
-def test_what_one_rank_alone_gets_wrong_is_refused_on_all_with_its_number(
+def test_what_one_rank_gets_wrong_is_refused_on_all(
     comm: MPI.Intracomm, way: str, wrong: dict[str, Any], sentence: str
 ) -> None:
     culprit = comm.size // 2

@@ -75,7 +75,7 @@ def test_a_plain_state_on_one_rank_only_is_refused_on_all(comm: MPI.Intracomm) -
         optimizer.load_state_dict(state)
 
 
-def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(comm: MPI.Intracomm) -> None:
+def test_a_step_that_sets_up_the_state_leaves_residuals(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrapped(model, comm)
     train(model, optimizer, comm.rank, range(2))

@@ -84,9 +84,7 @@ def test_a_wire_that_rounds_gets_nothing_below_an_eighth_of_the_threshold(comm: 
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_choices_is(
-    comm: MPI.Intracomm, device: str
-) -> None:
+def test_what_cancels_is_not_applied_opposite_choices_are(comm: MPI.Intracomm, device: str) -> None:
     """All ranks choose indices 0 and 1, the last rank with other signs; at index 0 the sum is 0 and nothing is cleared."""
     reduced = reducer(comm, device, density=2 * comm.size / LENGTH)
     gradient = np.full(LENGTH, 1.0, np.float32)
@@ -102,7 +100,7 @@ def test_what_cancels_over_the_ranks_is_not_applied_and_an_index_of_opposite_cho
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("wire", ["plain", "int4"])
-def test_indices_that_few_ranks_choose_or_all_travel_in_the_bytes_of_indices_alone(
+def test_chosen_indices_travel_in_the_bytes_of_indices_alone(
     comm: MPI.Intracomm, device: str, wire: str
 ) -> None:
     """The even ranks choose the same indices; the odd ones choose nothing, and send values only."""

@@ -55,7 +55,7 @@ def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dt
 
 
 @pytest.mark.mpi(min_size=2)
-def test_regions_are_balanced_a_few_steps_after_the_first_whose_moves_are_all_as_large(
+def test_regions_are_balanced_a_few_steps_after_the_first(
     comm: MPI.Intracomm,
 ) -> None:
     weight = nn.Parameter(torch.zeros(20_000))
@@ -119,7 +119,7 @@ def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intra
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.timeout(120)
-def test_a_problem_of_one_rank_beside_tables_and_a_gradscaler_is_raised_on_all(comm: MPI.Intracomm) -> None:
+def test_beside_tables_and_a_gradscaler_a_problem_reaches_all_ranks(comm: MPI.Intracomm) -> None:
     """Ranks agree on what scalers found, whether they can read their gradients or not; then they go on."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 4))
@@ -314,7 +314,7 @@ def test_a_step_before_the_first_one_that_leaves_no_gradient_is_named(comm: MPI.
         optimizer.step()
 
 
-def test_a_rate_in_a_tensor_that_groups_share_is_scaled_once_and_put_back(comm: MPI.Intracomm) -> None:
+def test_a_shared_rate_in_a_tensor_is_scaled_once(comm: MPI.Intracomm) -> None:
     model = network()
     rate = torch.tensor(2e-3)
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters())}]
@@ -511,7 +511,7 @@ def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Int
 
 
 @pytest.mark.mpi(min_size=2)
-def test_one_element_that_a_rank_writes_alone_is_found_and_mended_ranks_go_on(comm: MPI.Intracomm) -> None:
+def test_one_element_that_a_rank_writes_alone_is_found(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)
     train(model, optimizer, comm.rank, range(2))

@@ -97,7 +97,7 @@ def test_nothing_is_lost_in_rounding_and_no_step_sends_more_than_plain(
 
 
 @pytest.mark.parametrize("method", ["oktopk", "union"])
-def test_a_wire_that_does_not_round_gives_the_bits_of_plain_in_fewer_bytes(
+def test_a_wire_without_rounding_gives_plain_bits_in_fewer_bytes(
     comm: MPI.Intracomm, device: str, method: str
 ) -> None:
     settings: dict[str, Any] = {"balance_trigger": 1.0, "method": method}

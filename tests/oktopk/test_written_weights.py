@@ -72,7 +72,7 @@ def of_rank_0(model: nn.Module, comm: MPI.Intracomm) -> dict[str, torch.Tensor]:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_what_is_loaded_stays_though_a_rank_holds_a_part_of_it_already(
+def test_what_is_loaded_stays_though_ranks_hold_parts_already(
     comm: MPI.Intracomm, settings: dict[str, Any], steps: int, whose: Callable[..., Any]
 ) -> None:
     model, optimizer = trained(comm, steps=steps, **settings)
