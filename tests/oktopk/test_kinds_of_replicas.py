@@ -86,6 +86,7 @@ EACH_KIND = [
     )
 ]
 EACH_KIND += [
+    case("ranks", {"first_density": 0.16, "density_warmup_steps": 6}),
     case("hosts of 2", {}),
     case("hosts of 3", {"every": 3, "wire": "int4"}),
     case("hosts of 3", {"local_share": 0.0}),

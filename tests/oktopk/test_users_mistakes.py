@@ -353,9 +353,13 @@ class Vectors:
 class Trained:
     """An optimizer of a network, as a reducer."""
 
-    def __init__(self, over: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+    def __init__(
+        self, over: Any, kind: Callable[..., torch.optim.Optimizer], table: bool = False, **settings: Any
+    ) -> None:
         self._model = network()
-        self.reducer = DistributedOptimizer(kind(self._model.parameters(), lr=0.01), over, **settings)
+        tables = [nn.Parameter(torch.zeros(3, 2))] if table else []
+        inner = kind([*self._model.parameters(), *tables], lr=0.01)
+        self.reducer = DistributedOptimizer(inner, over, **{"sparse": tables} if table else {}, **settings)
 
     def step(self) -> None:
         squares(self._model, 0, 0).backward()
