@@ -81,6 +81,15 @@ def use(device: str, comm: MPI.Intracomm) -> None:
         select_device(comm)
 
 
+def staged_transport(comm: MPI.Intracomm) -> Any:
+    """Messages of this rank's GPU, made the current one, through pinned memory."""
+    use("cuda", comm)
+    from collectives.cuda.device import Device
+    from collectives.mpi_cuda import StagedCudaTransport
+
+    return StagedCudaTransport(comm, Device())
+
+
 def put(device: str, array: NDArray[Any]) -> Any:
     """A host array where the reducer wants it."""
     if device != "cuda":

@@ -59,46 +59,33 @@ def fake_cupy(
     return made
 
 
+WITH_CUPY = (
+    "collectives.cuda.",
+    "collectives.device_transport",
+    "collectives.mpi_cuda",
+    "collectives.symmetric_memory",
+    "oktopk.cuda.",
+)
+WITHOUT_CUPY = ("collectives.cuda.environment", "collectives.cuda.ucx")
+
+
+def modules_with_cupy() -> list[str]:
+    """Those that are imported."""
+    return [name for name in sys.modules if name.startswith(WITH_CUPY) and name not in WITHOUT_CUPY]
+
+
 @contextmanager
 def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within it the modules that need CuPy are imported anew, on this one; afterwards they are as before."""
-    names = [
-        f"collectives.cuda.{part}"
-        for part in (
-            "dense_algorithms",
-            "dense_choices",
-            "dense_p2p",
-            "dense_vector",
-            "device",
-            "kernels",
-            "launch",
-            "layouts",
-            "mailbox",
-            "rows",
-        )
-    ]
-    names += ["collectives.mpi_cuda", "collectives.device_transport", "collectives.symmetric_memory"]
-    names += [
-        f"oktopk.cuda.{part}"
-        for part in (
-            "backend",
-            "kernels",
-            "kth_select",
-            "layouts",
-            "p2p_step",
-            "p2p_graph",
-            "select",
-        )
-    ]
     with monkeypatch.context() as patch:
-        for name in names:
-            patch.delitem(sys.modules, name, raising=False)
+        for name in modules_with_cupy():
+            patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "cupy", cupy)
         try:
             yield
         finally:
-            for name in names:
-                sys.modules.pop(name, None)
+            for name in modules_with_cupy():
+                sys.modules.pop(name)
                 package, _, attribute = name.rpartition(".")
                 if package in sys.modules:  # `from package import module` asks the package first
                     vars(sys.modules[package]).pop(attribute, None)

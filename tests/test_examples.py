@@ -15,36 +15,21 @@ import pytest
 from tests.launched import PATIENCE, ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LONG = {
-    "ddp",
-    "hsdp",
-    "language_model",
-    "own_method",
-    "torchrun",
-    "transformer",
-}  # other tests start such ranks, or test what they show
-STARTS_RANKS = "starts ranks; `make test` has tests of what it shows"
+IN_EACH_RUN = "flat_numpy"
+LONG = pytest.mark.long("starts ranks; `make test` has one, and tests of what the others show")
 OF_BYTES = "CHANGELOG.md --steps 240 --layers 2 --hidden 64 --length 64 --batch 16 --rate 3e-3"
-LIBRARIES = {
-    "accelerate_hook": "accelerate",
-    "accelerate_loop": "accelerate",
-    "accelerate_updates": "accelerate",
-    "hf_hook": "accelerate",
-    "hf_trainer": "accelerate",
-    "hf_updates": "accelerate",
-    "lightning_hook": "pytorch_lightning",
-    "lightning_trainer": "pytorch_lightning",
-    "lightning_updates": "pytorch_lightning",
-}
+
+
+def missing_libraries(source: str) -> list[str]:
+    """What a program imports and this environment lacks."""
+    names = re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)
+    return [name for name in names if find_spec(name) is None]
 
 
 @pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[pytest.mark.long(STARTS_RANKS)] * (path.stem in LONG | {*LIBRARIES}))
-        for path in EXAMPLES
-    ],
+    [path if path.stem == IN_EACH_RUN else pytest.param(path, marks=LONG) for path in EXAMPLES],
     ids=lambda path: path.stem,
 )
 def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
@@ -52,9 +37,8 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     # with a class to copy; with its own network, schedule and evaluation
     most = 90 if path.stem.endswith("_updates") or path.stem == "language_model" else 40
     assert len([line for line in lines if line.strip()]) < most
-    library = LIBRARIES.get(path.stem)
-    if library is not None and find_spec(library) is None:
-        missing = f"{library} is not installed: pip install -e '.[examples]'"
+    if names := missing_libraries("\n".join(lines)):
+        missing = f"{', '.join(names)} not installed: pip install -e '.[examples]'"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
     ranks = 4 if path.stem == "hsdp" else 2
     given = OF_BYTES.split() if path.stem == "language_model" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -57,12 +58,22 @@ def files_of(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports_of(path: Path) -> set[str]:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
+def modules_of(path: Path) -> frozenset[str]:
+    """Absolute names of all modules that a file imports."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     is_package = path.name == "__init__.py"
-    name = module.removesuffix(".__init__")
-    found = imported_modules(path.read_text(encoding="utf-8"), name, is_package)
-    return {imported.split(".")[0] for imported in found}
+    return frozenset(imported_modules(path.read_text(encoding="utf-8"), name, is_package))
+
+
+def imports_of(path: Path) -> set[str]:
+    return {imported.split(".")[0] for imported in modules_of(path)}
 
 
 @pytest.mark.parametrize("package", FLOORS)
@@ -85,15 +96,14 @@ def test_every_package_of_the_house_has_a_floor() -> None:
 def test_the_library_takes_its_communicator_from_the_caller(package: str) -> None:
     """All ranks of the job are the communicator where the caller gives None, which one function decides."""
     for path in (path for path in files_of(package) if path not in PROGRAMS):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        decides: list[ast.AST] = []
         if path == ROOT / "collectives" / "mpi.py":
-            defaults = [node for node in tree.body if getattr(node, "name", "") == "communicator"]
-            assert len(defaults) == 1
-            tree.body.remove(defaults[0])
+            (function,) = (node for node in nodes_of(path) if getattr(node, "name", "") == "communicator")
+            decides = list(ast.walk(function))
         names = [
             node.lineno
-            for node in ast.walk(tree)
-            if (isinstance(node, ast.Attribute) and node.attr == "COMM_WORLD")
+            for node in nodes_of(path)
+            if (isinstance(node, ast.Attribute) and node.attr == "COMM_WORLD" and node not in decides)
             or (isinstance(node, ast.ImportFrom) and any(name.name == "COMM_WORLD" for name in node.names))
         ]
         assert not names, f"{path.relative_to(ROOT)} uses COMM_WORLD in lines {names}"
@@ -102,10 +112,9 @@ def test_the_library_takes_its_communicator_from_the_caller(package: str) -> Non
 def test_all_that_jobs_print_is_escaped() -> None:
     """By `data.command.show`: text may come from a file."""
     for path in (path for package in ("jobs", "data") for path in files_of(package)):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [
             node.lineno
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
         ]
         assert len(calls) == (path == ROOT / "data" / "command.py"), (
@@ -122,9 +131,8 @@ def library_file(name: str) -> str:
 
 def imported_files(path: Path) -> set[str]:
     """The files of this house that a file imports, wherever in it; a name that is no module counts for its package."""
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    imported = imported_modules(path.read_text(encoding="utf-8"), name, path.name == "__init__.py")
-    return {library_file(full) or library_file(full.rpartition(".")[0]) for full in imported} - {""}
+    found = {library_file(full) or library_file(full.rpartition(".")[0]) for full in modules_of(path)}
+    return found - {""}
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
@@ -176,14 +184,13 @@ def test_only_transports_touch_mpi_and_communicators(package: str) -> None:
     found = []
     for path in files_of(package):
         file = str(path.relative_to(ROOT))
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         annotations = [
             node.annotation if isinstance(node, ast.arg | ast.AnnAssign) else node.returns
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.arg | ast.AnnAssign | ast.FunctionDef)
         ]
         allowed = {id(part) for annotation in annotations if annotation for part in ast.walk(annotation)}
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if (
                 file in TALK_TO_LIBRARIES
                 or path in PROGRAMS
@@ -271,20 +278,19 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
         _ = oktopk.torsch
 
 
-def test_there_need_be_no_mpi_to_import_what_starts_no_ranks() -> None:
-    modules = ["collectives.transport", "collectives.dense_allreduce", "collectives.process_group"]
-    modules += ["oktopk.launch", "oktopk.torch.optimizer", "jobs.report.__main__", "jobs.demo", "jobs.watch"]
-    code = f"import sys; sys.modules['mpi4py'] = None; import {', '.join(modules)}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_list_of_types_needs_neither_torch_nor_cuda_nor_mpi() -> None:
-    code = (
-        "import sys; sys.modules.update(torch=None, cupy=None, mpi4py=None); import collectives.element_types"
-    )
+@pytest.mark.parametrize(
+    ("missing", "modules"),
+    [
+        (
+            "mpi4py=None",  # as an import that fails
+            "collectives.transport, collectives.dense_allreduce, collectives.process_group, oktopk.launch, "
+            "oktopk.torch.optimizer, jobs.report.__main__, jobs.demo, jobs.watch",
+        ),
+        ("torch=None, cupy=None, mpi4py=None", "collectives.element_types"),
+    ],
+)
+def test_what_starts_no_ranks_or_lists_types_is_imported_without_mpi(missing: str, modules: str) -> None:
+    code = f"import sys; sys.modules.update({missing}); import {modules}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
     )

@@ -41,13 +41,24 @@ def test_breaks_in_set_up(broken): pass
 def test_is_skipped(): pytest.skip()
 def test_dies(): os._exit(0)
 """
+LEFT_OUT = """
+import pytest
+for_gpus = pytest.mark.skipif(True, reason='no GPU')
+def test_one(): pass
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=for_gpus)])
+def test_two(device): pass
+@for_gpus
+def test_three(): pass
+@pytest.mark.long('a reason')
+def test_four(): pass
+"""
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("source", "workers", "closing"),
     [
-        ("def test_one(): pass\ndef test_two(): pass", 0, "2 passed, 0 failed, 0 skipped in"),
+        (LEFT_OUT, 0, "2 passed, 0 failed, 0 skipped in"),
         (EVERY_FATE, 0, "1 passed, 3 failed, 1 skipped in"),
         pytest.param(
             EVERY_FATE,
@@ -59,7 +70,14 @@ def test_dies(): os._exit(0)
         ("import no_such_module", 0, "0 passed, 1 failed, 0 skipped in"),
         ("", 0, "0 passed, 0 failed, 0 skipped in"),
     ],
-    ids=["passes", "every fate", "every fate, two workers", "only skipped", "does not import", "empty"],
+    ids=[
+        "passes, some left out",
+        "every fate",
+        "every fate, two workers",
+        "only skipped",
+        "does not import",
+        "empty",
+    ],
 )
 def test_the_closing_line_counts_every_fate_of_a_test(
     tmp_path: Path, source: str, workers: int, closing: str
@@ -74,7 +92,9 @@ def test_the_closing_line_counts_every_fate_of_a_test(
         timeout=220,
         check=False,
     )
-    assert job.stdout.splitlines()[-1].startswith(closing), job.stdout
+    *_, said, last = job.stdout.splitlines()
+    assert last.startswith(closing), job.stdout
+    assert source != LEFT_OUT or said == "There is no GPU: 2 tests that need one were not run."
     assert job.returncode == (0 if closing.startswith("2 passed, 0 failed") else 1)
 
 
@@ -233,7 +253,7 @@ def test_files_that_come_first_are_there() -> None:
     assert [file for file in (*STARTING_RANKS, *LONGEST) if not (ROOT / file).is_file()] == []
 
 
-def test_marks_of_ranks_name_ranks_of_a_run_and_those_of_gpus_tests_on_gpus() -> None:
+def test_marks_name_ranks_of_a_run_and_tests_on_gpus() -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
     known = {"also": {HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
     for mark, numbers in known.items():
@@ -242,29 +262,3 @@ def test_marks_of_ranks_name_ranks_of_a_run_and_those_of_gpus_tests_on_gpus() ->
             assert {int(n) for n in re.findall(rf"mark\.{mark}\(ranks=(\d+)\)", text)} <= numbers, file
             on_gpus = re.search(r"\bDEVICES\b|\bon_gpus\b|\b(cuda|device): str", text)
             assert mark == "also" or on_gpus, file
-
-
-def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text(
-        "import pytest\n"
-        "for_gpus = pytest.mark.skipif(True, reason='no GPU')\n"
-        "def test_one(): pass\n"
-        "@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=for_gpus)])\n"
-        "def test_two(device): pass\n"
-        "@for_gpus\n"
-        "def test_three(): pass\n"
-        "@pytest.mark.long('a reason')\n"
-        "def test_four(): pass\n"
-    )
-    job = subprocess.run(
-        [sys.executable, "-m", "tests.run", "--no-lint", "--no-ranks", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTEST_ADDOPTS": "-p tests.conftest"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    *_, said, closing = job.stdout.splitlines()
-    assert said == "There is no GPU: 2 tests that need one were not run."
-    assert closing.startswith("2 passed, 0 failed, 0 skipped in")

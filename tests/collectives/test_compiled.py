@@ -113,19 +113,6 @@ def test_set_up_compiles_all_that_a_job_calls(tmp_path: Path) -> None:
     )  # before oktopk, as import sorters put it: on CPUs that is well
 
 
-@pytest.mark.long("compiles all kernels; `make test` has the list of what is compiled and called")
-def test_after_set_up_a_job_adds_no_file_to_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS)
-    assert run_alone("-m", "oktopk.cpu").stdout.startswith("kernels for this CPU: ")
-    stored = {path.name for path in (tmp_path / "cache").rglob("*.nb?")}
-    assert run_ranks(4, str(script)).returncode == 0
-    assert stored and {path.name for path in (tmp_path / "cache").rglob("*.nb?")} == stored
-
-
 def test_kernels_run_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages and home of a container may be read-only."""
     original = compiled.njit

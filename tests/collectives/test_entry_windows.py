@@ -11,19 +11,16 @@ from mpi4py import MPI
 
 from collectives.sparse import ENTRY
 from collectives.transport import NoPeerMemoryError
-from tests.devices import hold_up, on_gpus, use
+from tests.devices import hold_up, on_gpus, staged_transport
 
 pytestmark = [on_gpus, pytest.mark.mpi(min_size=2), pytest.mark.host_cuda(ranks=3)]
 
 
 def make(comm: MPI.Intracomm) -> tuple[Any, Any]:
     """Windows of the ranks, which are told apart by GPUs or share one, and their transport."""
-    use("cuda", comm)
-    from collectives.cuda.device import Device
+    transport = staged_transport(comm)
     from collectives.entry_windows import DeviceEntryWindows
-    from collectives.mpi_cuda import StagedCudaTransport
 
-    transport = StagedCudaTransport(comm, Device())
     return DeviceEntryWindows(transport, transport.device), transport
 
 
@@ -74,7 +71,7 @@ def test_what_all_ranks_wrote_arrives_in_their_order_also_in_larger_windows(comm
     transport.close()
 
 
-def test_without_memory_no_room_is_made_ever_after_and_one_rank_says_so(
+def test_without_memory_no_room_is_made_ever_after(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows, transport = make(comm)

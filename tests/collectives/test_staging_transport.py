@@ -65,7 +65,7 @@ def test_rounds_arrive_bucket_by_bucket_with_one_wait_for_the_stream_each(
 
 
 @pytest.mark.mpi
-def test_a_device_array_may_be_sent_on_as_soon_as_it_was_waited_for(transport: FakeDeviceTransport) -> None:
+def test_a_device_array_may_be_sent_on_once_waited_for(transport: FakeDeviceTransport) -> None:
     # as the rounds of an allgather do, with nothing in between that waits for the stream
     dest, source = ring(transport)
     outgoing, incoming = np.full(100, transport.rank), np.zeros(100, np.int64)

@@ -264,7 +264,7 @@ def test_an_allreduce_sums_and_counts_two_passes_over_its_words(transport: HostT
     assert transport.traffic == Traffic(0, 0, 4 * -(-2 * words * (size - 1) // size), 1)
 
 
-def test_a_flag_of_any_rank_is_seen_by_all_and_counts_as_an_allreduce(transport: HostTransport) -> None:
+def test_a_flag_of_any_rank_is_seen_by_all(transport: HostTransport) -> None:
     rank, size = transport.rank, transport.size
     for raised in range(-1, size):
         assert transport.any_control(rank == raised) == (raised >= 0)
@@ -372,7 +372,7 @@ def test_an_error_in_a_block_is_raised_on_all_ranks(
         pass
 
 
-def test_an_error_in_a_block_is_raised_on_all_ranks_by_the_kind_that_is_wanted(
+def test_an_error_in_a_block_is_raised_as_the_wanted_kind(
     transport: HostTransport,
 ) -> None:
     last = transport.size - 1

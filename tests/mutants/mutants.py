@@ -201,7 +201,7 @@ MUTANTS = (
         "returned=(SparseVector(errors, self.length),) if values.rounds else ()",
         "returned=()",
         "forgotten residual: what was rounded away of a union's sums is lost",
-        f"{_ON_THREE} tests/oktopk/test_union.py",
+        f"{_ON_THREE} tests/oktopk/test_wires.py",
     ),
     Mutant(
         "values-nan",

@@ -17,8 +17,7 @@ from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.torch import OkTopkState
 from oktopk.worker import CommunicationThread
 from tests.devices import on_gpus, put, use
-from tests.oktopk.test_users_mistakes import MADE
-from tests.training import network, squares
+from tests.oktopk.test_users_mistakes import MADE, Trained
 
 pytestmark = pytest.mark.mpi
 
@@ -32,19 +31,10 @@ def stepped(name: str, comm: MPI.Intracomm) -> Any:
     return made.reducer
 
 
-def wrapped(
-    comm: MPI.Intracomm,
-    kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
-    table: bool = False,
-    **settings: Any,
-) -> DistributedOptimizer:
-    model = network()
-    tables = [torch.nn.Parameter(torch.zeros(3, 2))] if table else []
-    inner = kind([*model.parameters(), *tables], lr=0.1)
-    optimizer = DistributedOptimizer(inner, comm, density=0.1, sparse=tables, **settings)
-    squares(model, comm.rank, 0).backward()
-    optimizer.step()
-    return optimizer
+def trained(comm: MPI.Intracomm, kind: Any = torch.optim.SGD, **settings: Any) -> DistributedOptimizer:
+    made = Trained(comm, kind, density=0.1, **settings)
+    made.step()
+    return made.reducer
 
 
 def levels_on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
@@ -56,16 +46,14 @@ def levels_on_gpus(comm: MPI.Intracomm) -> GradientAllreduce:
     return reducer
 
 
+STEPPED = ("reducer", "gtopk", "two levels", "buckets", "table", "overlap", "updates", "updates of hosts")
 MAKERS: dict[str, Callable[[MPI.Intracomm], Any]] = {
-    **{name: partial(stepped, name) for name in ("reducer", "gtopk", "two levels", "buckets", "table")},
+    **{name: partial(stepped, name) for name in STEPPED},
     "two levels on GPUs": levels_on_gpus,
-    "optimizer": wrapped,
-    "updates": lambda comm: wrapped(comm, torch.optim.AdamW),
-    "updates in one pass": lambda comm: wrapped(comm, oktopk.torch.AdamW),
-    "updates of hosts": lambda comm: wrapped(comm, torch.optim.AdamW, replica="host", ranks_per_host=2),
-    "optimizer of a table": lambda comm: wrapped(comm, table=True),
-    "optimizer in two levels": lambda comm: wrapped(comm, levels="hosts", ranks_per_host=2),
-    "overlap": lambda comm: wrapped(comm, overlap=True),
+    "optimizer": trained,
+    "updates in one pass": lambda comm: trained(comm, oktopk.torch.AdamW),
+    "optimizer of a table": lambda comm: trained(comm, table=True),
+    "optimizer in two levels": lambda comm: trained(comm, levels="hosts", ranks_per_host=2),
     "hook": OkTopkState,
     "transport": connect,
     "thread": lambda comm: CommunicationThread("oktopk", together=()),
@@ -113,7 +101,7 @@ def test_every_public_call_of_what_was_closed_says_so(comm: MPI.Intracomm, name:
 
 def test_within_agreed_an_optimizer_can_be_closed(comm: MPI.Intracomm) -> None:
     """Leaving it reads nothing of the optimizer, and the parameters stay equal on all ranks."""
-    optimizer = wrapped(comm, torch.optim.AdamW)
+    optimizer = trained(comm, torch.optim.AdamW)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with optimizer.agreed():
         agreed = [p.detach().clone() for p in parameters]

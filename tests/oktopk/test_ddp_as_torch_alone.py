@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -151,16 +150,6 @@ def test_models_of_two_groups_of_ranks_train_apart(comm: MPI.Intracomm) -> None:
     state.close()
 
 
-def test_one_state_of_two_models_is_named(comm: MPI.Intracomm) -> None:
-    ddp, state = hooked(Heads())
-    train(ddp, sgd(ddp), comm.rank, range(2))
-    other, _ = hooked(nn.Linear(4, 2), state)
-    with pytest.raises(
-        Exception, match="2 DistributedDataParallel have one OkTopkState: .* one of its own for each"
-    ):
-        other(torch.ones(1, 4)).sum().backward()
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("anew", [False, True])
 def test_rates_that_part_are_named_by_all_ranks(comm: MPI.Intracomm, anew: bool) -> None:
@@ -231,27 +220,6 @@ def test_states_that_differ_are_named_by_all_ranks(comm: MPI.Intracomm, steps: i
         Exception, match="the ranks have loaded different states into the optimizer: load one"
     ):
         train(ddp, optimizer, comm.rank, range(2, 4))
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "torch.save of the DDP"])
-def test_a_state_that_is_saved_as_an_object_continues_bit_for_bit(comm: MPI.Intracomm, how: str) -> None:
-    ddp, state = hooked(Heads())
-    optimizer = sgd(ddp)
-    train(ddp, optimizer, comm.rank, range(3))
-    copied: OkTopkState
-    if how == "deepcopy":
-        copied = copy.deepcopy(state)
-    else:
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)._comm_hooks[0][1]
-    again, _ = hooked(copy.deepcopy(ddp.module), copied)
-    moved = sgd(again)
-    moved.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(ddp, optimizer, comm.rank, range(3, 6))
-    train(again, moved, comm.rank, range(3, 6))
-    assert np.array_equal(flat(ddp), flat(again))
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import time
 import warnings
 import weakref
@@ -52,10 +51,13 @@ class Branches(nn.Module):
 
 
 def hooked(
-    options: dict[str, object] | None = None, place: torch.device | str = "cpu", **settings: object
+    options: dict[str, object] | None = None,
+    place: torch.device | str = "cpu",
+    state: OkTopkState | None = None,
+    **settings: object,
 ) -> tuple[DistributedDataParallel, OkTopkState]:
     ddp = DistributedDataParallel(Branches().to(place), **{"bucket_cap_mb": BUCKET_MB, **(options or {})})
-    state = OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings))
+    state = state or OkTopkState(**({"density": 0.05, "threshold_interval": 3} | settings))
     ddp.register_comm_hook(state, ddp_hook)
     return ddp, state
 
@@ -151,32 +153,6 @@ def test_k_and_its_caps_are_those_of_the_whole_model(comm: MPI.Intracomm) -> Non
         assert state.report.global_nnz <= 1.25 * state.report.k
 
 
-@pytest.mark.parametrize(
-    ("warmup", "options", "dense"), [(0, {}, 1), (3, {}, 3), (0, {"static_graph": True}, 2)]
-)
-def test_the_first_step_is_dense_and_then_buckets_stay(
-    comm: MPI.Intracomm, warmup: int, options: dict[str, object], dense: int
-) -> None:
-    """DDP lays its buckets out anew after its first step, with a static graph after its second one."""
-    ddp, state = hooked(options, dense_warmup_steps=warmup)
-    saved = of_rank(state.state_dict())
-    loss(ddp, comm.rank, 0).backward()
-    own = Branches()
-    for rank in range(comm.size):
-        (loss(own, rank, 0) / comm.size).backward()
-    for (name, reduced), mine in zip(ddp.module.named_parameters(), own.parameters(), strict=True):
-        assert torch.allclose(reduced.grad, mine.grad, rtol=1e-5, atol=1e-6), name
-    assert of_rank(state.state_dict()) == saved
-    assert not any(bucket.residual.any() for bucket in state.reducer.buckets)
-    reducers = [state.reducer]
-    for step in range(1, 6):
-        train(ddp, comm.rank, range(step, step + 1))
-        assert (state.report.step, state.report.method) == (step, "dense" if step < dense else "oktopk")
-        reducers.append(state.reducer)
-        assert reducers[-1] is reducers[-2] or step == 1 + len(options)
-    assert len(state.report.buckets) == 2
-
-
 def two_types() -> Branches:
     """Its second layer is bfloat16."""
     model = Branches()
@@ -187,101 +163,83 @@ def two_types() -> Branches:
 
 
 @pytest.mark.parametrize(
-    ("made", "options"),
+    ("made", "options", "dense"),
     [
-        pytest.param(Branches, {}, id="plain"),
-        pytest.param(Branches, {"gradient_as_bucket_view": True}, id="views"),
-        pytest.param(Branches, {"static_graph": True}, id="static graph"),
-        pytest.param(Branches, {"find_unused_parameters": True}, id="unused parameters"),
-        pytest.param(two_types, {}, id="two types"),
-        pytest.param(two_types, {"gradient_as_bucket_view": True}, id="two types, views"),
+        pytest.param(Branches, {}, 1, id="plain"),
+        pytest.param(Branches, {}, 3, id="warm-up"),
+        pytest.param(Branches, {"gradient_as_bucket_view": True}, 1, id="views"),
+        pytest.param(Branches, {"static_graph": True}, 2, id="static graph"),
+        pytest.param(Branches, {"find_unused_parameters": True}, 1, id="unused parameters"),
+        pytest.param(two_types, {}, 1, id="two types"),
+        pytest.param(two_types, {"gradient_as_bucket_view": True}, 1, id="two types, views"),
     ],
 )
-def test_the_first_step_is_that_of_ddp_alone_and_no_bucket_moves_after_it(
-    comm: MPI.Intracomm, made: Callable[[], Branches], options: dict[str, Any]
+def test_the_first_steps_are_those_of_ddp_alone_and_then_buckets_stay(
+    comm: MPI.Intracomm, made: Callable[[], Branches], options: dict[str, Any], dense: int
 ) -> None:
+    """DDP lays its buckets out anew after its first step, with a static graph after its second one."""
     ddp = DistributedDataParallel(made(), bucket_cap_mb=BUCKET_MB, **options)
     alone = DistributedDataParallel(made(), bucket_cap_mb=BUCKET_MB, **options)
-    state = OkTopkState(density=0.05, threshold_interval=3)
+    state = OkTopkState(density=0.05, threshold_interval=3, dense_warmup_steps=3 if dense == 3 else 0)
     ddp.register_comm_hook(state, ddp_hook)
-    for model in (ddp, alone):
-        train(model, comm.rank, range(1))
-    assert (state.report.method, state.report.step) == ("dense", 0)
-    mean = comm.allreduce(state.report.bytes) / comm.size
-    assert mean == pytest.approx(4 * dense_words(len(flat(ddp)), comm.size), abs=64)
-    assert np.allclose(flat(ddp), flat(alone), rtol=1e-2 if made is two_types else 1e-5, atol=1e-6)
-    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
-    train(ddp, comm.rank, range(1, 3))  # with static_graph=True the second one is dense, too
-    buckets, reducer = of_rank(state.state_dict())["buckets"], state.reducer
-    assert len(buckets) > 1
-    for step in range(3, 6):
-        before = [bucket.residual.copy() for bucket in reducer.buckets]
+    unused = of_rank(state.state_dict())
+    for step in range(6):
+        reducer = state.reducer
         train(ddp, comm.rank, range(step, step + 1))
-        assert state.report.method == "oktopk"
-        assert (of_rank(state.state_dict())["buckets"], state.reducer) == (buckets, reducer)
-        assert any(map(np.any, before))
-    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
-
-
-def test_after_a_load_before_the_first_step_no_step_is_dense(comm: MPI.Intracomm) -> None:
-    ddp, state = hooked()
-    train(ddp, comm.rank, range(3))
-    again, continued = hooked()
-    again.module.load_state_dict(ddp.module.state_dict())
-    continued.load_state_dict(state.state_dict())
-    left = residuals(comm, continued)
-    train(again, comm.rank, range(3, 4))
-    assert (continued.report.method, continued.report.step) == ("oktopk", 3)
-    assert of_rank(continued.state_dict())["buckets"] == of_rank(state.state_dict())["buckets"]
-    assert any(np.any(each) for each in left.values())
+        assert (state.report.step, state.report.method) == (step, "dense" if step < dense else "oktopk")
+        if step < dense:
+            train(alone, comm.rank, range(step, step + 1))
+            near = {"rtol": 1e-2 if made is two_types else 1e-5, "atol": 1e-6}
+            assert np.allclose(flat(ddp), flat(alone), **near)
+            assert not state.reducer.gathered_residual().any()
+        if not step:
+            mean = comm.allreduce(state.report.bytes) / comm.size
+            assert mean == pytest.approx(4 * dense_words(len(flat(ddp)), comm.size), abs=64)
+            assert of_rank(state.state_dict()) == unused
+        assert state.reducer is reducer or step in (0, 1 + ("static_graph" in options))
+        assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
+    assert len(state.report.buckets) > 1
+    assert state.reducer.gathered_residual().any()
 
 
 @pytest.mark.parametrize(
-    ("saved_at", "options"), [(2, {}), (5, {}), pytest.param(3, {"bucket_cap_mb": 1.0}, id="other buckets")]
+    ("how", "saved_at", "options"),
+    [
+        *(("a file", saved_at, {}) for saved_at in (2, 5)),
+        pytest.param("a file", 3, {"bucket_cap_mb": 1.0}, id="other buckets"),
+        *((f"dcp, {what}", saved_at, {}) for what in ("an object", "a dict") for saved_at in (0, 4)),
+        *((how, 3, {}) for how in ("a copy", "the DDP")),
+    ],
 )
 def test_a_killed_training_continues_bit_for_bit(
-    comm: MPI.Intracomm, saved_at: int, options: dict[str, object]
+    comm: MPI.Intracomm, tmp_path: Path, how: str, saved_at: int, options: dict[str, object]
 ) -> None:
     """In the buckets of the state, whatever DDP's are."""
-    ddp, state = hooked()
-    train(ddp, comm.rank, range(saved_at))
-    file = io.BytesIO()
-    torch.save([ddp.module.state_dict(), state.state_dict()], file)
-    train(ddp, comm.rank, range(saved_at, 9))
-    file.seek(0)
-    again, continued = hooked(options)
-    parameters, saved = torch.load(file, weights_only=True)
-    again.module.load_state_dict(parameters)
-    continued.load_state_dict(saved)
-    train(again, comm.rank, range(saved_at, 9))
-    assert np.array_equal(flat(again), flat(ddp))
-    assert continued.report.step == 8
-
-
-@pytest.mark.parametrize("saved_at", [0, 4])
-def test_torchs_distributed_checkpoint_keeps_every_ranks_residual(
-    comm: MPI.Intracomm,
-    tmp_path: Path,
-    saved_at: int,
-) -> None:
     folder = comm.bcast(tmp_path)
     ddp, state = hooked()
     train(ddp, comm.rank, range(saved_at))
-    dcp.save({"model": ddp.module.state_dict(), "hook": state}, checkpoint_id=folder / "object")
-    dcp.save({"hook": state.state_dict()}, checkpoint_id=folder / "dict")
+    weights, file = copy.deepcopy(ddp.module.state_dict()), folder / f"{comm.rank}.pt"
+    kept = copy.deepcopy(state) if how == "a copy" else None
+    if how.startswith("dcp"):
+        saved = {"hook": state if how == "dcp, an object" else state.state_dict()}
+        dcp.save(saved, checkpoint_id=folder)
+    elif kept is None:
+        torch.save(ddp if how == "the DDP" else state.state_dict(), file)
     train(ddp, comm.rank, range(saved_at, 8))
-    for kind in ("object", "dict"):
-        again, continued = hooked()
-        parameters = again.module.state_dict()
-        dcp.load({"model": parameters}, checkpoint_id=folder / "object")
-        again.module.load_state_dict(parameters)
-        loaded = {"hook": continued if kind == "object" else continued.state_dict()}
-        dcp.load(loaded, checkpoint_id=folder / kind)
-        if kind == "dict":
+    if how == "the DDP":
+        kept = torch.load(file, weights_only=False)._comm_hooks[0][1]
+    again, continued = hooked(options, state=kept)
+    again.module.load_state_dict(weights)
+    if how == "a file":
+        continued.load_state_dict(torch.load(file, weights_only=True))
+    elif how.startswith("dcp"):
+        loaded = {"hook": continued if how == "dcp, an object" else continued.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder)
+        if how == "dcp, a dict":
             continued.load_state_dict(loaded["hook"])
-        train(again, comm.rank, range(saved_at, 8))
-        assert np.array_equal(flat(again), flat(ddp)), kind
-        assert continued.report.step == 7
+    train(again, comm.rank, range(saved_at, 8))
+    assert np.array_equal(flat(again), flat(ddp))
+    assert continued.report.step == 7
 
 
 @contextmanager
@@ -395,7 +353,7 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
 @pytest.mark.parametrize(
     "steps", [pytest.param(0, marks=pytest.mark.long("`make test` has a later step")), 3]
 )
-def test_a_rank_that_leaves_a_bucket_out_and_those_that_wait_for_it_are_told_what_to_do(
+def test_a_rank_that_leaves_a_bucket_out_is_told_what_to_do(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
@@ -530,7 +488,7 @@ def test_after_an_error_of_the_hook_ddp_can_take_its_next_backward_pass(
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
-def test_after_an_error_that_no_bucket_could_tell_the_next_step_is_that_of_before(
+def test_an_error_no_bucket_could_tell_is_undone_next_step(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last bucket does not start: those before it are undone when the next backward pass begins."""
@@ -560,7 +518,7 @@ def test_after_an_error_that_no_bucket_could_tell_the_next_step_is_that_of_befor
     assert all(np.allclose(each, wholes[1][name], rtol=1e-4, atol=1e-6) for name, each in wholes[0].items())
 
 
-def test_an_error_on_one_rank_is_raised_by_all_and_leaves_residuals_as_they_were(
+def test_an_error_on_one_rank_leaves_residuals_on_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To rounding. Found at the second bucket, when the first one is on its way."""
@@ -586,20 +544,13 @@ def test_an_error_on_one_rank_is_raised_by_all_and_leaves_residuals_as_they_were
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
-def test_a_hook_and_a_wrapped_optimizer_on_the_same_gradients_are_refused(comm: MPI.Intracomm) -> None:
-    ddp, _ = hooked()
-    optimizer = DistributedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05))
-    with pytest.raises(
-        Exception, match="a DistributedOptimizer reduces gradients of this DistributedDataPar"
-    ):
-        loss(ddp, comm.rank, 0).backward()
-    optimizer.close()
-    other, second = hooked()
-    train(other, comm.rank, range(3))  # DDP lays its buckets out anew
-    inner = torch.optim.SGD(other.parameters(), lr=0.05)
+def test_parameters_whose_gradients_a_hook_reduces_are_not_wrapped(comm: MPI.Intracomm) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(3))  # DDP lays its buckets out anew
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.05)
     with pytest.raises(ValueError, match="an OkTopkState reduces gradients of these parameters already"):
         DistributedOptimizer(inner)
-    second.close()
+    state.close()
     DistributedOptimizer(inner).close()
 
 
@@ -639,83 +590,40 @@ def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm
     assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
-def test_parameters_of_two_types_are_reduced(comm: MPI.Intracomm) -> None:
-    model = two_types()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    state = OkTopkState(density=1.0)
-    ddp.register_comm_hook(state, ddp_hook)
-    loss(ddp, comm.rank, 0).backward()
-    reduced = model.second.weight.grad.float()
-    assert model.second.weight.grad.dtype == torch.bfloat16
-    assert reduced.any()
-    assert np.array_equal(reduced.numpy(), comm.bcast(reduced.numpy()))
-
-
-@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("trained", [True, False])
-def test_states_that_ranks_have_unlike_are_refused_on_all(comm: MPI.Intracomm, trained: bool) -> None:
-    ddp, state = hooked()
-    train(ddp, comm.rank, range(3))
-    saved, (_, fresh) = of_rank(state.state_dict()), hooked()
-    others: list[tuple[dict[str, Any], str]] = [
-        ({"buckets": [], "reducer": None, "tables": {}}, "ranks disagree on whether a state is empty"),
-        (
-            {**saved, "buckets": [saved["buckets"][0][::-1], *saved["buckets"][1:]]},
-            "ranks disagree on buckets of the state",
-        ),
-        ({**saved, "tables": {"first.weight": {}}}, "ranks disagree on tables of the state"),
-        ({**saved, "tables": {"another": {}}}, f"rank {comm.size - 1}: the state has a parameter 'another'"),
-    ]
-    for other, sentence in others:
-        with pytest.raises(ValueError, match=sentence):
-            (state if trained else fresh).load_state_dict(other if comm.rank == comm.size - 1 else saved)
-    train(ddp, comm.rank, range(3, 4))
-
-
-def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all_and_changes_nothing(
-    comm: MPI.Intracomm,
-) -> None:
+def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm: MPI.Intracomm, trained: bool) -> None:
+    """With a reducer, and before there is one."""
     ddp, state = hooked()
     train(ddp, comm.rank, range(2))
-    saved = of_rank(state.state_dict())
-    bucket = dict(saved["reducer"]["buckets"]["0"])
+    saved, last = of_rank(state.state_dict()), comm.size - 1
+    empty: dict[str, Any] = {"buckets": [], "reducer": None, "tables": {}}
+    first, *others = saved["buckets"]
     hostile: dict[str, dict[str, Any]] = {
-        r"not one of OkTopkState\.state_dict": {"residual": None},
-        "the state has a parameter 'another.weight'": {
-            **saved,
-            "buckets": [["another.weight"], *saved["buckets"][1:]],
-        },
-        "the state is damaged: TypeError": {**saved, "buckets": 7},
-        "the state is damaged: TypeError .int": {**saved, "tables": 7},
-        "the state is damaged: .*'int' object is not iterable": {"buckets": 7, "reducer": None, "tables": {}},
-        r"residual of the state is float32\[3\]": {
-            **saved,
-            "reducer": {
-                **saved["reducer"],
-                "buckets": saved["reducer"]["buckets"] | {"0": bucket | {"residual": torch.ones(3)}},
-            },
-        },
+        rf"rank {last}: .*not one of OkTopkState\.state_dict": {"residual": None},
+        f"rank {last}: .*the state has a parameter 'another.weight'": saved
+        | {"buckets": [["another.weight"], *others]},
+        f"rank {last}: .*the state has a parameter 'another'": saved | {"tables": {"another": {}}},
+        f"rank {last}: .*the state is damaged: TypeError": saved | {"buckets": 7},
+        f"rank {last}: .*the state is damaged: TypeError .int": saved | {"tables": 7},
+        f"rank {last}: .*the state is damaged: .*'int' object is not iterable": empty | {"buckets": 7},
     }
-    fresh = hooked()  # without a reducer
-    for problem, wrong in hostile.items():
-        given = wrong if comm.rank == comm.size - 1 else saved
-        problem = f"rank {comm.size - 1}: .*{problem}"
-        for each in (state, fresh[1])[
-            : 1 if "float32" in problem else 2
-        ]:  # what is seen in the backward pass alone
-            with pytest.raises(ValueError, match=problem):
-                each.load_state_dict(given)
+    if comm.size > 1:
+        hostile |= {
+            "ranks disagree on whether a state is empty": empty,
+            "ranks disagree on buckets of the state": saved | {"buckets": [first[::-1], *others]},
+            "ranks disagree on tables of the state": saved | {"tables": {"first.weight": {}}},
+        }
+    if trained:  # else it is seen in the backward pass alone
+        buckets = saved["reducer"]["buckets"]
+        short = buckets | {"0": buckets["0"] | {"residual": torch.ones(3)}}
+        wrong = saved | {"reducer": saved["reducer"] | {"buckets": short}}
+        hostile[rf"rank {last}: .*residual of the state is float32\[3\]"] = wrong
+    _fresh, loaded = (ddp, state) if trained else hooked()
+    for sentence, wrong in hostile.items():
+        with pytest.raises(ValueError, match=sentence):
+            loaded.load_state_dict(wrong if comm.rank == last else saved)
     train(ddp, comm.rank, range(2, 4))  # goes on as if nothing had been loaded
     assert state.report is not None and state.report.step == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"densty": 0.1}, "did you mean density"), ({"density": 2.0}, r"2.0 is not in \(0, 1\]")],
-)
-def test_a_setting_that_does_not_fit_raises_at_construction(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        OkTopkState(**settings)
 
 
 def test_a_skipped_bucket_leaves_the_others_to_be_applied_once(comm: MPI.Intracomm) -> None:
@@ -752,19 +660,7 @@ def test_a_state_is_what_was_loaded_until_the_next_step(comm: MPI.Intracomm) -> 
     assert state.report.step == 0
 
 
-def test_a_parameter_that_ddp_no_longer_reduces_is_named(comm: MPI.Intracomm) -> None:
-    ddp, state = hooked()
-    train(ddp, comm.rank, range(2))
-    model = Branches()
-    model.first.bias.requires_grad_(False)
-    other, loaded = DistributedDataParallel(model), OkTopkState()
-    other.register_comm_hook(loaded, ddp_hook)
-    loaded.load_state_dict(state.state_dict())
-    with pytest.raises(Exception, match=r"DDP does not reduce the parameter 'first\.bias' any more"):
-        loss(other, comm.rank, 0).backward()
-
-
-def test_a_state_loaded_before_there_is_a_ddp_leaves_the_group_to_the_ddp(comm: MPI.Intracomm) -> None:
+def test_a_state_loaded_early_leaves_the_group_to_ddp(comm: MPI.Intracomm) -> None:
     alone = [dist.new_group([rank]) for rank in range(comm.size)][comm.rank]
     model = nn.Linear(4, 2)
     state = OkTopkState(density=0.5, module=model)
@@ -776,9 +672,7 @@ def test_a_state_loaded_before_there_is_a_ddp_leaves_the_group_to_the_ddp(comm: 
 
 
 @pytest.mark.parametrize("steps", [0, 4])
-def test_a_state_of_other_sizes_is_refused_when_it_is_loaded_and_changes_nothing(
-    comm: MPI.Intracomm, steps: int
-) -> None:
+def test_a_state_of_other_sizes_changes_nothing(comm: MPI.Intracomm, steps: int) -> None:
     def wide(width: int) -> tuple[DistributedDataParallel, OkTopkState]:
         ddp, state = DistributedDataParallel(nn.Linear(9, width)), OkTopkState(density=0.2)
         ddp.register_comm_hook(state, ddp_hook)

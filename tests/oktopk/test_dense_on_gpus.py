@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from oktopk import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import get, on_gpus, put, use
+from tests.devices import get, on_gpus, put, staged_transport, use
 
 pytestmark = [pytest.mark.mpi(min_size=2, max_size=8), on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTHS = (4099, 1, 700)
@@ -98,13 +98,9 @@ def check_sum(comm: MPI.Intracomm, made: tuple[Any, Any]) -> None:
 
 
 def test_vectors_share_windows_only_where_all_ranks_can_and_with_one_limit(comm: MPI.Intracomm) -> None:
-    use("cuda", comm)
+    transport = staged_transport(comm)
     import cupy
 
-    from collectives.cuda.device import Device
-    from collectives.mpi_cuda import StagedCudaTransport
-
-    transport = StagedCudaTransport(comm, Device())
     first, same, hasty = summed(transport), summed(transport), summed(transport, timeout=5.0)
     # only one rank's stream is another one
     apart = summed(transport, stream=cupy.cuda.Stream(non_blocking=True) if comm.rank == 1 else None)
@@ -131,11 +127,9 @@ def test_vectors_share_windows_only_where_all_ranks_can_and_with_one_limit(comm:
 def test_a_rank_without_room_to_measure_ends_nobodys_sums(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use("cuda", comm)
+    transport = staged_transport(comm)
     from collectives.cuda.device import Device
-    from collectives.mpi_cuda import StagedCudaTransport
 
-    transport = StagedCudaTransport(comm, Device())
     first = summed(transport)
     allocate = Device.allocate
 
@@ -178,7 +172,7 @@ def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     comm.Barrier()
 
 
-def test_a_callers_error_on_one_rank_is_raised_by_all_before_the_next_step(
+def test_a_callers_error_is_raised_by_all_before_the_next_step(
     comm: MPI.Intracomm,
 ) -> None:
     use("cuda", comm)

@@ -12,14 +12,14 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce
-from tests.devices import get, gpus, narrowed, on_gpus, put, use
+from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.peers import on_both, step_alike
 from tests.rows import widened
 
 pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
 
-LENGTH = 20_011
+LENGTH = 20_011 if asynchronous() else 10_007
 USUAL: dict[str, Any] = {
     "density": 0.05,
     "threshold_interval": 4,
@@ -222,7 +222,6 @@ def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
     assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
-@pytest.mark.host_cuda(ranks=1)
 def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
     """Some large entries side by side in a long region, as one small layer has them."""
     length = 1_300_021

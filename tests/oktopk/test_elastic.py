@@ -41,7 +41,7 @@ def without(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.mpi
-def test_states_that_do_not_belong_together_are_refused_on_all_ranks_by_name(comm: MPI.Intracomm) -> None:
+def test_states_that_do_not_belong_together_are_refused(comm: MPI.Intracomm) -> None:
     states = flat_states(comm)
     short, double = np.ones(1, np.float32), np.ones(LENGTH)
     cases: dict[str, tuple[Read, int]] = {

@@ -112,29 +112,6 @@ def test_a_missing_gradient_is_zeros_and_a_sparse_one_is_refused() -> None:
             use_it()
 
 
-def test_autograd_hands_over_and_gets_back() -> None:
-    """Nothing is there before it, its own tensors are there afterwards, and a further pass adds to them."""
-    parameter: Any = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.full((3,), 9.0)
-    gradients, noted = in_place([parameter])
-    assert parameter.grad is None
-    weights = torch.tensor([1.0, 2.0, 4.0])
-    (parameter * weights).sum().backward()
-    made: Any = parameter.grad
-    gradients.tensors()
-    assert noted.addresses == [made.data_ptr()]
-    gradients.lay_aside()
-    parameter.grad = torch.full((3,), 7.0)  # as its piece of the update
-    assert gradients.vector.tolist() == [1, 2, 4]
-    gradients.attach()
-    assert parameter.grad is made
-    (parameter * weights).sum().backward()
-    assert gradients.collect().tolist() == [2, 4, 8]
-    gradients.zero()
-    assert parameter.grad is None
-    assert gradients.collect().tolist() == [0, 0, 0]
-
-
 class Started:
     """As BucketedAllreduce: what was started."""
 
@@ -185,19 +162,6 @@ def test_a_replay_is_read_where_it_has_written_though_gradients_were_cleared() -
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\) before the replay"):
         buckets.replayed(recorded)
     assert not reducer.given
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_vector_is_made_once_it_is_asked_for(dtype: torch.dtype) -> None:
-    data, gradient = AS_ITS_PARAMETER["channels last"]
-    parameter = nn.Parameter(data)
-    gradients, _ = in_place([parameter], dtype)
-    assert gradients._flat is None
-    parameter.grad = gradient
-    vector = gradients.collect()
-    assert vector.dtype == dtype
-    assert torch.equal(vector, gradient.permute(0, 2, 3, 1).reshape(-1).to(dtype))
-    assert gradients.collect() is vector
 
 
 # On GPUs, and on the host that stands in for them
@@ -474,8 +438,10 @@ def test_gradients_of_another_current_stream_are_waited_for(
 def test_memory_for_one_vector_is_taken_only_by_steps_that_need_it(
     comm: MPI.Intracomm, place: torch.device
 ) -> None:
-    parameter = nn.Parameter(torch.zeros(1 << 16, device=place))
+    parameter: Any = nn.Parameter(torch.zeros(1 << 16, device=place))
+    parameter.grad = torch.ones_like(parameter)
     optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), comm, density=0.01)
+    assert parameter.grad is None  # of before it was wrapped
     gradients = optimizer._gradients
     assert isinstance(gradients, GradientsInPlace)
     for measure in (False, True):

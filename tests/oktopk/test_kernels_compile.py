@@ -85,56 +85,42 @@ def assert_keeps_denormals(folder: Path, kernel: str) -> None:
     assert not flushing, f"{kernel}: write it by the functions of coo.cuh"
 
 
-@compiler
-@pytest.mark.parametrize(
-    "architecture", [80, pytest.param(90, marks=pytest.mark.long("`make test` has 8.0, which knows less"))]
-)  # 80 knows less
-@pytest.mark.parametrize(
-    ("source", "gradient"),
-    [
-        pytest.param(
-            source,
-            gradient,
-            id=f"{source.stem}-{gradient}",
-            marks=pytest.mark.long("`make test` has each kernel for float32 and one of the narrow types")
-            if kind == 1 + number % 2
-            else [],
-        )
-        for number, source in enumerate(SOURCES)
-        for kind, gradient in enumerate(TYPES)
-        if not kind or "gradient.cuh" in source.read_text(encoding="utf-8")
-    ],
-)
-def test_a_kernel_compiles(source: Path, gradient: str, architecture: int, tmp_path: Path) -> None:
-    assert NVCC or NVRTC, MISSING
-    by = "nvcc" if NVCC else "nvrtc"
-    assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin")
-    if source.parent != FOLDERS[-1]:
-        assert_keeps_denormals(tmp_path, f"{source.name} for {gradient}")
+NARROW = pytest.mark.long("`make test` has each kernel for float32 and one of the narrow types")
+LATER = pytest.mark.long("`make test` has 8.0, which knows less")
+ONE_OF_TWO = pytest.mark.long("`make test` has each pair of types with one of the two kernels")
+KERNELS = [
+    pytest.param(
+        *(source, gradient, "", architecture),
+        id=f"{source.stem}-{gradient}-{architecture}",
+        marks=[NARROW] * (kind == 1 + number % 2) + [LATER] * (architecture == 90),
+    )
+    for architecture in (80, 90)
+    for number, source in enumerate(SOURCES)
+    for kind, gradient in enumerate(TYPES)
+    if not kind or "gradient.cuh" in source.read_text(encoding="utf-8")
+]
+KERNELS += [
+    pytest.param(
+        *(ROOT / "oktopk" / "cuda" / f"{name}.cu", *types, 90),
+        id=f"{name}-{types[0]} from {types[1]}",
+        marks=[ONE_OF_TWO] * ((number + at) % 2 == 0),
+    )
+    for number, name in enumerate(("accumulate_select", "accumulate"))
+    for at, types in enumerate(SOURCES_OF_OTHER_TYPES)
+]
 
 
 @compiler
-@pytest.mark.parametrize(
-    ("name", "gradient", "element"),
-    [
-        pytest.param(
-            *(name, *types),
-            marks=[]
-            if (number + at) % 2
-            else pytest.mark.long("`make test` has each pair of types with one of the two kernels"),
-        )
-        for number, name in enumerate(("accumulate_select", "accumulate"))
-        for at, types in enumerate(SOURCES_OF_OTHER_TYPES)
-    ],
-)
-def test_a_kernel_compiles_for_tensors_of_another_type(
-    name: str, gradient: str, element: str, tmp_path: Path
+@pytest.mark.parametrize(("source", "gradient", "element", "architecture"), KERNELS)
+def test_a_kernel_compiles(
+    source: Path, gradient: str, element: str, architecture: int, tmp_path: Path
 ) -> None:
+    """For gradients of a type; for tensors of another one, where `element` names it."""
     assert NVCC or NVRTC, MISSING
-    (source,) = (source for source in SOURCES if source.stem == name)
     by = "nvcc" if NVCC else "nvrtc"
-    assert not compiler_says(by, source, 90, gradient, tmp_path / "kernel.cubin", element)
-    assert_keeps_denormals(tmp_path, f"{source.name} for {gradient} from {element}")
+    assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin", element)
+    if source.parent != FOLDERS[-1]:
+        assert_keeps_denormals(tmp_path, f"{source.name} for {gradient} {element}")
 
 
 @each_compiler

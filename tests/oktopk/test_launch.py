@@ -166,6 +166,7 @@ main()
     assert re.fullmatch("oktopk-run: " + SENTENCE, lines[2])
 
 
+@pytest.mark.long("runs the doctor; `make test` has its verdict without MPI, and the sentence")
 def test_without_an_mpi_library_the_doctor_names_the_extra() -> None:
     done = run_python("-m", "oktopk.doctor", **NO_LIBRARY)
     assert done.returncode == 1, done.stdout + done.stderr  # torchrun starts ranks all the same

@@ -82,9 +82,7 @@ def test_dense_equals_torchs_own_step_on_the_averaged_gradient(comm: MPI.Intraco
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_optimizer_that_works_in_place_on_the_gradient_gets_a_clean_one_next_time(
-    comm: MPI.Intracomm, method: str
-) -> None:
+def test_an_optimizer_that_works_in_place_gets_clean_gradients(comm: MPI.Intracomm, method: str) -> None:
     settings = {"density": 0.05, "threshold_interval": 3}
     in_place, _ = train(comm, method, "sgd in place", steps=6, **settings)
     plain = network()
@@ -164,13 +162,17 @@ def test_a_reloaded_run_and_a_copy_continue_bit_for_bit(
     copied[1].close()
 
 
-def test_learning_rate_schedulers_and_closures_work_on_the_wrapper(comm: MPI.Intracomm) -> None:
+def test_learning_rate_schedulers_and_closures_work_on_the_wrapper(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
     model = network()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), comm, density=0.1)
     schedules = [
         torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
         torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3),
     ]
+
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -186,6 +188,10 @@ def test_learning_rate_schedulers_and_closures_work_on_the_wrapper(comm: MPI.Int
     for schedule in schedules:
         schedule.step()
     assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.5 * 0.4)
+    for _ in range(2):
+        plateau.step(1.0)
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.02)
+    assert not list(recwarn)  # that a scheduler stepped before the optimizer
 
 
 def test_what_cannot_be_wrapped_is_named(comm: MPI.Intracomm) -> None:

@@ -35,6 +35,8 @@ MAKE: dict[str, Callable[..., Any]] = {
     "hosts": lambda comm, **given: optimizer(
         comm, **{"sends": "updates", "replica": "host", "ranks_per_host": 2} | given
     ),
+    "overlap": lambda comm, **given: optimizer(comm, **{"overlap": True} | given),
+    "hook": oktopk.torch.OkTopkState,
 }
 ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
     ("reducer", {"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),  # others are in test_settings
@@ -76,6 +78,10 @@ ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     ("optimizer", {"clip_norm": -1}, r"clip_norm -1 is not in \[0, inf\)"),
+    ("optimizer", {"overlap": 1}, "overlap 1 is not True or False"),
+    ("overlap", {"bucket_mb": -1.0}, "bucket_mb -1.0 is not a number in"),
+    ("buckets", {"lengths": []}, "there must be one at least"),
+    ("buckets", {"lengths": [3, 0]}, "of one element at least each"),
 ]
 UNKNOWN = [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")]
 ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
@@ -86,8 +92,8 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
             rf"{wrong}: unknown setting{right and rf' .did you mean {right}.*'}; valid: .*density",
         )
         for wrong, right in UNKNOWN
-        for way in ("reducer", "optimizer")
-        if (way, wrong) != ("reducer", "clipnorm")
+        for way in ("reducer", "optimizer", "buckets", "hook")
+        if way == "optimizer" or wrong != "clipnorm"
     ),
     *(
         ("optimizer", {name: "cuda"}, f"{name}: unknown setting")
@@ -101,6 +107,16 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
         )
         for method in METHODS
         if method not in ("oktopk", "union")
+    ),
+    ("hook", {"density": 2.0}, r"density 2.0 is not in \(0, 1\]"),
+    *(
+        (
+            "reducer",
+            {"wire": "int8", "method": name},
+            f"wire 'int8' is not for {name}, which sends plain entries",
+        )
+        for name, method in METHODS.items()
+        if not method.coded
     ),
     ("reducer", {"levels": "nodes"}, "levels 'nodes' is not 'auto', 'flat' or 'hosts'"),
     ("reducer", {"ranks_per_host": -1}, "ranks_per_host -1 is not an integer >= 0"),
@@ -132,6 +148,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
     ("reducer", "length", 100, 101, ""),
     ("reducer", "method", "oktopk", "dense", ""),
     ("reducer", "ranks_per_host", 1, 2, ""),
+    ("buckets", "lengths", [5, 10], [5, 11], ""),
     ("table", "length", 60, 9, ""),
     ("table", "width", 7, 9, ""),
     ("table", "element_type", "float32", "bfloat16", ""),
@@ -156,7 +173,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("way", "wrong", "sentence"), ON_ONE_RANK)
-def test_what_one_rank_alone_gets_wrong_is_refused_on_all_with_its_number(
+def test_what_one_rank_gets_wrong_is_refused_on_all(
     comm: MPI.Intracomm, way: str, wrong: dict[str, Any], sentence: str
 ) -> None:
     culprit = comm.size // 2

@@ -324,6 +324,7 @@ def test_a_dense_warm_up_measures_and_tables_work_between_replicas(comm: MPI.Int
     ("settings", "replica"),
     [
         ({}, "host"),
+        ({"levels": "auto"}, "host"),
         ({"levels": "flat"}, "rank"),
         ({"method": "topka"}, "rank"),
         ({"method": "union"}, "host"),

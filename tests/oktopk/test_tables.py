@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +42,24 @@ class TwoTables(nn.Module):
             hidden = hidden + self.bags(batch // 2)
         loss: Tensor = self.out(hidden).square().mean()
         return loss
+
+
+class OneTable(nn.Embedding):
+    """A table alone."""
+
+    def __init__(self, sparse: bool) -> None:
+        torch.manual_seed(4)
+        super().__init__(WORDS, WIDTH, sparse=sparse)
+
+    def forward(self, batch: Tensor, bags: bool) -> Tensor:  # type: ignore[override]
+        return super().forward(batch).square().sum()
+
+
+def hooked(model: nn.Module | None = None, **settings: Any) -> tuple[DistributedDataParallel, OkTopkState]:
+    ddp = DistributedDataParallel(TwoTables(sparse=True) if model is None else model)
+    state = OkTopkState(**{"density": 0.2} | settings)
+    ddp.register_comm_hook(state, ddp_hook)
+    return ddp, state
 
 
 def batch_of(rank: int, step: int) -> Tensor:
@@ -216,44 +236,48 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "peer_memory"),
+    ("tables", "device", "peer_memory"),
     [
-        pytest.param("cpu", None, id="cpu"),
-        on_torchs_gpu("cuda", True, id="cuda, peer memory"),
-        on_torchs_gpu("cuda", False, id="cuda, messages"),
+        pytest.param(TwoTables, "cpu", None, id="cpu"),
+        pytest.param(OneTable, "cpu", None, id="cpu, a table alone"),
+        on_torchs_gpu(TwoTables, "cuda", True, id="cuda, peer memory"),
+        on_torchs_gpu(TwoTables, "cuda", False, id="cuda, messages"),
     ],
 )
 def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
-    device: str, peer_memory: bool | None, comm: MPI.Intracomm, group: Any
+    tables: Callable[..., nn.Module],
+    device: str,
+    peer_memory: bool | None,
+    comm: MPI.Intracomm,
+    group: Any,
 ) -> None:
     place = torch_device(device, comm)
 
-    def made() -> tuple[DistributedDataParallel, OkTopkState, torch.optim.Optimizer]:
-        ddp = DistributedDataParallel(TwoTables(sparse=True).to(place))
-        state = OkTopkState(density=1.0, peer_memory=peer_memory)
-        ddp.register_comm_hook(state, ddp_hook)
-        return ddp, state, inner("sgd", ddp)
-
-    def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    def train(ddp: Any, state: OkTopkState, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             optimizer.zero_grad()
             ddp(batch_of(comm.rank, step).to(place), bags=True).backward()
             optimizer.step()
+            assert state.report is not None and state.report.step == step
+            assert {report.step for report in state.table_reports.values()} == {step}
 
-    (ddp, state, optimizer), (later, continued, its) = made(), made()
-    train(ddp, optimizer, range(3))
+    (ddp, state), (later, continued) = (
+        hooked(tables(sparse=True).to(place), density=1.0, peer_memory=peer_memory) for _ in range(2)
+    )
+    optimizer = inner("sgd", ddp)
+    train(ddp, state, optimizer, range(3))
     later.load_state_dict(ddp.state_dict())
     continued.load_state_dict(copy.deepcopy(state.state_dict()))
-    train(ddp, optimizer, range(3, 6))
-    train(later, its, range(3, 6))
-    assert {report.step for report in state.table_reports.values()} == {5}
-    assert set(state.table_reports) == {"words.weight", "bags.weight"}
+    train(ddp, state, optimizer, range(3, 6))
+    train(later, continued, inner("sgd", later), range(3, 6))
+    named = {name for name, _ in ddp.module.named_parameters()}
+    assert set(state.table_reports) == named - {"out.weight", "out.bias"}
     if peer_memory is not None:
         for table in state._buckets.tables.reducers:
             assert (table.p2p_unavailable_reason == "") == peer_memory
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    alone = TwoTables(sparse=False).to(place)
+    alone = tables(sparse=False).to(place)
     other = inner("sgd", alone)
     for step in range(6):
         other.zero_grad()
@@ -268,8 +292,7 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads would put what they send over NCCL on the GPU in an order of each rank's own."""
-    ddp, state = DistributedDataParallel(TwoTables(sparse=True)), OkTopkState(density=1.0)
-    ddp.register_comm_hook(state, ddp_hook)
+    ddp, state = hooked(density=1.0)
     threads: set[int] = set()
 
     def step() -> None:
@@ -295,96 +318,48 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
 
 
 def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, group: Any) -> None:
-    ddp = DistributedDataParallel(TwoTables(sparse=True))
-    ddp.register_comm_hook(OkTopkState(density=0.5, deferred=True), ddp_hook)
+    ddp, _ = hooked(deferred=True)
     for step in range(2):
         with pytest.raises(RuntimeError, match="deferred steps are not for tables with sparse gradients: pa"):
             ddp(batch_of(comm.rank, step), bags=True).backward()
 
 
-def test_a_model_of_tables_alone_trains_under_ddps_hook(comm: MPI.Intracomm, group: Any) -> None:
-    def model() -> nn.Embedding:
-        torch.manual_seed(4)
-        return nn.Embedding(WORDS, WIDTH, sparse=True)
-
-    def train(ddp: DistributedDataParallel, state: OkTopkState, steps: range) -> None:
-        optimizer = inner("sgd", ddp)
-        for step in steps:
-            optimizer.zero_grad()
-            ddp(batch_of(comm.rank, step)).square().sum().backward()
-            optimizer.step()
-            assert state.report is not None and state.report.step == step
-            assert state.table_reports["weight"].step == step
-
-    (ddp, state), (again, continued) = (
-        (DistributedDataParallel(model()), OkTopkState(density=0.2)) for _ in range(2)
-    )
-    ddp.register_comm_hook(state, ddp_hook)
-    again.register_comm_hook(continued, ddp_hook)
-    train(ddp, state, range(3))
-    again.load_state_dict(ddp.state_dict())
-    continued.load_state_dict(copy.deepcopy(state.state_dict()))
-    train(ddp, state, range(3, 5))
-    train(again, continued, range(3, 5))
-    alone = model()
-    other = inner("sgd", alone)
-    for step in range(5):
-        other.zero_grad()
-        for rank in range(comm.size):
-            (alone(batch_of(rank, step)).square().sum() / comm.size).backward()
-        other.step()
-    assert torch.equal(ddp.module.weight, again.module.weight)
-    assert torch.allclose(ddp.module.weight, alone.weight, atol=2e-6)
-
-
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_nan_in_a_table_under_ddp_is_seen_by_every_rank(
-    nonfinite: str, comm: MPI.Intracomm, group: Any
+@pytest.mark.parametrize(
+    ("where", "nonfinite"), [("bags", "raise"), ("bags", "skip"), ("loss", "raise"), ("out", "raise")]
+)
+def test_under_ddp_a_nan_in_or_beside_a_table_reaches_all_ranks(
+    where: str, nonfinite: str, comm: MPI.Intracomm, group: Any
 ) -> None:
-    ddp = DistributedDataParallel(TwoTables(sparse=True))
-    state = OkTopkState(density=0.2, nonfinite=nonfinite)
-    ddp.register_comm_hook(state, ddp_hook)
+    ddp, state = hooked(nonfinite=nonfinite)
+    factors = {"bags": 0.0, "loss": 1.0, "out": 1.0}
+    ddp.module.out.weight.register_hook(lambda gradient: gradient * factors["out"])
 
-    def backward(poison: bool) -> None:
+    def backward() -> None:
         ddp.zero_grad()
-        loss = ddp(batch_of(comm.rank, 0), bags=True)
-        bad = float("nan") * ddp.module.bags.weight[0, 0].detach() if poison and comm.rank == 0 else 0.0
-        (loss + ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum() * bad).backward()
+        loss = ddp(batch_of(comm.rank, 0), bags=True) * factors["loss"]
+        (loss + ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum() * factors["bags"]).backward()
 
-    backward(False)
-    if nonfinite == "raise":
-        with pytest.raises(RuntimeError, match="NaN or Inf on rank"):
-            backward(True)
-    else:
-        backward(True)
+    backward()
+    good = factors[where]
+    factors[where] = float("nan") if comm.rank == 0 else good
+    with (
+        pytest.raises(RuntimeError, match=r"NaN or Inf on rank\(s\) 0\b")
+        if nonfinite == "raise"
+        else nullcontext()
+    ):
+        backward()
+    assert all(parameter.grad is not None for parameter in ddp.module.parameters())
+    if nonfinite == "skip":
         assert state.table_reports["bags.weight"].skipped
-        gradient = ddp.module.bags.weight.grad
-        assert gradient is not None and not gradient._nnz()
-    backward(False)
+        assert not ddp.module.bags.weight.grad._nnz()
+    factors[where] = good
+    backward()
     assert not state.table_reports["bags.weight"].skipped
-
-
-@pytest.mark.parametrize("where", ["loss", "out"])
-def test_a_nan_beside_a_table_under_ddp_names_its_rank_and_leaves_the_gradients(
-    where: str, comm: MPI.Intracomm, group: Any
-) -> None:
-    ddp = DistributedDataParallel(TwoTables(sparse=True))
-    ddp.register_comm_hook(OkTopkState(density=0.2), ddp_hook)
-    ddp(batch_of(comm.rank, 0), bags=True).backward()
-    ddp.zero_grad()
-    bad = float("nan") if comm.rank == 0 else 1.0
-    if where == "out":
-        ddp.module.out.weight.register_hook(lambda gradient: gradient * bad)
-    with pytest.raises(RuntimeError, match=r"NaN or Inf on rank\(s\) 0\b"):
-        ((bad if where == "loss" else 1.0) * ddp(batch_of(comm.rank, 1), bags=True)).backward()
-    for parameter in ddp.module.parameters():
-        assert parameter.grad is not None
 
 
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_that_has_joined_adds_no_rows_of_its_last_step(comm: MPI.Intracomm, group: Any) -> None:
-    ddp = DistributedDataParallel(TwoTables(sparse=True))
-    ddp.register_comm_hook(OkTopkState(density=0.2), ddp_hook)
+    ddp, _ = hooked()
     last = comm.rank == comm.size - 1
     with ddp.join():
         for step in range(3 + last):

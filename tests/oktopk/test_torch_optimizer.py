@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from oktopk import DistributedOptimizer
 from oktopk.torch.wrapped import WrappedOptimizer
 from tests.training import flat, network, train, wrapped
 
@@ -78,41 +75,7 @@ def test_a_plain_state_on_one_rank_only_is_refused_on_all(comm: MPI.Intracomm) -
         optimizer.load_state_dict(state)
 
 
-@pytest.fixture
-def state_dicts() -> ModuleType:
-    """Of torch's distributed checkpoint, whose import costs each rank a second."""
-    return importlib.import_module("torch.distributed.checkpoint.state_dict")
-
-
-def test_torchs_distributed_checkpoint_fills_the_state_of_a_new_optimizer(
-    comm: MPI.Intracomm, state_dicts: ModuleType
-) -> None:
-    """`dcp.load` reads in place: into what a new optimizer's state holds, which torch sets up by a step."""
-    model, other = network(), network()
-    optimizer, loaded = (
-        DistributedOptimizer(torch.optim.Adam(m.parameters(), lr=0.01), comm, density=0.05, sends="gradients")
-        for m in (model, other)
-    )
-    train(model, optimizer, comm.rank, range(3))
-    saved = state_dicts.get_optimizer_state_dict(model, optimizer)
-    assert set(saved["state"]) == {name for name, _ in model.named_parameters()}
-    before = flat(other)
-    state = state_dicts.get_optimizer_state_dict(other, loaded)
-    assert np.array_equal(flat(other), before) and loaded.reducer.steps == 0
-    assert set(state["state"]) == set(saved["state"])
-    for name, held in saved["state"].items():
-        for key, value in held.items():
-            state["state"][name][key].copy_(value)
-    with pytest.warns(UserWarning) if comm.rank == 0 else pytest.MonkeyPatch.context():
-        state_dicts.set_optimizer_state_dict(other, loaded, state)
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert {name: value.tolist() for name, value in loaded.state[mine].items()} == {
-            name: value.tolist() for name, value in optimizer.state[theirs].items()
-        }
-    assert loaded.param_groups[0]["lr"] == 0.01
-
-
-def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(comm: MPI.Intracomm) -> None:
+def test_a_step_that_sets_up_the_state_leaves_residuals(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrapped(model, comm)
     train(model, optimizer, comm.rank, range(2))
@@ -129,22 +92,6 @@ def test_a_step_that_only_sets_up_the_state_takes_nothing_out_of_the_residuals(c
         next(model.parameters()).grad[0, 0] = 1.0
     optimizer.step()
     assert optimizer.reducer.steps == steps + 1
-
-
-def test_schedulers_count_the_steps_of_a_wrapped_optimizer(
-    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
-) -> None:
-    model = network()
-    optimizer = wrapped(model, comm)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    train(model, optimizer, comm.rank, range(1))
-    scheduler.step()
-    before = optimizer.inner.param_groups[0]["lr"]
-    for _ in range(2):
-        plateau.step(1.0)
-    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(before / 10)
-    assert not [str(warning.message) for warning in recwarn]  # that the scheduler stepped first
 
 
 def test_a_wrapper_alone_can_be_copied() -> None:

@@ -353,9 +353,13 @@ class Vectors:
 class Trained:
     """An optimizer of a network, as a reducer."""
 
-    def __init__(self, over: Any, kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> None:
+    def __init__(
+        self, over: Any, kind: Callable[..., torch.optim.Optimizer], table: bool = False, **settings: Any
+    ) -> None:
         self._model = network()
-        self.reducer = DistributedOptimizer(kind(self._model.parameters(), lr=0.01), over, **settings)
+        tables = [nn.Parameter(torch.zeros(3, 2))] if table else []
+        inner = kind([*self._model.parameters(), *tables], lr=0.01)
+        self.reducer = DistributedOptimizer(inner, over, **{"sparse": tables} if table else {}, **settings)
 
     def step(self) -> None:
         squares(self._model, 0, 0).backward()
@@ -368,6 +372,7 @@ MADE: dict[str, Callable[..., Any]] = {
     "dense": lambda over, **more: Vectors(over, [100], method="dense", levels="flat", **more),
     "gtopk": lambda over, **more: Vectors(over, [100], method="gtopk", levels="flat", **more),
     "two levels": lambda over, **more: Vectors(over, [100], levels="hosts", **HOSTS, **more),
+    "hosts of three": lambda over, **more: Vectors(over, [100], levels="hosts", ranks_per_host=3, **more),
     "buckets": lambda over, **more: Vectors(over, [60, 40], levels="flat", **more),
     "buckets in two levels": lambda over, **more: Vectors(over, [60, 40], levels="hosts", **HOSTS, **more),
     "table": Table,
@@ -498,19 +503,20 @@ def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("over", "method", "steps", "measure", "ranks_per_host", "missing"),
+    ("over", "name", "steps", "more", "missing"),
     [
-        ("MPI", "oktopk", 0, False, 0, 0),
-        ("MPI", "oktopk", 3, True, 0, 0),
+        ("MPI", "reducer", 0, {}, 0),
+        ("MPI", "reducer", 3, {"measure": True}, 0),
         # the control operations of methods differ, what ends the waiting does not
         *(
-            pytest.param(*case, 3, False, 0, 0, marks=ONE_STEP)
-            for case in (("MPI", "dense"), ("MPI", "gtopk"), ("gloo", "oktopk"))
+            pytest.param(*case, 3, {}, 0, marks=ONE_STEP)
+            for case in (("MPI", "dense"), ("MPI", "gtopk"), ("gloo", "reducer"))
         ),
-        ("gloo", "oktopk", 3, False, 2, 0),
+        ("MPI", "buckets", 1, {}, 0),
+        ("gloo", "two levels", 3, {}, 0),
         # alone on its host, the second one, or without a shard
-        ("MPI", "oktopk", 1, False, 2, -1),
-        ("MPI", "oktopk", 1, False, 3, -1),
+        ("MPI", "two levels", 1, {}, -1),
+        ("MPI", "hosts of three", 1, {}, -1),
     ],
     indirect=["over"],
 )
@@ -519,21 +525,16 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     monkeypatch: pytest.MonkeyPatch,
     after_the_others: Callable[[int], None],
     over: Any,
-    method: str,
+    name: str,
     steps: int,
-    measure: bool,
-    ranks_per_host: int,
+    more: dict[str, bool],
     missing: int,
 ) -> None:
     monkeypatch.setattr("collectives.limit._ANSWER", 10.0 if steps else 1.5)
     missing %= comm.size
-    chosen: dict[str, Any] = {"density": 0.1, "timeout": LIMIT, "threshold_interval": 2}
-    if ranks_per_host:
-        chosen |= {"levels": "hosts", "ranks_per_host": ranks_per_host}
-    reducer = GradientAllreduce(over, 100, method, **chosen)
-    gradient = np.arange(100, dtype=np.float32)
+    made = MADE[name](over, timeout=LIMIT, threshold_interval=2)
     for _ in range(steps):
-        reducer.step(gradient, measure=measure)
+        made.step(**more)
     after_the_others(missing)
     if comm.rank == missing and not steps:
         time.sleep(2.0)  # it comes later than while the others wait to hear of each other
@@ -541,12 +542,12 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     with pytest.raises(
         MissingRanksError, match=rf"step {steps}.*: rank\(s\) {missing} did not come within {LIMIT} s"
     ) as caught:
-        reducer.step(gradient, measure=measure)
+        made.step(**more)
     assert caught.value.ranks == [missing]
     with pytest.raises(MissingRanksError):  # nothing goes on after that
-        reducer.step(gradient)
+        made.step(**more)
     assert time.monotonic() - began < 60
-    reducer.close()
+    made.reducer.close()
     comm.Barrier()
 
 

@@ -16,6 +16,7 @@ from collectives.sparse import ENTRY
 from collectives.traffic import step_limit
 from collectives.workspace import Workspace
 from oktopk import METHODS, GradientAllreduce
+from oktopk.methods.union import union_words
 from oktopk.settings import selection_cap
 from tests.devices import get, on_gpus, put, use
 from tests.inputs import GRADIENTS, entries_with, shapes_of
@@ -25,9 +26,16 @@ pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6), pytest.mark.host_cuda(
 
 ROUNDING = [name for name in VALUE_BITS if name != "float32"]
 # every kind of gradient meets a wire that rounds, and every such wire all shapes; few for a GPU, whose bytes are the host's
-KINDS: list[Any] = [("cpu", kind, ROUNDING[at % len(ROUNDING)]) for at, kind in enumerate(GRADIENTS)]
+KINDS: list[Any] = [
+    ("cpu", "oktopk", kind, ROUNDING[at % len(ROUNDING)]) for at, kind in enumerate(GRADIENTS)
+]
 KINDS += [
-    pytest.param("cuda", kind, wire, marks=on_gpus)
+    ("cpu", "union", kind, wire)
+    for kind, wire in zip(("clustered", "heavy tailed", "iid"), ROUNDING, strict=True)
+]
+KINDS += [
+    pytest.param("cuda", method, kind, wire, marks=on_gpus)
+    for method in ("oktopk", "union")
     for kind, wire in (("clustered", "bfloat16"), ("silent rank", "int8"), ("denormal", "int4"))
 ]
 EVERY = {"threshold_interval": 3, "boundary_interval": 2, "average": False}
@@ -60,12 +68,12 @@ def check_mass(
     assert (difference <= 2**-21 * scale + 1e-44 * comm.size).all()
 
 
-@pytest.mark.parametrize(("device", "kind", "wire"), KINDS)
+@pytest.mark.parametrize(("device", "method", "kind", "wire"), KINDS)
 def test_nothing_is_lost_in_rounding_and_no_step_sends_more_than_plain(
-    comm: MPI.Intracomm, device: str, kind: str, wire: str
+    comm: MPI.Intracomm, device: str, method: str, kind: str, wire: str
 ) -> None:
     for length, density in shapes_of(kind, 0, 2):
-        reduced = reducer(comm, device, length, wire, density=density)
+        reduced = reducer(comm, device, length, wire, density=density, method=method)
         rng = np.random.default_rng((comm.rank, length))
         before = np.zeros(length, np.float32)
         for _ in range(4):
@@ -75,19 +83,30 @@ def test_nothing_is_lost_in_rounding_and_no_step_sends_more_than_plain(
             check_mass(comm, gradient + before, left, update)
             assert np.isfinite(left).all()
             words = comm.allreduce(report.bytes / 4) / comm.size
-            assert words <= step_limit(report.k, comm.size)
-            assert np.count_nonzero(update) == report.global_nnz <= selection_cap(report.k)
+            if method == "oktopk":
+                most_words, most = step_limit(report.k, comm.size), selection_cap(report.k)
+            else:
+                local = selection_cap(METHODS[method].local_k(report.k, comm.size))
+                most_words, most = union_words([local] * comm.size, length)[1], local * comm.size
+            assert words <= most_words + 1e-9
+            applied = np.count_nonzero(update)
+            assert applied <= report.global_nnz <= most
+            assert (
+                method == "union" or applied == report.global_nnz
+            )  # a value of a union may be coded as zero
             assert report.wire == wire
             assert 0 <= report.rounded <= 0.5 or kind == "denormal"  # bfloat16 has fewer of these
             before = left
         reduced.close()
 
 
-def test_a_wire_that_does_not_round_gives_the_bits_of_plain_in_fewer_bytes(
-    comm: MPI.Intracomm, device: str
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+def test_a_wire_without_rounding_gives_plain_bits_and_codes_every_index(
+    comm: MPI.Intracomm, device: str, method: str
 ) -> None:
+    settings: dict[str, Any] = {"balance_trigger": 1.0, "method": method}
     length = 20_000
-    both = [reducer(comm, device, length, wire, balance_trigger=1.0) for wire in ("plain", "float32")]
+    both = [reducer(comm, device, length, wire, **settings) for wire in ("plain", "float32")]
     rng = np.random.default_rng(comm.rank)
     for _ in range(5):
         gradient = heavy_tailed(rng, length)
@@ -98,7 +117,12 @@ def test_a_wire_that_does_not_round_gives_the_bits_of_plain_in_fewer_bytes(
         assert coded.messages == plain.messages
         assert coded.control_words == plain.control_words
         assert coded.words == -(-coded.bytes // 4)
-        assert comm.size == 1 or coded.bytes < 0.7 * plain.bytes
+        # the indices of a union travel coded on every wire, and its values without
+        assert (
+            coded.bytes == plain.bytes
+            if method == "union"
+            else comm.size == 1 or coded.bytes < 0.7 * plain.bytes
+        )
 
 
 def decoded(wire: str, entries: NDArray[np.void], lower: int, upper: int) -> NDArray[np.void]:
@@ -173,16 +197,6 @@ def test_auto_is_plain_on_one_host_and_float32_over_several(comm: MPI.Intracomm)
         for w in ["float32" if METHODS[m].coded and comm.size > 1 else "plain"]
     ]
     assert reports == expected + coded
-
-
-def test_other_methods_refuse_a_named_wire(comm: MPI.Intracomm) -> None:
-    for method in METHODS:
-        if not METHODS[method].coded:
-            with pytest.raises(
-                ValueError, match=f"wire 'int8' is not for {method}, which sends plain entries"
-            ):
-                reducer(comm, "cpu", 500, "int8", method=method)
-            reducer(comm, "cpu", 500, "plain", method=method).close()
 
 
 def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> None:

@@ -41,16 +41,6 @@ def test_an_interrupt_in_the_callers_thread_reaches_the_caller_and_ends_later_ca
         later.result()
 
 
-def test_an_error_that_is_not_common_to_all_ranks_ends_later_calls(thread: CommunicationThread) -> None:
-    common: Future[None] = Future()
-    thread.run(common, raising(ValueError("on all ranks")))
-    assert thread.failed is None and isinstance(common.exception(), ValueError)
-    alone: Future[None] = Future()
-    thread.run(alone, raising(MemoryError("here")))
-    assert thread.failed is alone.exception()
-    assert thread.submit(lambda: 1).exception() is alone.exception()
-
-
 def test_no_call_runs_beside_one_in_the_thread(thread: CommunicationThread) -> None:
     go_on = threading.Event()
     submitted = thread.submit(go_on.wait)

@@ -58,7 +58,7 @@ def test_a_gradient_of_another_kind_is_named(
         stepped(comm).step(gradient)
 
 
-def test_memory_that_one_rank_lacks_for_a_step_is_an_error_on_all(
+def test_memory_that_one_rank_lacks_is_an_error_on_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = stepped(comm, dense_warmup_steps=0)

@@ -197,7 +197,7 @@ def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
     assert_same_outcome(undisturbed, path, same_hosts=False)
 
 
-def test_a_job_that_is_cancelled_stays_so_though_it_was_told_to_stop_before(slurm: Slurm) -> None:
+def test_a_cancelled_job_stays_so_though_told_to_stop_before(slurm: Slurm) -> None:
     path = slurm.folder / "run.h5"
     job = slurm.submit(tiny_script(slurm.folder, path, "seconds=1"))
     wait_for_step(slurm, job, path, 1)

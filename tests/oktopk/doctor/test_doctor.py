@@ -36,62 +36,56 @@ def probe(folder: Path, body: str) -> list[str]:
 
 
 MPI = "from mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "a process died of SIGSEGV (a segmentation fault)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "a process died of SIGKILL"),
-        ("raise RuntimeError('no milk')", "ended with status 1: RuntimeError: no milk"),
-        ("sys.exit(3)", "ended with status 3: nothing"),
-        ("pass", "rank(s) [0] ended without a word"),
-        ("write(0, problem='no sugar'); sys.exit(1)", "no sugar"),
-        ("write(0, problem='', cups=2)", ""),
-        ("time.sleep(60)", "did not end in 2 s, and was ended"),
-    ],
-)
-def test_however_one_process_ends_it_is_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:
-    found = attempt(alone(), "tea", 2 if "sleep" in body else 40, ranks=1, probe=probe(tmp_path, body))
-    assert found["problem"] == sentence
-    assert sentence or found["cups"] == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("if rank: os.kill(os.getpid(), signal.SIGSEGV)\nMPI.COMM_WORLD.Barrier()", "died of SIGSEGV"),
-        ("if rank: raise RuntimeError('no milk')\nMPI.COMM_WORLD.Barrier()", "RuntimeError: no milk"),
-        (
-            "if rank:\n  write(1, problem='MemoryError: full')\n  raise MemoryError\nMPI.COMM_WORLD.Barrier()",
-            "rank 1: MemoryError: full",
-        ),
-        ("write(rank, problem='', rank=rank, milk=os.environ['MILK'])", ""),
-    ],
-)
-def test_however_two_ranks_end_it_is_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:
-    command, environment = mpi_starter()
-    starter = command, environment | {"MILK": "oat"}
-    found = attempt(starter, "tea", 40, probe=probe(tmp_path, MPI + body))
-    assert sentence in found["problem"]
-    assert sentence or found == {"problem": "", "rank": 0, "milk": "oat"}
-
-
 TORCH = "rank = int(os.environ['RANK'])\n"
 
 
+def two() -> children.Starter:
+    command, environment = mpi_starter()
+    return command, environment | {"MILK": "oat"}
+
+
 @pytest.mark.parametrize(
-    ("body", "sentence"),
+    ("starter", "body", "sentence"),
     [
-        ("if rank: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)", "a process died of SIGSEGV"),
-        ("raise ImportError('no milk')", "ended with status 1: ImportError: no milk"),
-        ("write(rank, problem='', rank=rank)", ""),
+        (alone, "os.kill(os.getpid(), signal.SIGSEGV)", "a process died of SIGSEGV (a segmentation fault)"),
+        (alone, "os.kill(os.getpid(), signal.SIGKILL)", "a process died of SIGKILL"),
+        (alone, "raise RuntimeError('no milk')", "ended with status 1: RuntimeError: no milk"),
+        (alone, "sys.exit(3)", "ended with status 3: nothing"),
+        (alone, "pass", "rank(s) [0] ended without a word"),
+        (alone, "write(0, problem='no sugar'); sys.exit(1)", "no sugar"),
+        (alone, "write(0, problem='', cups=2)", {"problem": "", "cups": 2}),
+        (alone, "time.sleep(60)", "did not end in 2 s, and was ended"),
+        (two, "if rank: os.kill(os.getpid(), signal.SIGSEGV)\nMPI.COMM_WORLD.Barrier()", "died of SIGSEGV"),
+        (two, "if rank: raise RuntimeError('no milk')\nMPI.COMM_WORLD.Barrier()", "RuntimeError: no milk"),
+        (
+            two,
+            "if rank:\n  write(1, problem='MemoryError: full')\n  raise MemoryError\nMPI.COMM_WORLD.Barrier()",
+            "rank 1: MemoryError: full",
+        ),
+        (
+            two,
+            "write(rank, problem='', rank=rank, milk=os.environ['MILK'])",
+            {"problem": "", "rank": 0, "milk": "oat"},
+        ),
+        (
+            torch_starter,
+            "if rank: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)",
+            "a process died of SIG",
+        ),
+        (torch_starter, "raise ImportError('no milk')", "ended with status 1: ImportError: no milk"),
+        (torch_starter, "write(rank, problem='', rank=rank)", {"problem": "", "rank": 0}),
     ],
 )
-def test_however_two_ranks_of_torchrun_end_it_is_a_sentence(tmp_path: Path, body: str, sentence: str) -> None:
-    found = attempt(torch_starter(), "tea", 60, probe=probe(tmp_path, TORCH + body))
-    assert found["problem"].startswith(sentence)
-    assert sentence or found == {"problem": "", "rank": 0}
+def test_however_one_process_or_two_ranks_end_it_is_a_sentence(
+    tmp_path: Path, starter: Callable[[], children.Starter], body: str, sentence: str | dict[str, Any]
+) -> None:
+    before = {alone: "", two: MPI, torch_starter: TORCH}[starter]
+    seconds, ranks = 2 if starter is alone and "sleep" in body else 60, 1 if starter is alone else 2
+    found = attempt(starter(), "tea", seconds, ranks=ranks, probe=probe(tmp_path, before + body))
+    if isinstance(sentence, str):
+        assert found["problem"] == sentence if starter is alone else sentence in found["problem"]
+    else:
+        assert found == sentence
 
 
 @pytest.mark.parametrize(
