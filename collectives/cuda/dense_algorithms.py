@@ -21,7 +21,7 @@ from collectives.cuda.layouts import (
 from collectives.element_types import ELEMENT_TYPES
 from collectives.transport import Transport
 
-ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
+ALGORITHMS = ("one_shot", "lines", "two_shot", "two_shot_lines")
 """All give the same bits; the fastest one runs. Those in lines do as NCCL's LL128."""
 
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
@@ -62,8 +62,8 @@ def areas(ranks: int) -> Areas:
 
 
 def counters(ranks: int) -> tuple[int, int, int]:
-    """How many counters `one_shot`, the algorithms in tiles and those in lines have."""
-    return DENSE_BLOCKS, 2 * tile_blocks(ranks), 2 * line_blocks(ranks) * _WARPS
+    """How many counters `one_shot`, `two_shot` and the algorithms in lines have."""
+    return DENSE_BLOCKS, tile_blocks(ranks), 2 * line_blocks(ranks) * _WARPS
 
 
 def most_units(ranks: int) -> int:
@@ -96,8 +96,8 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
     """
     if algorithm == "one_shot":
         return min(-(-length * size // (8 * DENSE_THREADS)), DENSE_BLOCKS)
-    parts = 1 if algorithm in ("pushed", "lines") else ranks
-    if algorithm in ("pushed", "two_shot"):
+    parts = 1 if algorithm == "lines" else ranks
+    if algorithm == "two_shot":
         return min(-(-length * size // (_TILE * parts)), tile_blocks(ranks))
     chunk = CHUNK_DATA // size  # elements
     return min(-(-length // (chunk * parts * _WARPS)), line_blocks(ranks))
@@ -109,11 +109,11 @@ def bytes_sent(algorithm: str, nbytes: int, ranks: int) -> tuple[int, int]:
     Args:
         nbytes: of the vector.
     """
-    whole = algorithm in ("one_shot", "lines", "pushed")
+    whole = algorithm in ("one_shot", "lines")
     sent = nbytes * (ranks - 1) if whole else 2 * nbytes * (ranks - 1) // ranks
     if algorithm == "one_shot":
         return sent, sent
-    return sent, 0 if algorithm in ("pushed", "two_shot") else sent // 15
+    return sent, 0 if algorithm == "two_shot" else sent // 15
 
 
 @functools.cache

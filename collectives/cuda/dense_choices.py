@@ -27,7 +27,6 @@ class Choice(NamedTuple):
 UNMEASURED = (
     Choice(128 << 10, "one_shot"),
     Choice(32 << 20, "lines"),
-    Choice(16 << 20, "pushed"),  # without lines
     Choice(None, "two_shot"),
 )
 """Of 2 H100 in float32 at ff5fe90, see `docs/results/dense.md`; `lines` and `two_shot_lines` differ by 3 % at most there."""

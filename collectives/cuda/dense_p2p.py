@@ -106,7 +106,7 @@ class DenseP2P:
             for area, counts in zip((within.flagged, within.tiles, within.lines), self._counts, strict=False)
         )
         in_tiles["flags"] = first + within.flags
-        self._areas = {"one_shot": one_shot, "pushed": in_tiles, "two_shot": in_tiles}
+        self._areas = {"one_shot": one_shot, "two_shot": in_tiles}
         self._areas |= dict.fromkeys(("lines", "two_shot_lines"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
         self._fastest: dict[int, str] = {}
@@ -226,7 +226,7 @@ class DenseP2P:
         """Whether an algorithm takes a vector of so many bytes: lines only where NVLink joins the GPUs, each rank's its own."""
         if algorithm == "one_shot":
             return nbytes <= 8 * self._most_units
-        return self._lines or algorithm in ("pushed", "two_shot")
+        return self._lines or algorithm == "two_shot"
 
     def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
         """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""

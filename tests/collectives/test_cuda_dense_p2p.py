@@ -321,7 +321,7 @@ def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
 def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
     length, others = 4096, comm.size - 1
     array = put("cuda", np.ones(length, np.float32))
-    times = {"one_shot": others, "lines": others, "pushed": others}
+    times = {"one_shot": others, "lines": others}
     flags_of = {"one_shot": 1.0, "lines": 1 / 15, "two_shot_lines": 1 / 15}  # of the data
     for algorithm in algorithms(dense, 4 * length):
         traffic = dense.transport.traffic
@@ -352,12 +352,12 @@ def test_choices_join_lengths_that_take_the_same() -> None:
 
     seconds = {
         (1, "one_shot"): 1.0,
-        (1, "pushed"): 2.0,
+        (1, "lines"): 2.0,
         (2, "one_shot"): 2.0,
-        (2, "pushed"): 3.0,
-        (4, "pushed"): 5.0,
+        (2, "lines"): 3.0,
+        (4, "lines"): 5.0,
     }
-    assert choices_by(seconds) == ((2, "one_shot"), (None, "pushed"))
+    assert choices_by(seconds) == ((2, "one_shot"), (None, "lines"))
     assert choices_by({(1, "two_shot"): 1.0}) == ((None, "two_shot"),)
 
 
@@ -367,8 +367,8 @@ def test_choices_join_lengths_that_take_the_same() -> None:
     [
         ({"length": 64}, {"length": 65}, "rank 0 sums 64 elements of float32 by one_shot, rank 1 sums 65"),
         (
-            {"length": 9000, "algorithm": "pushed"},
-            {"length": 9001, "algorithm": "pushed"},
+            {"length": 9000, "algorithm": "two_shot"},
+            {"length": 9001, "algorithm": "two_shot"},
             "rank 1 sums 9001",
         ),
         ({"length": 1000, "algorithm": "lines"}, {"length": 9000, "algorithm": "lines"}, "9000 elements"),
