@@ -77,7 +77,7 @@ class P2PGraph:
 
     Raises:
         ValueError: lists of this k do not fit 32-bit offsets; on every rank alike, before anything collective.
-        RuntimeError: a rank has no memory for it; on every rank alike.
+        RuntimeError: a rank has no memory for it, or another error; on every rank alike, naming the rank.
 
     Attributes:
         k: as given.
@@ -109,7 +109,7 @@ class P2PGraph:
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
         try:  # without agreement the other GPUs would wait for this rank
-            with transport.together_or("no memory for steps over symmetric memory", RuntimeError):
+            with transport.together_or("steps over symmetric memory cannot be laid out", RuntimeError):
                 self._make_buffers(settings.timeout)
                 self._lay_out(packed_at, kept_at, settings)
         except RuntimeError:
