@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import PLAIN, Codec
 from collectives.sparse import ENTRY, SparseVector, slices
 from collectives.transport import FlaggedRanksError, Round, Transport
@@ -186,6 +187,41 @@ def split_and_reduce(
     if not first:
         return lists
     return RegionLists(pool, begins[first:], ends[first:], lower, upper, transport, codec)
+
+
+def sum_and_gather(
+    lists: RegionLists,
+    boundaries: NDArray[np.int64],
+    trigger: float = 4.0,
+    told: Sequence[int] = (),
+    record: Callable[[str], object] = lambda stage: None,
+) -> tuple[SparseVector, SparseVector, list[NDArray[np.int64]]]:
+    """Sum this rank's region, check the sums of all ranks, and gather them everywhere. Collective: every rank must call.
+
+    Args:
+        lists: of `split_and_reduce`, by these boundaries.
+        trigger: as `balance_and_allgatherv`.
+        told: numbers of this rank's that all ranks are to see.
+        record: called with "reduce" when this rank's sums are known.
+
+    Returns:
+        This rank's sums, their rounding errors where the codec rounds; those of all regions; and for each number told int64[P].
+
+    Raises:
+        FlaggedRanksError: a sum is not finite, or a list did not decode; on every rank alike. It names no rank.
+        ValueError: as `balance_and_allgatherv`.
+
+    Traffic: that of `balance_and_allgatherv`; control: an allgather of 2 int64 and those told.
+    """
+    sums, nonfinite = lists.checked_sums()
+    record("reduce")
+    transport, length = lists.transport, int(boundaries[-1])
+    mine = np.array([len(sums), nonfinite + lists.damaged, *told], np.int64)
+    counts, flags, *everyone = transport.allgather_control(mine).T
+    if flags.any():
+        raise FlaggedRanksError([])
+    gathered = balance_and_allgatherv(sums, counts, length, transport, trigger, lists.codec, boundaries)
+    return SparseVector(sums, length), gathered, everyone
 
 
 def _other(rank: int, i: int) -> int:

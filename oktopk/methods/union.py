@@ -15,8 +15,8 @@ from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import ALONE, PLAIN, CodedIndices, make_codec, wire_layout
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import split_and_reduce
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.split_and_reduce import split_and_reduce, sum_and_gather
+from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
@@ -112,18 +112,11 @@ class SharedSupport(SparseMethod):
                 rotate=rotate,
                 codec=codec,
             )
-        with timer.stage("reduce"):
-            sums, nonfinite = lists.checked_sums()
         with timer.stage("allgather"):
-            mine = np.array([len(sums), nonfinite + lists.damaged], np.int64)
-            counts, flags = transport.allgather_control(mine).T
-            if flags.any():
-                raise FlaggedRanksError([])
-            update = balance_and_allgatherv(
-                sums, counts, len(support), transport, self.settings.balance_trigger, codec, boundaries
-            )
+            trigger = self.settings.balance_trigger
+            sums, update, _ = sum_and_gather(lists, boundaries, trigger, record=timer.record)
         with timer.stage("apply"):
-            errors = (self.at_indices(sums, support),) if codec.rounds else ()
+            errors = (self.at_indices(sums.entries, support),) if codec.rounds else ()
             sent, update = (self.at_indices(each.entries, support) for each in (sent, update))
         result = self.result(
             selection,

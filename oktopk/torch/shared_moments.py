@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import make_codec
 from collectives.sparse import SparseVector
-from collectives.split_and_reduce import split_and_reduce
-from collectives.transport import Transport
+from collectives.split_and_reduce import split_and_reduce, sum_and_gather
+from collectives.transport import FlaggedRanksError, Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.regions import equal_boundaries
 from oktopk.torch.interop import TensorMemory
@@ -162,14 +160,12 @@ class SharedMoments:
         count = kernels.select_at_least(self._memory.array(self._own), 1, self._size, entries)
         boundaries = equal_boundaries(self._size, among.size)
         lists = split_and_reduce(SparseVector(entries[:count], self._size), boundaries, among, codec=codec)
-        sums, nonfinite = lists.checked_sums()
         holders = [self._ranks * each for each in held]
-        mine = np.array([len(sums), nonfinite + lists.damaged, *holders], np.int64)
-        counts, flags, *holders_of_pieces = among.allgather_control(mine).T
-        if not flags.any():
-            total = balance_and_allgatherv(
-                sums, counts, self._size, among, float(among.size), codec, boundaries
-            )
-            kernels.write_scaled(self._memory.array(self._mean), total.entries, 1.0)
-        reducer.forget_support()  # the entries of the last update lay where these do
-        return [int(each.sum()) for each in holders_of_pieces]
+        try:
+            _, total, everyone = sum_and_gather(lists, boundaries, float(among.size), holders)
+        except FlaggedRanksError:
+            return holders  # of sums of zero
+        finally:
+            reducer.forget_support()  # the entries of the last update lay where these do
+        kernels.write_scaled(self._memory.array(self._mean), total.entries, 1.0)
+        return [int(each.sum()) for each in everyone]
