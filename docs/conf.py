@@ -41,7 +41,7 @@ napoleon_numpy_docstring = False
 # Communicator is one of two of them, which docstrings name.
 OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
 # what BackwardBuckets is made of, which no reader makes; and another name of DenseAllreduce
-INNER = "FlatGradients|GradientsInPlace|BucketLayout|BucketReducer|TensorMemory|PeerAllreduce"
+INNER = "GradientsInPlace|BucketLayout|BucketReducer|TensorMemory|PeerAllreduce"
 nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{INNER}")]
 BEFORE: dict[str, list[str]] = {}
 """Name -> docstring, before napoleon."""

@@ -192,7 +192,7 @@ def test_the_vector_is_made_once_it_is_asked_for(dtype: torch.dtype) -> None:
     data, gradient = AS_ITS_PARAMETER["channels last"]
     parameter = nn.Parameter(data)
     gradients, _ = in_place([parameter], dtype)
-    assert gradients._flat is None
+    assert gradients._vector is None
     parameter.grad = gradient
     vector = gradients.collect()
     assert vector.dtype == dtype
@@ -486,7 +486,7 @@ def test_memory_for_one_vector_is_taken_only_by_steps_that_need_it(
         assert parameter.grad is not made
         optimizer.apply()
         assert parameter.grad is made
-        assert (gradients._flat is not None) == measure
+        assert (gradients._vector is not None) == measure
 
 
 @on_gpus
