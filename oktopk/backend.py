@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from collectives.entry_windows import DeviceEntryWindows
 
 
 class Backend:
@@ -126,7 +129,7 @@ class Backend:
         """
         return SharedGradients(transport, length)
 
-    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+    def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         """Where the ranks of a host read each other's entries; None where these travel as messages. Not collective.
 
         Args:
@@ -143,24 +146,6 @@ class Backend:
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""
-
-
-class EntryWindows(Protocol):
-    """Entries of every rank where all ranks of a host can read them; see `collectives.entry_windows.DeviceEntryWindows`."""
-
-    capacity: int
-
-    def reserve(self, most: int) -> bool:
-        """As DeviceEntryWindows."""
-
-    def write(self, entries: Any) -> Any:
-        """As DeviceEntryWindows."""
-
-    def gather(self, gathered: Any, counts: NDArray[np.int64]) -> None:
-        """As DeviceEntryWindows."""
-
-    def close(self) -> None:
-        """As DeviceEntryWindows."""
 
 
 class SharedGradients:

@@ -20,7 +20,7 @@ from collectives.element_types import ELEMENT_TYPES
 from collectives.entry_windows import DeviceEntryWindows
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
-from oktopk.backend import Backend, EntryWindows, SharedGradients
+from oktopk.backend import Backend, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
@@ -160,7 +160,7 @@ class DeviceBackend(Backend):
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
         return DeviceSharedGradients(transport, self.kernels, length, self._stored)
 
-    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+    def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
 
     def stream_beside(self, number: int) -> Any:
