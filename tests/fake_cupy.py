@@ -66,7 +66,6 @@ def on_fake(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         f"collectives.cuda.{part}"
         for part in (
             "dense_algorithms",
-            "dense_choices",
             "dense_p2p",
             "dense_vector",
             "device",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -12,6 +11,7 @@ import numpy as np
 from collectives.closing import closes
 from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
+    algorithm_for,
     areas,
     blocks_of,
     bytes_sent,
@@ -21,14 +21,6 @@ from collectives.cuda.dense_algorithms import (
     most_units,
 )
 from collectives.cuda.dense_calls import abort_error, element_type_of
-from collectives.cuda.dense_choices import (
-    MEASURED,
-    UNMEASURED,
-    Choice,
-    NotMeasuredError,
-    choices_by,
-    measured_seconds,
-)
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
@@ -49,27 +41,21 @@ class DenseP2P:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: lengths in bytes at which it is measured, once, which algorithm is fastest; () takes `UNMEASURED`,
-            a table of two H100.
 
     Raises:
         ValueError: more ranks; on every rank alike.
         NoPeerMemoryError: a rank has no memory or window, or a kernel cannot be compiled; a RuntimeError, on every rank alike,
-            naming the ranks. The kernels of a type that is not measured, as float16's, are compiled by the first call with it,
-            whose error is that of one rank alone.
-        RuntimeError: algorithms cannot be measured; on every rank alike, naming the ranks.
+            naming the ranks. The kernels of another type than float32 are compiled by the first call with it, whose error is that
+            of one rank alone.
 
     Attributes:
-        choices: by element type; by length in bytes, see `Choice`.
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
     Memory: a window of 59 to 92 MB, 76 for two ranks.
     Traffic: none but of `dense_allreduce`; control: allgathers at construction.
     """
 
-    def __init__(
-        self, transport: Transport, device: Device, timeout: float = 600.0, measure: Sequence[int] = MEASURED
-    ) -> None:
+    def __init__(self, transport: Transport, device: Device, timeout: float = 600.0) -> None:
         ranks = transport.size
         if ranks > MOST_DENSE_RANKS:
             raise ValueError(
@@ -82,8 +68,7 @@ class DenseP2P:
             self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
-            for element_type in ("float32", "bfloat16") if len(measure) else ():
-                dense_kernels(element_type, ranks)
+            dense_kernels("float32", ranks)
         self._memory = SymmetricMemory(transport, device, within.nbytes)
         with transport.together_or("no peer memory", NoPeerMemoryError):
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
@@ -109,18 +94,6 @@ class DenseP2P:
         self._areas = {"one_shot": one_shot, "two_shot": in_tiles}
         self._areas |= dict.fromkeys(("lines", "two_shot_lines"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
-        self._fastest: dict[int, str] = {}
-        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(ELEMENT_TYPES, UNMEASURED)
-        if len(measure) and ranks > 1:
-            try:
-                self.choices["float32"] = choices_by(self._measured(measure, "float32"))
-                # elements of float16 take as many bytes and instructions
-                self.choices["bfloat16"] = self.choices["float16"] = choices_by(
-                    self._measured(measure, "bfloat16")
-                )
-            except NotMeasuredError:
-                self.close()
-                raise
 
     @property
     def transport(self) -> Transport:
@@ -180,7 +153,7 @@ class DenseP2P:
         Args:
             element_type: "float32", "bfloat16" or "float16".
             stream: None: the device's.
-            algorithm: one of ALGORITHMS; None: by `choices`.
+            algorithm: one of ALGORITHMS; None: as `algorithm_for` says.
 
         Raises:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
@@ -190,7 +163,7 @@ class DenseP2P:
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
                 raise ValueError(f"out overlaps {name} and is not {name}")
-        algorithm = algorithm or self.algorithm_for(nbytes, element_type)
+        algorithm = algorithm or self.algorithm_for(nbytes)
         if not self.can_run(algorithm, nbytes):
             raise ValueError(f"{algorithm} takes no vector of {nbytes} bytes here: see can_run")
         stream = self._device.stream.ptr if stream is None else stream
@@ -200,27 +173,9 @@ class DenseP2P:
         self.transport.traffic.count(sent, self.transport.size - 1)
         self.transport.traffic.count_control(flags, 0)
 
-    def algorithm_for(self, nbytes: int, element_type: str = "float32") -> str:
+    def algorithm_for(self, nbytes: int) -> str:
         """Which algorithm a vector of so many bytes takes."""
-        fits = (
-            choice.algorithm
-            for choice in self.choices[element_type]
-            if choice.nbytes is None or nbytes <= choice.nbytes
-        )
-        return next((algorithm for algorithm in fits if self.can_run(algorithm, nbytes)), "two_shot")
-
-    def fastest(self, nbytes: int) -> str:
-        """Which algorithm is fastest for float32 vectors of so many bytes. Collective; none may be under way on another stream.
-
-        It is measured once; where a rank has no room for that, `choices` say it.
-        """
-        measured = min(max(nbytes, 4), MEASURED[-1])
-        if measured not in self._fastest:
-            try:
-                self._fastest[measured] = choices_by(self._measured((measured,), "float32"))[0].algorithm
-            except NotMeasuredError:
-                return self.algorithm_for(nbytes)
-        return self._fastest[measured]
+        return algorithm_for(nbytes, self.transport.size, self._lines)
 
     def can_run(self, algorithm: str, nbytes: int) -> bool:
         """Whether an algorithm takes a vector of so many bytes: lines only where NVLink joins the GPUs, each rank's its own."""
@@ -283,15 +238,3 @@ class DenseP2P:
         setattr(params, "in", array)
         blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
         launch(1 + blocks, DENSE_THREADS, stream)
-
-    def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
-        """Seconds of the slowest rank, by length and algorithm, see `measured_seconds`. Collective."""
-
-        def call(address: int, nbytes: int, name: str, stream: int) -> None:
-            self.raise_if_aborted()
-            length = nbytes // ELEMENT_TYPES[element_type].nbytes
-            self._launch(address, address, 0, length, element_type, 0.5, 0, stream, name)
-
-        self.check()  # it has a stream of its own, and launches share counters
-        runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
-        return measured_seconds(runs, call, self.transport, self._device, self.abort)

@@ -51,7 +51,7 @@ def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
     from collectives.mpi_cuda import StagedCudaTransport
 
     transport = StagedCudaTransport(comm, Device())
-    return DenseP2P(transport, transport.device, **({"measure": ()} | arguments))
+    return DenseP2P(transport, transport.device, **arguments)
 
 
 def algorithms(dense: Any, nbytes: int) -> list[str]:
@@ -332,33 +332,24 @@ def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
         assert traffic.control_bytes - flags == int(sent * flags_of.get(algorithm, 0))
 
 
-def test_measured_choices_are_the_same_on_all_ranks_and_give_the_same_sum(comm: MPI.Intracomm) -> None:
-    from collectives.cuda.dense_choices import Choice
+@pytest.mark.parametrize(
+    ("ranks", "lines", "longest"),
+    [
+        (2, True, {"one_shot": 256 << 10, "lines": 1 << 30}),
+        (4, True, {"one_shot": 128 << 10, "lines": 256 << 10, "two_shot_lines": 1 << 30}),
+        (2, False, {"one_shot": 1 << 20, "two_shot": 1 << 30}),
+        (1, False, {"one_shot": 2 << 20, "two_shot": 1 << 30}),
+    ],
+)
+def test_each_length_takes_the_algorithm_that_was_fastest(
+    ranks: int, lines: bool, longest: dict[str, int]
+) -> None:
+    from collectives.cuda.dense_algorithms import algorithm_for
 
-    dense = make(comm, measure=(4096, 16384))
-    assert len(set(comm.allgather(tuple(dense.choices.items())))) == 1
-    assert all(each[-1].nbytes is None for each in dense.choices.values())
-    vectors = [vector_of(rank, 900, "float32") for rank in range(comm.size)]
-    out = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
-    dense.check()
-    assert get(out).tobytes() == expected(vectors, "float32").tobytes()
-    dense.choices = dict.fromkeys(dense.choices, (Choice(None, "one_shot"),))  # as of short lengths alone
-    assert dense.algorithm_for(4 << 20, "float32") == "two_shot"
-    dense.close()
-
-
-def test_choices_join_lengths_that_take_the_same() -> None:
-    from collectives.cuda.dense_choices import choices_by
-
-    seconds = {
-        (1, "one_shot"): 1.0,
-        (1, "lines"): 2.0,
-        (2, "one_shot"): 2.0,
-        (2, "lines"): 3.0,
-        (4, "lines"): 5.0,
-    }
-    assert choices_by(seconds) == ((2, "one_shot"), (None, "lines"))
-    assert choices_by({(1, "two_shot"): 1.0}) == ((None, "two_shot"),)
+    lengths = [4096 << i for i in range(19)]
+    taken = {algorithm_for(nbytes, ranks, lines): nbytes for nbytes in lengths}
+    assert taken == longest
+    assert list(taken) == [algorithm_for(nbytes, ranks, lines) for nbytes in longest.values()]
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
@@ -501,31 +492,10 @@ def test_a_rank_that_raises_ends_the_others_at_once_and_another_sum_works(comm: 
         with pytest.raises(RuntimeError, match="rank 0 raised an error of its own"):
             summed(dense, array.copy())
     comm.Barrier()
-    again = DenseP2P(dense.transport, dense._device, measure=())
+    again = DenseP2P(dense.transport, dense._device)
     assert (summed(again, array) == comm.size).all()
     again.close()
     dense.close()
-
-
-@pytest.mark.mpi(min_size=2, max_size=8)
-def test_an_error_of_one_rank_that_measures_is_one_of_all(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from collectives.cuda import dense_choices
-
-    def seconds(call: Any, stream: Any) -> float:
-        if comm.rank == 1:
-            raise MemoryError("no room on this GPU")
-        call()
-        stream.synchronize()
-        return 1.0
-
-    monkeypatch.setattr(dense_choices, "graph_seconds", seconds)
-    comm.Barrier()
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="cannot be measured: .*rank 1: no room on this GPU"):
-        make(comm, measure=(4096,))
-    assert time.monotonic() - begun < 60  # not the time limit
 
 
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
