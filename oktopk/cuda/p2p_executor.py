@@ -276,13 +276,17 @@ class P2PExecutor:
         return result
 
     def _selected_by(self, step: _P2PHandle) -> Selection:
-        """What the step's kernels selected, cut down where that was too much; learns from it."""
-        local, k, selected = self._method.selection, step.plan.k, self.p2p_step.selected()
+        """What the step's kernels selected."""
+        return self._selection_of(self.p2p_step.selected(), step.plan.k, step.bits)
+
+    def _selection_of(self, selected: Any, k: int, bits: int) -> Selection:
+        """What kernels selected by a threshold, cut down where that was too much; learns from it."""
+        local = self._method.selection
         if not selected.candidates:
             packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
             assert self._vectors.residual is not None
-            return local.finish(packing, self._vectors.residual, k, step.bits, selected.short)
-        local.learn_exact(selected.candidates, k, step.bits, selected.bits)
+            return local.finish(packing, self._vectors.residual, k, bits, selected.short)
+        local.learn_exact(selected.candidates, k, bits, selected.bits)
         packed = SparseVector(local.buffer(k)[: selected.nnz], self._method.length)
         return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)
 
@@ -293,26 +297,10 @@ class P2PExecutor:
         if flagged:  # nothing will be exchanged
             selection = local.select(gradient, residual, k, exact=False)
             return selection, method.splits(selection.packed)
-        if plan.exact or local.needs_exact or local.bits is None:
-            return self._select_exact(gradient, residual, k)
-        return self._select_by(local.bits, gradient, residual, k)
-
-    def _select_exact(self, gradient: Any, residual: Any, k: int) -> tuple[Selection, NDArray[np.int64]]:
-        method, local, lowest = self._method, self._method.selection, self._method.selection.lower_threshold()
-        selected = self.p2p_step.select_exact(gradient, residual, lowest)
-        if selected.short:
-            packing = Packing(selected.candidates, selected.nonfinite)
-            selection = local.finish(packing, residual, k, lowest, True)
+        exact = plan.exact or local.needs_exact or local.bits is None
+        bits = local.lower_threshold() if exact or local.bits is None else local.bits
+        selected = self.p2p_step.select(gradient, residual, bits, exact)
+        selection = self._selection_of(selected, k, bits)
+        if selected.short or not selected.nnz or selection.packed.nnz != selected.nnz:
             return selection, method.splits(selection.packed)
-        local.learn_exact(selected.candidates, k, lowest, selected.bits)
-        packed = SparseVector(local.buffer(k)[: selected.nnz], method.length)
-        return Selection(packed, 0, True, bits_magnitude(selected.bits)), np.array(selected.splits, np.int64)
-
-    def _select_by(
-        self, bits: int, gradient: Any, residual: Any, k: int
-    ) -> tuple[Selection, NDArray[np.int64]]:
-        nnz, nonfinite, splits = self.p2p_step.select(gradient, residual, bits)
-        selection = self._method.selection.finish(Packing(nnz, nonfinite), residual, k, bits, False)
-        if not nnz or selection.packed.nnz != nnz:
-            return selection, self._method.splits(selection.packed)
-        return selection, np.array(splits, np.int64)
+        return selection, np.array(selected.splits, np.int64)

@@ -329,15 +329,14 @@ class P2PGraph:
         self._enqueue_exact_sums(stream)
         self._enqueue_apply(vectors, stream)
 
-    def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
-        """Accumulate, and trim what reaches `lowest` to the exact top k."""
-        self._select_alone(gradient, residual, lowest)
-        self._kth.select_local(stream)
-
-    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int) -> None:
-        """Accumulate, select what reaches `bits`, and compute its equal-count splits."""
-        self._select_alone(gradient, residual, bits)
-        self._kth.split(stream)
+    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int, *, exact: bool) -> None:
+        """Accumulate, select what reaches `bits`, or of that the exact top k, and compute its equal-count splits."""
+        self.set_gradient(gradient)
+        self._reader.alone.run(pointer_of(gradient), residual.data.ptr, bits)
+        if exact:
+            self._kth.select_local(stream)
+        else:
+            self._kth.split(stream)
 
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Seconds on the device by stage of the last timed step, which has ended."""
@@ -365,10 +364,6 @@ class P2PGraph:
         params = self._apply.params
         _, params.residual, params.update = vectors
         self._apply(self._apply_blocks, 256, stream, self._transport.size)
-
-    def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:
-        self.set_gradient(gradient)
-        self._reader.alone.run(pointer_of(gradient), residual.data.ptr, bits)
 
     def _mark(self, number: int, stream: int) -> None:
         if self.timed:
