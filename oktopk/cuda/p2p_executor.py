@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
 from collectives.sparse import SparseVector
+from collectives.tokens import TokenBoard
 from collectives.transport import FlaggedRanksError
 from oktopk.cpu.kernels import Packing
 from oktopk.displacement import is_flagged
@@ -18,7 +19,7 @@ from oktopk.methods.oktopk import OkTopk
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
-from oktopk.step import Plan, StepResult, StepTokens
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import keeps_enough
 
 
@@ -76,7 +77,7 @@ class P2PExecutor:
     def __init__(self, method: OkTopk, vectors: ErrorFeedback, p2p_step: Any) -> None:
         self._method, self._vectors = method, vectors
         self.p2p_step = p2p_step
-        self.tokens = StepTokens(method.transport)
+        self.tokens = TokenBoard(method.transport)
         # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
         self._barrier_due = False
 
