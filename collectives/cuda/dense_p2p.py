@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import cupy
 import numpy as np
@@ -20,7 +19,7 @@ from collectives.cuda.dense_algorithms import (
     lines_arrive_whole,
     most_units,
 )
-from collectives.cuda.dense_calls import abort_error, element_type_of
+from collectives.cuda.dense_calls import abort_error
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
@@ -52,7 +51,7 @@ class DenseP2P:
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
 
     Memory: a window of 59 to 92 MB, 76 for two ranks.
-    Traffic: none but of `dense_allreduce`; control: allgathers at construction.
+    Traffic: none but of `enqueue`; control: allgathers at construction.
     """
 
     def __init__(self, transport: Transport, device: Device, timeout: float = 600.0) -> None:
@@ -103,38 +102,6 @@ class DenseP2P:
     def transport(self, other: Transport) -> None:
         self._memory.transport = other
 
-    def dense_allreduce(
-        self, array: Any, out: Any = None, *, addend: Any = None, scale: float = 1.0, nonfinite: Any = None
-    ) -> Any:
-        """Put the sum over the ranks on the device's stream. Collective: every rank must call, with the same length and type.
-
-        Args:
-            array: CuPy array of float32, float16, or uint16 for bfloat16; contiguous, on this GPU.
-            out: of the same type and length, where the result goes; None: into `array`. It is `array` or `addend`, or overlaps
-                neither.
-            addend: of the same type and length, or None: is added to the scaled and rounded sum.
-            scale: of the sum, in float32.
-            nonfinite: uint32[1] on the GPU, to which the number of results that are not finite is added; or None.
-
-        Returns:
-            `out`.
-
-        Raises:
-            TypeError, ValueError: an argument is none of these; on this rank alone.
-            MissingRanksError, RuntimeError: an earlier call was aborted, see `check`.
-
-        A captured call must not be replayed after `close`: the windows that it writes to are then freed.
-
-        Traffic: `nbytes_sent`, in one message to each other rank.
-        """
-        out = array if out is None else out
-        kind = element_type_of(array, out, addend)
-        source, target, more, count = (
-            0 if each is None else each.data.ptr for each in (array, out, addend, nonfinite)
-        )
-        self.enqueue(source, target, more, array.size, kind, scale=scale, nonfinite=count)
-        return out
-
     def enqueue(
         self,
         array: int,
@@ -148,15 +115,26 @@ class DenseP2P:
         stream: int | None = None,
         algorithm: str | None = None,
     ) -> None:
-        """As `dense_allreduce`, by device addresses; 0 for what is not there.
+        """Put the sum over the ranks on a stream. Collective: every rank must call, with the same length, type and scale.
 
         Args:
+            array: device address of the vector, which each of its elements is aligned to.
+            out: of the result, of the same type and length: that of `array` or `addend`, or it overlaps neither.
+            addend: of a vector of the same type and length, which is added to the scaled and rounded sum; 0 for none.
+            length: elements of the vector.
             element_type: "float32", "bfloat16" or "float16".
+            scale: of the sum, in float32.
+            nonfinite: of uint32[1], to which the number of results that are not finite is added; 0 for none.
             stream: None: the device's.
             algorithm: one of ALGORITHMS; None: as `algorithm_for` says.
 
         Raises:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
+            MissingRanksError, RuntimeError: an earlier call was aborted, see `check`.
+
+        A captured call must not be replayed after `close`: the windows that it writes to are then freed.
+
+        Traffic: `bytes_sent` of dense_algorithms, in one message to each other rank; flags beside them count as control traffic.
         """
         self.raise_if_aborted()
         nbytes = length * ELEMENT_TYPES[element_type].nbytes
@@ -182,10 +160,6 @@ class DenseP2P:
         if algorithm == "one_shot":
             return nbytes <= 8 * self._most_units
         return self._lines or algorithm == "two_shot"
-
-    def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
-        """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
-        return bytes_sent(algorithm, nbytes, self.transport.size)[0]
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream, and look for an abort that none of them met.

@@ -41,7 +41,7 @@ class P2PDenseAllreduce:
         NoPeerMemoryError, RuntimeError: as `DenseP2P`; on every rank alike.
 
     Memory: windows, see `DenseP2P`.
-    Traffic: `DenseP2P.nbytes_sent`.
+    Traffic: `collectives.cuda.dense_algorithms.bytes_sent`.
     """
 
     on_device = True
