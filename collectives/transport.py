@@ -343,15 +343,11 @@ class Transport(ABC):
         Traffic: an allgather of the errors and values.
         """
         mine: dict[str, Any] = {}
-        failed: Exception | None = None
-        try:
+        with Caught() as caught:
             yield mine
-        except MissingRanksError:
-            raise
-        except Exception as error:
-            failed = error
+        failed = caught.error
         try:
-            self.agree(mine, "" if failed is None else str(failed) or type(failed).__name__)
+            self.agree(mine, caught.problem)
         except ValueError as problem:
             if failed is None or isinstance(failed, (MemoryError, *kinds)) or is_cuda_error(failed):
                 raise problem from failed
@@ -360,14 +356,9 @@ class Transport(ABC):
     @contextmanager
     def together_or(self, what: str, kind: type[Exception]) -> Iterator[None]:
         """As `together`, of whatever the block raises; what all ranks then raise is of this kind, and begins with `what`."""
-        problem = ""
-        try:
+        with Caught() as caught:
             yield
-        except MissingRanksError:
-            raise
-        except Exception as error:  # of CUDA or a compiler, too: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        problems = self.allgather_objects(problem)
+        problems = self.allgather_objects(caught.problem)
         if any(problems):
             texts = (f"rank {self.ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
             raise kind(f"{what}: {'; '.join(texts)}")
@@ -398,6 +389,31 @@ class Transport(ABC):
                 texts = (repr(values[0]) if values else "not given" for values in given)
                 listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
                 raise ValueError(f"ranks disagree on {name}: {listed}")
+
+
+class Caught:
+    """What a `with` block raised, of CUDA or a compiler, too: kept, since the other ranks wait for what follows.
+
+    Not kept is a MissingRanksError, which all ranks raise by themselves.
+
+    Attributes:
+        error: that was raised; None for none.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *ignored: object) -> bool:
+        if isinstance(error, Exception) and not isinstance(error, MissingRanksError):
+            self.error = error
+        return self.error is not None
+
+    @property
+    def problem(self) -> str:
+        """Its sentence; "" for none."""
+        return "" if self.error is None else str(self.error) or type(self.error).__name__
 
 
 def refuse(problem: str) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
-from collectives.transport import MissingRanksError, Transport
+from collectives.transport import Caught, Transport
 from oktopk.backend import Backend
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
@@ -239,14 +239,10 @@ class TwoLevels(Placement):
         held: dict[str, Any] = {}
         learned: dict[str, Any] = {}
         whom = (group.between, held, f"shard {group.shard}"), (group.holders, learned, f"host {number}")
-        failed: Exception | None = None
         with self._transport.together(ValueError) as common:
-            try:
+            with Caught() as caught:
                 yield common, held, learned
-            except MissingRanksError:
-                raise
-            except Exception as error:
-                failed = error
+            failed = caught.error
             for transport, mine, where in whom:
                 try:
                     if transport is not None:
