@@ -215,9 +215,9 @@ class DeviceSharedGradients(SharedGradients):
         return self._memory.array_of(rank, self._length, self._stored)
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
-        memory = self._memory
-        return self._kernels.shard_sum(
-            out, windows=memory.windows, first=memory.first, ranks=self._size,
+        kernels, memory = self._kernels, self._memory
+        return DeviceShardSum(
+            kernels.device, kernels.shard_sum_kernels, out, windows=memory.windows, first=memory.first, ranks=self._size,
             block=layout.block, shards=layout.shards, shard=shard,
         )  # fmt: skip
 

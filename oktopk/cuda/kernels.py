@@ -24,7 +24,6 @@ from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
-from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import Displacement
 
 _KERNELS = Path(__file__).parent
@@ -234,10 +233,6 @@ class DeviceKernels:
     def to_indices(self, entries: DeviceEntries, support: DeviceEntries) -> None:
         fields = {"entries": entries.pointer, "support": support.pointer}
         self.device.launch_for(self._apply["to_indices"], len(entries), **fields)
-
-    def shard_sum(self, out: Any, **layout: int) -> DeviceShardSum:
-        """One shard of the sum of several gradients, as the host's ShardSum. `layout`: fields of the kernels' ShardSum."""
-        return DeviceShardSum(self.device, self.shard_sum_kernels, out, **layout)
 
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]
