@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,8 @@ from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
-from oktopk.cpu.accumulate import HostDisplacement
-from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.update import STREAMED, SparseUpdate
-from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -69,20 +65,6 @@ class Backend:
         if not gradient.flags.c_contiguous:
             raise ValueError("gradient is not contiguous")
         return gradient
-
-    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
-        raise TypeError("kernels of the host read one vector, not a tensor list")
-
-    def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> ParameterDisplacement:
-        """As `GradientAllreduce.displacement`."""
-        return HostDisplacement(sizes, element_type, reference, share)
-
-    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
-        """As `GradientAllreduce.adamw_displacement`."""
-        return HostAdamW(sizes, element_type)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         """Enter the device and stream that kernels run on."""

@@ -76,11 +76,15 @@ class Placement:
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
         """As `GradientAllreduce.displacement`."""
-        return self._backend.displacement(sizes, element_type, reference, share)
+        moved: ParameterDisplacement = self._backend.kernels.displacement(
+            sizes, element_type, reference, share
+        )
+        return moved
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         """As `GradientAllreduce.adamw_displacement`."""
-        return self._backend.adamw_displacement(sizes, element_type)
+        moved: AdamWDisplacement = self._backend.kernels.adamw_displacement(sizes, element_type)
+        return moved
 
     def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.

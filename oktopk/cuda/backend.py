@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -26,7 +26,7 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
 from oktopk.cuda.shard_sum import DeviceShardSum
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -108,17 +108,6 @@ class DeviceBackend(Backend):
                 f"call cupy.cuda.Device({gradient.device.id}).use() before that"
             )
         return gradient
-
-    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        return self.kernels.gradient_tensors(sizes, element_type)
-
-    def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> ParameterDisplacement:
-        return self.kernels.displacement(sizes, element_type, reference, share)
-
-    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
-        return self.kernels.adamw_displacement(sizes, element_type)
 
     def stream_scope(self) -> AbstractContextManager[Any]:
         if cupy.cuda.runtime.getDevice() == self.device.id:
