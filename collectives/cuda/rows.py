@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cpu.rows import HostRowKernels
 from collectives.cuda.device import Device, address_of
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import (
@@ -22,16 +23,16 @@ from collectives.cuda.layouts import (
     RowState,
 )
 from collectives.element_types import ELEMENT_TYPES
-from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, check_rows, row_type
 from collectives.sparse import MAX_LENGTH
+from collectives.table_rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, check_rows, row_type
 
 _SOURCE = Path(__file__).with_name("rows.cu")
 _THREADS = 256
 """Of a block that adds up rows."""
 
 
-class DeviceRowKernels:
-    """See `collectives.rows.RowKernels`; arrays of CuPy, in the memory of its pool.
+class DeviceRowKernels(HostRowKernels):
+    """Arrays of CuPy, in the memory of its pool.
 
     What returns sums waits for the stream: once where they have room, else twice, since their number decides how much they need.
 

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
-from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
+from collectives.table_rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
 from tests.devices import get, on_gpus, put
 from tests.rows import narrowed, touched
 
