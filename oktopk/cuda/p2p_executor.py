@@ -127,47 +127,29 @@ class P2PExecutor:
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
+        step = _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
         with plan.timer.stage("step", ends=deferred):
-            self._launch(
-                gradient,
-                plan,
-                selection,
-                flagged,
-                exact=exact,
-                bits=bits,
-                cut_to_k=cut_to_k,
-                deferred=deferred,
-            )
+            self._launch(step)
         if deferred:
             vectors.nothing_applied()  # as far as the host knows
             vectors.selected, vectors.pending = None, True
-        return _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
+        return step
 
-    def _launch(
-        self,
-        gradient: Any,
-        plan: Plan,
-        selection: Selection | None,
-        flagged: bool,
-        *,
-        exact: bool,
-        bits: int = 0,
-        cut_to_k: bool = False,
-        deferred: bool = False,
-    ) -> None:
+    def _launch(self, step: _P2PHandle) -> None:
         """Put the step's kernels on the stream, see `P2PStep.launch`."""
         threshold, boundaries = self._method.threshold, self._method.regions.boundaries
         assert boundaries is not None
+        selection = step.selection
         self.p2p_step.launch(
-            gradient,
+            step.gradient,
             self._vectors,
-            (bits, threshold.lowest if exact else threshold.expected),
+            (step.bits, threshold.lowest if step.exact else threshold.expected),
             boundaries,
-            selected=selection and (selection.packed.nnz, selection.nonfinite + flagged),
-            exact=exact,
-            timed=plan.timer.detailed,
-            cut_to_k=cut_to_k,
-            deferred=deferred,
+            selected=selection and (selection.packed.nnz, selection.nonfinite + step.flagged),
+            exact=step.exact,
+            timed=step.plan.timer.detailed,
+            cut_to_k=step.cut_to_k,
+            deferred=step.deferred,
         )
 
     def end_waited(self, step: _P2PHandle) -> StepResult:
@@ -217,10 +199,11 @@ class P2PExecutor:
 
     def _launch_again(self, step: _P2PHandle, selection: Selection) -> Any:
         """The outcome of a step whose selection was too long or too short on some rank, and is right now. Collective."""
-        method, plan, epoch = self._method, step.plan, self.p2p_step.upcoming_epoch()
+        epoch = self.p2p_step.upcoming_epoch()
         try:
-            method.transport.barrier()  # another rank's kernels may have yet to read what was selected at first
-            self._launch(step.gradient, plan, selection, step.flagged, exact=step.exact)
+            # another rank's kernels may have yet to read what was selected at first
+            self._method.transport.barrier()
+            self._launch(replace(step, selection=selection, bits=0, cut_to_k=False))
             return self.p2p_step.outcome(step.exact)
         except BaseException:
             self.p2p_step.abort(epoch)
