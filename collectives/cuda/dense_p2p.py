@@ -144,8 +144,18 @@ class DenseP2P:
         algorithm = algorithm or self.algorithm_for(nbytes)
         if not self.can_run(algorithm, nbytes):
             raise ValueError(f"{algorithm} takes no vector of {nbytes} bytes here: see can_run")
-        stream = self._device.stream.ptr if stream is None else stream
-        self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
+        key = element_type, algorithm
+        if key not in self._launches:
+            kernel = dense_kernels(element_type, self.transport.size)[algorithm]
+            call = tuple(ELEMENT_TYPES).index(element_type) | ALGORITHMS.index(algorithm) << 2
+            self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
+        launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
+        params = launch.params
+        params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
+        params.out, params.addend, params.nonfinite = out, addend, nonfinite
+        setattr(params, "in", array)
+        blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
+        launch(1 + blocks, DENSE_THREADS, self._device.stream.ptr if stream is None else stream)
         self._device.pending = True
         sent, flags = bytes_sent(algorithm, nbytes, self.transport.size)
         self.transport.traffic.count(sent, self.transport.size - 1)
@@ -195,20 +205,3 @@ class DenseP2P:
         if self._report.value:
             words = self._memory.read(self._calls_at, 2 * self.transport.size * 4)
             raise abort_error(self._memory.reasons(), words, self.transport.rank, self._timeout)
-
-    def _launch(
-        self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
-        algorithm: str,
-    ) -> None:  # fmt: skip
-        key = element_type, algorithm
-        if key not in self._launches:
-            kernel = dense_kernels(element_type, self.transport.size)[algorithm]
-            call = tuple(ELEMENT_TYPES).index(element_type) | ALGORITHMS.index(algorithm) << 2
-            self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
-        launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
-        params = launch.params
-        params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
-        params.out, params.addend, params.nonfinite = out, addend, nonfinite
-        setattr(params, "in", array)
-        blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
-        launch(1 + blocks, DENSE_THREADS, stream)
