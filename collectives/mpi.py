@@ -218,11 +218,13 @@ class MpiTransport(HostTransport):
         """Wait for work on a device that MPI cannot see, before it reads or writes arrays. Host arrays have none."""
 
 
-class _PersistentRound:
+class _PersistentRound(PersistentRound):
     """A round of persistent requests."""
 
+    _transport: MpiTransport
+
     def __init__(self, exchange: Round, transport: MpiTransport) -> None:
-        self._transport = transport
+        super().__init__(exchange, transport)
         self._requests: list[MPI.Prequest] = []
         self._nbytes, self._dest = exchange.outgoing.nbytes, exchange.dest
         if exchange.incoming.size:

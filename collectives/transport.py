@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,20 @@ class Round:
     incoming: NDArray[Any]
 
 
-class PersistentRound(Protocol):
-    """A Round whose arrays never move: set up once, run every step."""
+class PersistentRound:
+    """A Round whose arrays never move, run every step.
+
+    Here nothing is set up for it: what it needs is borrowed while it runs, so that many rounds share it.
+    """
+
+    def __init__(self, exchange: Round, transport: Transport) -> None:
+        self._exchange, self._transport = exchange, transport
 
     def run(self) -> None:
         """Exchange and wait: the outgoing array is free and the incoming one filled on return."""
+        exchange, transport = self._exchange, self._transport
+        receives = transport.receive(exchange.incoming, exchange.source)
+        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
 
     def free(self) -> None:
         """Free what the library holds for it."""
@@ -228,7 +237,7 @@ class Transport(ABC):
 
     def persistent(self, exchange: Round) -> PersistentRound:
         """Set up a round whose arrays stay where they are."""
-        return _RepeatedRound(exchange, self)
+        return PersistentRound(exchange, self)
 
     # control, counted
 
@@ -420,21 +429,6 @@ def refuse(problem: str) -> None:
     """Raise ValueError for a problem that is not ""."""
     if problem:
         raise ValueError(problem)
-
-
-class _RepeatedRound:
-    """A persistent round for which nothing is set up: what it needs is borrowed while it runs, so that many rounds share it."""
-
-    def __init__(self, exchange: Round, transport: Transport) -> None:
-        self._exchange, self._transport = exchange, transport
-
-    def run(self) -> None:
-        exchange, transport = self._exchange, self._transport
-        receives = transport.receive(exchange.incoming, exchange.source)
-        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
-
-    def free(self) -> None:
-        """Nothing is held between runs."""
 
 
 def _listed(ranks: list[int], size: int) -> str:
