@@ -79,7 +79,7 @@ def algorithm_for(nbytes: int, ranks: int, lines: bool) -> str:
     Args:
         lines: whether lines arrive whole.
 
-    Source: own; on two H100 and four H200 within 4 % of the fastest at each length, see `docs/results/dense.md`.
+    Source: own; in float32 on two H100 and four H200 within 4 % of the fastest at each length, see `docs/results/dense.md`.
     """
     sent = nbytes * (ranks - 1)
     if nbytes <= 8 * most_units(ranks) and (sent <= _MOST_FLAGGED or not lines):
