@@ -49,6 +49,7 @@ class DenseP2P:
 
     Attributes:
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
+        number, users: of those who share it among themselves, see `P2PDenseAllreduce`.
 
     Memory: a window of 59 to 92 MB, 76 for two ranks.
     Traffic: none but of `enqueue`; control: allgathers at construction.
@@ -61,6 +62,7 @@ class DenseP2P:
                 f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory"
             )
         self._device, self._timeout = device, timeout
+        self.number = self.users = 0
         self._most_units = most_units(ranks)
         within, first = areas(ranks), SymmetricMemory.first
         with transport.together_or("no peer memory", NoPeerMemoryError):
