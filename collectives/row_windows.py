@@ -62,7 +62,7 @@ class DeviceRowWindows:
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
         """As that of the kernels; with room for the sums they lie where `publish` puts them, until the second one after it."""
-        return self._kernels.coalesce_into(self._next, rows, values, length, scale)
+        return self._kernels.coalesce(rows, values, length, scale, self._next)
 
     @property
     def _next(self) -> Rows | None:

@@ -61,13 +61,10 @@ class DeviceRowKernels(HostRowKernels):
         self._keys: Any = None
         self._marks: Any = None
 
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        return self.coalesce_into(None, rows, values, length, scale)
-
-    def coalesce_into(
-        self, room: Rows | None, rows: Any, values: Any, length: int, scale: float
+    def coalesce(
+        self, rows: Any, values: Any, length: int, scale: float, room: Rows | None = None
     ) -> tuple[Rows, int]:
-        """As `coalesce`; the sums are in `room` where it is large enough."""
+        """As the host's; the sums are in `room` where it is large enough."""
         if not len(rows):
             return Rows(self.empty(0, rows).astype(row_type(length)), self.empty(0, values)), 0
         with self._device.gpu, self._device.stream:
