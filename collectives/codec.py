@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,22 +104,27 @@ def wire_layout(bits: int, count: int, lower: int, upper: int) -> WireLayout:
     return WireLayout(count, lower, length, bits, low_bits, values, lows, bitmap, words)
 
 
-class Codec(Protocol):
+class Codec:
     """Encodes entries on the device where they lie. Wire arrays are ENTRY[wire_bytes // 8].
+
+    This one is plain: a wire array is the 8-byte COO entries themselves, and nothing is encoded, copied or lost. Others override
+    all of it.
 
     Attributes:
         name: one of WIRES, equal on all ranks of an exchange.
         rounds: whether values arrive rounded. `encode` and `keep` then leave the rounding errors in the entries.
     """
 
-    name: str
-    rounds: bool
+    name = "plain"
+    rounds = False
 
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         """Bytes of `count` entries with indices in [lower, upper); a multiple of 8, at most 8·count."""
+        return count * ENTRY.itemsize
 
     def buffer(self, name: str, entries: Any, size: int) -> Any:
         """ENTRY[size] for the wire arrays of these entries: scratch of that name, or the entries themselves."""
+        return entries
 
     def start(self) -> None:
         """Forget what was rounded and damaged before this exchange."""
@@ -134,6 +139,7 @@ class Codec(Protocol):
 
     def keep(self, entries: Any, out: Any) -> None:
         """Copy entries that stay on this rank."""
+        out[:] = entries
 
     def decode(
         self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
@@ -148,7 +154,7 @@ class Codec(Protocol):
         """
 
     def cut_errors(self, kept: Any, decoded: Any) -> None:
-        """kept.value -= decoded.value, elementwise."""
+        """kept.value -= decoded.value, elementwise; of a codec that rounds."""
 
     def check_gathered(self) -> None:
         """Raise ValueError for what was gathered and did not decode, unless a device may still be decoding."""
@@ -156,66 +162,31 @@ class Codec(Protocol):
     @property
     def damaged(self) -> bool:
         """Whether a wire array that was not gathered did not decode. Known once the device was waited for, as the next three."""
+        return False
 
     @property
     def gathered_damage(self) -> bool:
         """Whether one that was gathered did not."""
+        return False
 
     def take_damage(self) -> str:
         """What did not decode since `start`, or was gathered since the last call, in a sentence; "" if all did."""
+        return ""
 
     @property
     def rounding(self) -> tuple[float, float]:
         """Sum of the rounding errors' magnitudes since `start`, and that of what was encoded; zeros where nothing is rounded."""
+        return 0.0, 0.0
 
 
-class PlainCodec:
-    """The 8-byte COO entry: nothing is encoded, copied or lost."""
-
-    name = "plain"
-    rounds = False
-    damaged = False
-    gathered_damage = False
-    rounding = 0.0, 0.0
-
-    def wire_bytes(self, count: int, lower: int, upper: int) -> int:
-        return count * ENTRY.itemsize
-
-    def buffer(self, name: str, entries: Any, size: int) -> Any:
-        return entries
-
-    def start(self) -> None:
-        pass
-
-    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
-        """Nothing to do: the wire array is the entries."""
-
-    def keep(self, entries: Any, out: Any) -> None:
-        out[:] = entries
-
-    def decode(
-        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
-    ) -> None:
-        """Nothing to do: `out` is the wire array."""
-
-    def cut_errors(self, kept: Any, decoded: Any) -> None:
-        """Nothing to do: there are no errors."""
-
-    def check_gathered(self) -> None:
-        """Nothing to do: nothing was decoded."""
-
-    def take_damage(self) -> str:
-        return ""
-
-
-PLAIN = PlainCodec()
+PLAIN = Codec()
 
 # columns of a codec's report, a row for each rank
 _ERROR, _MASS, DAMAGED, _GATHERED, NONFINITE = range(5)
 _WIDTH = len(DAMAGES) - 1
 
 
-class CodedEntries:
+class CodedEntries(Codec):
     """Indices by Elias-Fano, values of 32, 16, 8 or 4 bits; see the head of this file.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.device import Device
 from collectives.sparse import ENTRY
 from collectives.symmetric_memory import GrowingMemory
 from collectives.transport import Transport
@@ -54,7 +54,7 @@ class DeviceEntryWindows:
         self.capacity = self._windows.memory.payload // ENTRY.itemsize
         return True
 
-    def write(self, entries: DeviceEntries) -> DeviceEntries:
+    def write(self, entries: Any) -> Any:
         """Copy at most `capacity` entries to this rank's window, on the stream; returns the copy."""
         memory = self._windows.memory
         assert memory is not None

@@ -18,7 +18,6 @@ from collectives.limit import (
     GivenUp,
     Limit,
     Notes,
-    TwofoldNotes,
     call_of,
     missing_ranks,
     other_calls,
@@ -147,7 +146,8 @@ class HostTransport(Transport):
     def share_limit(self, other: HostTransport) -> None:
         """Let ranks that give up here tell so to those of another transport, where others may wait for them, and the reverse."""
         here, there = self._given_up, other._given_up
-        here.notes, there.notes = TwofoldNotes(here.notes, there.notes), TwofoldNotes(there.notes, here.notes)
+        here.others.append(there.notes)
+        there.others.append(here.notes)
 
     @property
     def gave_up(self) -> bool:
@@ -170,10 +170,9 @@ class HostTransport(Transport):
         """Wait for what is expected of all ranks, until `done`; see `wait_within`."""
         limit, self._expected = self._expected, None
         assert limit is not None
-        notes = self._given_up.notes
         try:
             self._look_for_notes(limit)  # a rank that waits first would count as one that came in time
-            wait_within(limit, done, notes)
+            wait_within(limit, done, self._given_up)
             self._look_for_notes(limit)
             self._last_collected = time.monotonic()
         except MissingRanksError as error:
@@ -182,9 +181,9 @@ class HostTransport(Transport):
 
     def _look_for_notes(self, limit: Limit) -> None:
         """Raise if the others have given up, as they can only so long after the last operation: looking costs progress."""
-        notes = self._given_up.notes
-        if time.monotonic() - self._last_collected > limit.seconds / 2 and others_gave_up(notes):
-            raise missing_ranks(limit, notes)
+        late = time.monotonic() - self._last_collected > limit.seconds / 2
+        if late and others_gave_up(self._given_up.notes):
+            raise missing_ranks(limit, self._given_up)
 
     def ranks_on_this_host(self) -> int:
         firsts = self._first_ranks_of_hosts()

@@ -88,51 +88,30 @@ class Notes(Protocol):
         """The other ranks that have let this one find that, and not the reverse."""
 
 
-class TwofoldNotes:
-    """The notes of some ranks; who leaves one here tells so to those of another transport, too, which may wait for it there.
-
-    Args:
-        notes: of these ranks.
-        others: of those.
-    """
-
-    def __init__(self, notes: Notes, others: Notes) -> None:
-        self.rank, self.size = notes.rank, notes.size
-        self._notes, self._others = notes, others
-
-    def leave(self, note: Note) -> None:
-        self._notes.leave(note)
-        self._others.leave(Note(ELSEWHERE, "waited for another rank that is missing, did not come"))
-
-    def any_left(self) -> bool:
-        return self._notes.any_left()
-
-    def collect(self) -> dict[int, Note]:
-        return self._notes.collect()
-
-    def close(self) -> Callable[[], bool]:
-        return self._notes.close()
-
-    def closed(self) -> set[int]:
-        return self._notes.closed()
-
-
 class GivenUp:
     """What a transport and those that are split off it know of ranks that did not come.
 
     Attributes:
         notes: of the ranks of the first of these transports, so that all hear of it wherever they wait.
+        others: notes of other ranks, which may wait for this one in a transport of theirs.
         error: that this rank has raised, None before.
         limit: on the last operation that was expected of all ranks, None before.
     """
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
+        self.others: list[Notes] = []
         self.error: MissingRanksError | None = None
         self.limit: Limit | None = None
 
+    def leave(self, note: Note) -> None:
+        """Let all ranks find this one's note, and those of the other transports that it waited here."""
+        self.notes.leave(note)
+        for notes in self.others:
+            notes.leave(Note(ELSEWHERE, "waited for another rank that is missing, did not come"))
 
-def wait_within(limit: Limit, done: Callable[[float], bool], notes: Notes) -> None:
+
+def wait_within(limit: Limit, done: Callable[[float], bool], given_up: GivenUp) -> None:
     """Wait for an operation of all ranks.
 
     Args:
@@ -146,9 +125,9 @@ def wait_within(limit: Limit, done: Callable[[float], bool], notes: Notes) -> No
     while not done(max(0.0, early - waited)):
         waited = time.monotonic() - began
         if waited > early:
-            if notes.any_left() or (waited > limit.seconds and not _debugged()):
+            if given_up.notes.any_left() or (waited > limit.seconds and not _debugged()):
                 _ABANDONED.append(done)
-                raise missing_ranks(limit, notes, waited)
+                raise missing_ranks(limit, given_up, waited)
             time.sleep(PAUSE)
 
 
@@ -160,14 +139,15 @@ def others_gave_up(notes: Notes) -> bool:
     return left
 
 
-def missing_ranks(limit: Limit, notes: Notes, waited: float | None = None) -> MissingRanksError:
+def missing_ranks(limit: Limit, given_up: GivenUp, waited: float | None = None) -> MissingRanksError:
     """Tell all ranks that this one gives up, and hear from those that are here how long they have waited.
 
     Args:
         waited: seconds that this rank has; None: it came when the others had given up.
     """
     mine = Note(-1 if waited is None else int(1e3 * waited), call_of(limit).decode())
-    notes.leave(mine)
+    notes = given_up.notes
+    given_up.leave(mine)
     came, closed = {notes.rank: mine}, notes.closed()
     give_up = time.monotonic() + _ANSWER
     while len(closed.union(came)) < notes.size and time.monotonic() < give_up:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from collectives.closing import closes
 from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
-from collectives.limit import MOST_BYTES, Limit, Note, missing_ranks, wait_within
+from collectives.limit import MOST_BYTES, GivenUp, Limit, Note, missing_ranks, wait_within
 from collectives.sparse import ENTRY
 from collectives.transport import PersistentRound, Round
 
@@ -37,11 +37,11 @@ def connect(comm: MPI.Intracomm, limit: Limit | None = None) -> MpiTransport:
     Traffic: one nonblocking barrier, with a limit.
     """
     if limit is not None and comm.Get_size() > 1:  # duplicating the communicator would block
-        notes = MpiNotes(comm, _CALLERS_TAG)
+        given_up = GivenUp(MpiNotes(comm, _CALLERS_TAG))
         request = comm.Ibarrier()
-        wait_within(limit, lambda seconds: request.Test(), notes)
-        if notes.any_left():
-            raise missing_ranks(limit, notes)
+        wait_within(limit, lambda seconds: request.Test(), given_up)
+        if given_up.notes.any_left():
+            raise missing_ranks(limit, given_up)
     return MpiTransport(comm)
 
 
@@ -218,11 +218,13 @@ class MpiTransport(HostTransport):
         """Wait for work on a device that MPI cannot see, before it reads or writes arrays. Host arrays have none."""
 
 
-class _PersistentRound:
+class _PersistentRound(PersistentRound):
     """A round of persistent requests."""
 
+    _transport: MpiTransport
+
     def __init__(self, exchange: Round, transport: MpiTransport) -> None:
-        self._transport = transport
+        super().__init__(exchange, transport)
         self._requests: list[MPI.Prequest] = []
         self._nbytes, self._dest = exchange.outgoing.nbytes, exchange.dest
         if exchange.incoming.size:

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from collectives.closing import closes
 from collectives.host_transport import HostTransport
-from collectives.limit import PAUSE, Limit, Note, missing_ranks, wait_within
+from collectives.limit import PAUSE, GivenUp, Limit, Note, missing_ranks, wait_within
 from collectives.transport import MissingRanksError
 
 __all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
@@ -54,11 +54,11 @@ def connect(group: ProcessGroup, limit: Limit | None = None) -> ProcessGroupTran
     store = dist.PrefixStore(f"{own.add(f'transports/{group.rank()}', 1)}", own)
     meeting = Meeting(store, group.rank(), group.size(), "cuda:nccl" in dist.get_backend_config(group))
     if limit is not None and meeting.size > 1:
-        notes = StoreNotes(meeting)
+        given_up = GivenUp(StoreNotes(meeting))
         meeting.arrive()
-        wait_within(limit, meeting.everyone_is_here, notes)
-        if notes.any_left():
-            raise missing_ranks(limit, notes)
+        wait_within(limit, meeting.everyone_is_here, given_up)
+        if given_up.notes.any_left():
+            raise missing_ranks(limit, given_up)
     return ProcessGroupTransport(meeting)
 
 
@@ -236,7 +236,7 @@ class ProcessGroupTransport(HostTransport):
             with suppress(RuntimeError):  # the store may have ended, too
                 notes = given_up.notes
                 if given_up.error is None and limit is not None and (notes.any_left() or notes.closed()):
-                    given_up.error = missing_ranks(limit, notes)
+                    given_up.error = missing_ranks(limit, given_up)
             if given_up.error is not None:
                 raise given_up.error from None
             raise RuntimeError(

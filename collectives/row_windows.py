@@ -9,15 +9,18 @@ from numpy.typing import NDArray
 
 from collectives.cuda.device import Device, address_of
 from collectives.cuda.rows import DeviceRowKernels
-from collectives.rows import Rows
 from collectives.symmetric_memory import GrowingMemory, SymmetricMemory
+from collectives.table_rows import Rows
 from collectives.transport import Transport
 
 _ALIGNMENT = 256
 
 
 class DeviceRowWindows:
-    """See `collectives.rows.RowWindows`. A window has two slots, which take turns.
+    """Rows of every rank where all ranks of a host can read them. A window has two slots, which take turns.
+
+    A rank may change what it has published when it publishes the second time after that: the others have read it by then, if
+    each of them has waited for its own reads before a collective operation in between, as `publish` does.
 
     Sums that are to be published are written where the others read them, and copied only where they had no room. No kernel waits
     for another rank: ranks meet in collective operations in between, and their limits on time hold, but not while larger windows
@@ -33,7 +36,7 @@ class DeviceRowWindows:
     Attributes:
         capacity: rows that a slot has room for, equal on all ranks.
         nbytes: of this rank's window.
-        all_read_all: see the protocol.
+        all_read_all: whether every rank reads all rows of the others in the next step, and sums them itself. Equal on all ranks.
 
     Memory: twice the most rows that a rank has published, and a quarter more.
     """
@@ -58,8 +61,8 @@ class DeviceRowWindows:
         self._windows = GrowingMemory(transport, device, "rows of the GPUs of a host")
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        """As the protocol says."""
-        return self._kernels.coalesce_into(self._next, rows, values, length, scale)
+        """As that of the kernels; with room for the sums they lie where `publish` puts them, until the second one after it."""
+        return self._kernels.coalesce(rows, values, length, scale, self._next)
 
     @property
     def _next(self) -> Rows | None:
@@ -67,7 +70,7 @@ class DeviceRowWindows:
         return self._slots[1 - self._slot] if self._slots else None
 
     def publish(self, rows: Rows) -> None:
-        """As the protocol says."""
+        """Put rows where the others read them after the next collective operation, if there is room. Waits for the copy."""
         self._slot = 1 - self._slot
         self._write(rows)
 
@@ -85,7 +88,11 @@ class DeviceRowWindows:
         return bool(self._slots) and address_of(rows.rows) == address_of(self._slots[self._slot].rows)
 
     def reserve(self, most: int, rows: Rows) -> bool:
-        """As the protocol says."""
+        """Make room for `most` rows on each rank, and publish this rank's again where it lacked. Collective.
+
+        Returns:
+            False where there is no memory, on every rank alike.
+        """
         if most <= self.capacity:
             return True
         capacity = most + most // 4
@@ -102,7 +109,10 @@ class DeviceRowWindows:
     def sum_lists(
         self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
     ) -> tuple[Rows, int]:
-        """As the protocol says."""
+        """As `merge` of the kernels, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other.
+
+        The sums are to be published next, unless all read all.
+        """
         lists, first = [], 0
         for rank, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             if count:
@@ -113,7 +123,7 @@ class DeviceRowWindows:
         return self._kernels.merge_into(room, lists, first, like, scale)
 
     def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
-        """As the protocol says."""
+        """The first counts[r] rows of each rank r, one after the other."""
         total = int(counts.sum())
         every = Rows(self._kernels.empty(total, like.rows), self._kernels.empty(total, like.values))
         first = 0
@@ -151,7 +161,7 @@ class DeviceRowWindows:
         return ids, ids + _aligned(self.capacity * self._id_bytes)
 
     def close(self) -> None:
-        """As the protocol says."""
+        """Free the windows. Collective."""
         self._windows.close()
         self.capacity, self.nbytes, self._slots = 0, 0, []
 

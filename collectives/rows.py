@@ -2,153 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv, even_order, needs_balancing
-from collectives.sparse import MAX_LENGTH
+from collectives.table_rows import Rows
 from collectives.transport import FlaggedRanksError, Round, Transport
+
+if TYPE_CHECKING:
+    from collectives.cpu.rows import HostRowKernels
+    from collectives.row_windows import DeviceRowWindows
 
 _EVEN_ABOVE = 1.1
 """Gather in `even_order` where the largest block of sums exceeds this times the mean: it takes more messages."""
 
-MOST_ON_GPU = (1 << 31) - 1
-"""Rows at most that a GPU adds up at a time."""
-
-LONGEST_ON_GPU = 1 << 33
-"""Rows of a table at most: the id of a row and its place among MOST_ON_GPU are sorted as one word of 64 bits."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a table.
-
-    Attributes:
-        rows: int32[m] or int64[m], where a table is longer than 2**31 - 1 rows; ascending strictly.
-        values: [m, width] of the table's type; row j is that of rows[j].
-    """
-
-    rows: Any
-    values: Any
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
-class RowKernels(Protocol):
-    """What is done to rows where they lie: by `collectives.cpu.rows` on the host, on a GPU by `collectives.cuda.rows`.
-
-    Attributes:
-        arrays: the module of these arrays, NumPy or CuPy.
-    """
-
-    arrays: Any
-
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        """Sort rows by their id, and add up equal ones, in the order in which they are given, in float32.
-
-        Args:
-            rows: int32[m] or int64[m], in any order, more than once each perhaps.
-            values: [m, width], C-contiguous.
-            length: of the table; the ids of the sums are of its `row_type`.
-            scale: that each sum is multiplied by before it is rounded to the type of the values.
-
-        Returns:
-            The sums, and how many of their elements are Inf or NaN.
-
-        Raises:
-            ValueError: a row is not in [0, length); on a GPU m > MOST_ON_GPU, or length > LONGEST_ON_GPU.
-        """
-
-    def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
-        """As `coalesce`, of lists one after the other, each of which ascends strictly, from firsts[0], firsts[1], ... on."""
-
-    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64, on the host: the rows at these places."""
-
-    def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of ascending rows are below each boundary."""
-
-    def empty(self, count: int, like: Any) -> Any:
-        """[count] or [count, width] of the type of `like`, contents undefined."""
-
-    def copy(self, target: Any, source: Any) -> None:
-        """Copy an array to another of the same shape; on a GPU before anything that a transport sends after it."""
-
-
 _POINTS = 16
 """Rows of its own that a rank shows the others, to cut the table by."""
-
-
-def row_type(length: int) -> Any:
-    """Of the row ids of a table of so many rows."""
-    return np.int32 if length <= MAX_LENGTH else np.int64
-
-
-def check_rows(rows: Any, length: int) -> None:
-    """Raise ValueError where one of some row ids is not in a table of so many rows."""
-    low, high = int(rows.min()), int(rows.max())
-    if not 0 <= low <= high < length:
-        raise ValueError(f"row {low if low < 0 else high} is not in [0, {length})")
-
-
-class RowWindows(Protocol):
-    """Rows of every rank where all ranks of a host can read them, see `collectives.row_windows`.
-
-    A rank may change what it has published when it publishes the second time after that: the others have read it by then, if
-    each of them has waited for its own reads before a collective operation in between, as `publish` does.
-
-    Attributes:
-        nbytes: of this rank's window.
-        all_read_all: whether every rank reads all rows of the others in the next step, and sums them itself. Equal on all ranks.
-
-    Memory: see `collectives.row_windows`.
-    """
-
-    nbytes: int
-    all_read_all: bool
-
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        """As `RowKernels.coalesce`; with room for the sums they lie where `publish` puts them, until the second one after it."""
-
-    def publish(self, rows: Rows) -> None:
-        """Put rows where the others read them after the next collective operation, if there is room. Waits for the copy."""
-
-    def reserve(self, most: int, rows: Rows) -> bool:
-        """Make room for `most` rows on each rank, and publish this rank's again where it lacked. Collective.
-
-        Returns:
-            False where there is no memory, on every rank alike.
-        """
-
-    def sum_lists(
-        self, starts: NDArray[np.int64], counts: NDArray[np.int64], like: Rows, scale: float
-    ) -> tuple[Rows, int]:
-        """As `RowKernels.merge`, of counts[r] rows of each rank r, from its starts[r] on, one rank after the other.
-
-        The sums are to be published next, unless all read all.
-        """
-
-    def gather(self, counts: NDArray[np.int64], like: Rows) -> Rows:
-        """The first counts[r] rows of each rank r, one after the other."""
-
-    def close(self) -> None:
-        """Free the windows. Collective."""
 
 
 def row_sparse_allreduce(
     local: Rows,
     length: int,
     transport: Transport,
-    kernels: RowKernels,
+    kernels: HostRowKernels,
     *,
     scale: float = 1.0,
     flag: bool = False,
-    windows: RowWindows | None = None,
+    windows: DeviceRowWindows | None = None,
 ) -> Rows:
     """Sum rows over the ranks. Collective: every rank must call.
 
@@ -176,8 +59,9 @@ def row_sparse_allreduce(
         FlaggedRanksError: on every rank alike: those that raised their flag, before a row was sent; none where a sum is not
             finite.
 
-    Memory: the rows that arrive for this rank's region, its sums, and the sums of all; with windows not the first, and see
-        `RowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row: where all read all, of all ranks.
+    Memory: the rows that arrive for this rank's region, its sums, and the sums of all; with windows not the first, but those of
+        `DeviceRowWindows`. Besides what the kernels sort and add up by, on a GPU some 13 bytes a row: where all read all, of all
+        ranks.
     Traffic: for 2 ranks all rows of its own, in 2 messages. For more, with r rows of its own, u in the sum, w bytes a row with
         its id, and regions that balance: (P-1)/P·r·w bytes in 2(P-1) messages, then (P-1)/P·u·w in 2·ceil(log2 P) rounds;
         where all read all, (P-1)·r·w in 2(P-1) messages.
@@ -218,7 +102,7 @@ def row_sparse_allreduce(
     return sums
 
 
-def _choose_readers(windows: RowWindows, reads: bool, given: int, summed: int, size: int) -> None:
+def _choose_readers(windows: DeviceRowWindows, reads: bool, given: int, summed: int, size: int) -> None:
     """Let all read all in the next step, if that would have taken no more bytes in this one, which was read in windows."""
     if given:
         windows.all_read_all = reads and size * summed >= (size - 1) * given
@@ -229,8 +113,8 @@ def _gather_sums(
     nonfinite: int,
     own: int,
     transport: Transport,
-    kernels: RowKernels,
-    windows: RowWindows | None,
+    kernels: HostRowKernels,
+    windows: DeviceRowWindows | None,
 ) -> Rows:
     """The sums of all owners, each rank of which gave `own` rows. Collective.
 
@@ -264,7 +148,7 @@ def _sum_messages(
     parts: list[slice],
     counts: NDArray[np.int64],
     transport: Transport,
-    kernels: RowKernels,
+    kernels: HostRowKernels,
     scale: float,
 ) -> tuple[Rows, int]:
     """Exchange parts[r] of the rows for counts[r] of each rank r, and add up what arrived, in the order of ranks. Collective."""
@@ -287,7 +171,7 @@ def _sum_messages(
 
 
 def _gather_messages(
-    sums: Rows, counts: NDArray[np.int64], transport: Transport, kernels: RowKernels
+    sums: Rows, counts: NDArray[np.int64], transport: Transport, kernels: HostRowKernels
 ) -> Rows:
     """Everyone's sums, counts[r] of each rank r. Collective."""
     rank, width = transport.rank, sums.values.shape[1]
@@ -304,7 +188,7 @@ def _gather_messages(
     return every
 
 
-def _points(rows: Any, transport: Transport, kernels: RowKernels) -> NDArray[np.int64]:
+def _points(rows: Any, transport: Transport, kernels: HostRowKernels) -> NDArray[np.int64]:
     """int64[1 + _POINTS]: how many ascending rows there are, and some of them, evenly spaced, at other places on each rank."""
     points = np.zeros(1 + _POINTS, np.int64)
     points[0] = len(rows)

@@ -8,7 +8,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.transport import Transport, refuse
+from collectives.transport import Caught, Transport, refuse
 
 
 class SharedVectors:
@@ -31,15 +31,13 @@ class SharedVectors:
     def __init__(self, transport: Transport, length: int) -> None:
         # whole pages, so that rows are aligned
         stride = -(-length * np.dtype(np.float32).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        file, problem, path, identity = -1, "", "", (0, 0)
-        try:
+        file, path, identity = -1, "", (0, 0)
+        with Caught() as caught:
             if transport.rank == 0:
                 file = os.memfd_create("oktopk")
                 os.ftruncate(file, transport.size * stride)
                 path, identity = f"/proc/{os.getpid()}/fd/{file}", _identity(file)
-        except OSError as error:
-            problem = str(error)
-        problem, path, identity = transport.allgather_objects((problem, path, identity))[0]
+        problem, path, identity = transport.allgather_objects((caught.problem, path, identity))[0]
         try:
             with transport.together_or("no memory that the ranks of a host share", RuntimeError):
                 refuse(problem)

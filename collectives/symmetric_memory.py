@@ -17,7 +17,7 @@ from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.sparse import ENTRY
-from collectives.transport import NoPeerMemoryError, Transport, refuse
+from collectives.transport import Caught, NoPeerMemoryError, Transport, refuse
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -77,10 +77,10 @@ class SymmetricMemory:
         self._opened: list[int] = []
         self.bases: list[int] = []
         self._memory: Any = None
-        handle, problem = b"", ""
+        handle = b""
         allocated = -(-(self.first + nbytes) // _GRANULE) * _GRANULE
         self.payload = allocated - self.first
-        try:
+        with Caught() as caught:
             with device.gpu:
                 self._memory = device_memory(allocated)
                 # for `abort`, when this rank's own kernels may wait
@@ -90,12 +90,10 @@ class SymmetricMemory:
             device.synchronize()
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
-        except Exception as error:  # of CUDA, or another one: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        everyone = transport.allgather_objects((problem, handle, device.epoch))
+        everyone = transport.allgather_objects((caught.problem, handle, device.epoch))
         try:
             with transport.together_or("no peer memory", NoPeerMemoryError):
-                refuse(problem)
+                refuse(caught.problem)
                 if not any(theirs for theirs, _, _ in everyone):
                     # an aborted step may have left them apart
                     device.epoch = max(epoch for _, _, epoch in everyone)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -45,22 +47,31 @@ class TokenBoard:
     after it has read.
 
     Args:
-        transport: ranks of one host. Collective.
-
-    Raises:
-        RuntimeError: they cannot map one another's memory; on every rank alike.
+        transport: of the ranks, all on one host.
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._rank, self._posted = transport.rank, 0
-        # a rank may post for the next step while another one reads this step's
-        self._words = SharedVectors(transport, 4).rows.view(np.int64)[:, :2]
+        self._transport = transport
+        self._words: Any = None  # int64[P, 2], once a step has a token, where the ranks can map it
+        self._tried = self._shown = False
+        self._posted = 0
 
-    def post(self, token: int) -> None:
-        """Let the others read this rank's token."""
-        self._posted += 1
-        self._words[self._rank, self._posted % 2] = token
+    def post(self, token: int | None) -> None:
+        """Let the others read this rank's token; None for none. Collective in the first step that has one."""
+        self._shown = token is not None
+        if token is None:
+            return
+        if not self._tried:
+            self._tried = True
+            with suppress(RuntimeError):  # on every rank alike: tokens are not known then
+                # a rank may post for the next step while another one reads this step's
+                self._words = SharedVectors(self._transport, 4).rows.view(np.int64)[:, :2]
+        if self._words is not None:
+            self._posted += 1
+            self._words[self._transport.rank, self._posted % 2] = token
 
-    def read(self) -> tuple[int, ...]:
-        """The tokens of all ranks in the step of the last `post`."""
+    def read(self) -> tuple[int, ...] | None:
+        """The tokens of all ranks in the step of the last `post`; None where they are not known."""
+        if not self._shown or self._words is None:
+            return None
         return tuple(self._words[:, self._posted % 2].tolist())

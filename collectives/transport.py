@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,20 @@ class Round:
     incoming: NDArray[Any]
 
 
-class PersistentRound(Protocol):
-    """A Round whose arrays never move: set up once, run every step."""
+class PersistentRound:
+    """A Round whose arrays never move, run every step.
+
+    Here nothing is set up for it: what it needs is borrowed while it runs, so that many rounds share it.
+    """
+
+    def __init__(self, exchange: Round, transport: Transport) -> None:
+        self._exchange, self._transport = exchange, transport
 
     def run(self) -> None:
         """Exchange and wait: the outgoing array is free and the incoming one filled on return."""
+        exchange, transport = self._exchange, self._transport
+        receives = transport.receive(exchange.incoming, exchange.source)
+        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
 
     def free(self) -> None:
         """Free what the library holds for it."""
@@ -228,7 +237,7 @@ class Transport(ABC):
 
     def persistent(self, exchange: Round) -> PersistentRound:
         """Set up a round whose arrays stay where they are."""
-        return _RepeatedRound(exchange, self)
+        return PersistentRound(exchange, self)
 
     # control, counted
 
@@ -343,15 +352,11 @@ class Transport(ABC):
         Traffic: an allgather of the errors and values.
         """
         mine: dict[str, Any] = {}
-        failed: Exception | None = None
-        try:
+        with Caught() as caught:
             yield mine
-        except MissingRanksError:
-            raise
-        except Exception as error:
-            failed = error
+        failed = caught.error
         try:
-            self.agree(mine, "" if failed is None else str(failed) or type(failed).__name__)
+            self.agree(mine, caught.problem)
         except ValueError as problem:
             if failed is None or isinstance(failed, (MemoryError, *kinds)) or is_cuda_error(failed):
                 raise problem from failed
@@ -360,14 +365,9 @@ class Transport(ABC):
     @contextmanager
     def together_or(self, what: str, kind: type[Exception]) -> Iterator[None]:
         """As `together`, of whatever the block raises; what all ranks then raise is of this kind, and begins with `what`."""
-        problem = ""
-        try:
+        with Caught() as caught:
             yield
-        except MissingRanksError:
-            raise
-        except Exception as error:  # of CUDA or a compiler, too: the other ranks wait below
-            problem = str(error) or type(error).__name__
-        problems = self.allgather_objects(problem)
+        problems = self.allgather_objects(caught.problem)
         if any(problems):
             texts = (f"rank {self.ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
             raise kind(f"{what}: {'; '.join(texts)}")
@@ -400,25 +400,35 @@ class Transport(ABC):
                 raise ValueError(f"ranks disagree on {name}: {listed}")
 
 
+class Caught:
+    """What a `with` block raised, of CUDA or a compiler, too: kept, since the other ranks wait for what follows.
+
+    Not kept is a MissingRanksError, which all ranks raise by themselves.
+
+    Attributes:
+        error: that was raised; None for none.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *ignored: object) -> bool:
+        if isinstance(error, Exception) and not isinstance(error, MissingRanksError):
+            self.error = error
+        return self.error is not None
+
+    @property
+    def problem(self) -> str:
+        """Its sentence; "" for none."""
+        return "" if self.error is None else str(self.error) or type(self.error).__name__
+
+
 def refuse(problem: str) -> None:
     """Raise ValueError for a problem that is not ""."""
     if problem:
         raise ValueError(problem)
-
-
-class _RepeatedRound:
-    """A persistent round for which nothing is set up: what it needs is borrowed while it runs, so that many rounds share it."""
-
-    def __init__(self, exchange: Round, transport: Transport) -> None:
-        self._exchange, self._transport = exchange, transport
-
-    def run(self) -> None:
-        exchange, transport = self._exchange, self._transport
-        receives = transport.receive(exchange.incoming, exchange.source)
-        transport.wait(receives + transport.send(exchange.outgoing, exchange.dest))
-
-    def free(self) -> None:
-        """Nothing is held between runs."""
 
 
 def _listed(ranks: list[int], size: int) -> str:

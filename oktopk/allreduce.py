@@ -142,7 +142,7 @@ class GradientAllreduce(Resumable):
         self.meet("gradient_tensors")
         with self.backend.stream_scope(), self.transport.together(ValueError):
             self._check_sizes(sizes, element_type)
-            tensors = self.backend.gradient_tensors(sizes, element_type)
+            tensors: GradientTensors = self.backend.kernels.gradient_tensors(sizes, element_type)
         return tensors
 
     def displacement(

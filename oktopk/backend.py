@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,13 @@ from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
 from oktopk.cpu import kernels
-from oktopk.cpu.accumulate import HostDisplacement
-from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.update import STREAMED, SparseUpdate
-from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
+
+if TYPE_CHECKING:
+    from collectives.entry_windows import DeviceEntryWindows
 
 
 class Backend:
@@ -67,20 +66,6 @@ class Backend:
             raise ValueError("gradient is not contiguous")
         return gradient
 
-    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        """As `GradientAllreduce.gradient_tensors`, where kernels can read such a gradient."""
-        raise TypeError("kernels of the host read one vector, not a tensor list")
-
-    def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> ParameterDisplacement:
-        """As `GradientAllreduce.displacement`."""
-        return HostDisplacement(sizes, element_type, reference, share)
-
-    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
-        """As `GradientAllreduce.adamw_displacement`."""
-        return HostAdamW(sizes, element_type)
-
     def stream_scope(self) -> AbstractContextManager[Any]:
         """Enter the device and stream that kernels run on."""
         return nullcontext()
@@ -126,7 +111,7 @@ class Backend:
         """
         return SharedGradients(transport, length)
 
-    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+    def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         """Where the ranks of a host read each other's entries; None where these travel as messages. Not collective.
 
         Args:
@@ -143,24 +128,6 @@ class Backend:
 
     def wait(self) -> None:
         """Wait until all work on arrays is done, so that MPI may read them."""
-
-
-class EntryWindows(Protocol):
-    """Entries of every rank where all ranks of a host can read them; see `collectives.entry_windows.DeviceEntryWindows`."""
-
-    capacity: int
-
-    def reserve(self, most: int) -> bool:
-        """As DeviceEntryWindows."""
-
-    def write(self, entries: Any) -> Any:
-        """As DeviceEntryWindows."""
-
-    def gather(self, gathered: Any, counts: NDArray[np.int64]) -> None:
-        """As DeviceEntryWindows."""
-
-    def close(self) -> None:
-        """As DeviceEntryWindows."""
 
 
 class SharedGradients:

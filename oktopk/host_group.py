@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,11 @@ from collectives.closing import closes
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
 from collectives.transport import Transport
-from oktopk.backend import Backend, EntryWindows
+from oktopk.backend import Backend
 from oktopk.levels import Layout
+
+if TYPE_CHECKING:
+    from collectives.entry_windows import DeviceEntryWindows
 
 
 class HostGroup:
@@ -188,7 +191,7 @@ class HostGroup:
             allgatherv(gathered, counts, host, own)
         return SparseVector(gathered, layout.length)
 
-    def _make_room(self, windows: EntryWindows, mine: SparseVector | None, most: int) -> bool:
+    def _make_room(self, windows: DeviceEntryWindows, mine: SparseVector | None, most: int) -> bool:
         """Get all ranks' entries into windows, opening larger ones where needed; False where there is no memory. Collective."""
         if most > windows.capacity:
             self._limit_next()

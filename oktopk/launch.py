@@ -165,7 +165,7 @@ def available_cores() -> int:
 
 
 def mpiexec_command(
-    ranks: int, module_args: Sequence[str], *, mpiexec: str | None = None, python: str | None = None
+    ranks: int, module_args: Sequence[str], *, mpiexec: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment that run `python -m mpi4py MODULE_ARGS...` on several ranks of this machine.
 
@@ -175,7 +175,6 @@ def mpiexec_command(
         ranks: number of ranks, >= 1.
         module_args: what follows `python -m mpi4py`: ["-m", "my.module", "x.toml"] or ["script.py", ...].
         mpiexec: the launcher; default find_mpiexec().
-        python: the interpreter; default the running one.
 
     Returns:
         (argv, env) for subprocess.run(argv, env=env).
@@ -187,7 +186,7 @@ def mpiexec_command(
         raise LaunchError(f"ranks {ranks} is not at least 1")
     launcher = mpiexec or find_mpiexec()
     environment = launch_environment(ranks, mpiexec_flavour(launcher))
-    return [launcher, "-n", str(ranks), python or sys.executable, "-m", "mpi4py", *module_args], environment
+    return [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", *module_args], environment
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "oktopk-run") -> None:

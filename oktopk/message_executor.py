@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from collectives.codec import PLAIN
+from collectives.tokens import TokenBoard
 from collectives.transport import FlaggedRanksError
 from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
-from oktopk.step import CompletedStep, Plan, StepTokens
+from oktopk.step import CompletedStep, Plan
 
 
 class MessageExecutor:
@@ -25,7 +26,7 @@ class MessageExecutor:
 
     def __init__(self, method: Method, vectors: ErrorFeedback) -> None:
         self._method, self._vectors = method, vectors
-        self._tokens = StepTokens(method.transport)
+        self._tokens = TokenBoard(method.transport)
         self.check, self.close = method.check, method.close
         method.prepare(vectors.update)
 

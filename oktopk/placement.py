@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
-from collectives.transport import MissingRanksError, Transport
+from collectives.transport import Caught, Transport
 from oktopk.backend import Backend
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
@@ -76,11 +76,15 @@ class Placement:
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
         """As `GradientAllreduce.displacement`."""
-        return self._backend.displacement(sizes, element_type, reference, share)
+        moved: ParameterDisplacement = self._backend.kernels.displacement(
+            sizes, element_type, reference, share
+        )
+        return moved
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         """As `GradientAllreduce.adamw_displacement`."""
-        return self._backend.adamw_displacement(sizes, element_type)
+        moved: AdamWDisplacement = self._backend.kernels.adamw_displacement(sizes, element_type)
+        return moved
 
     def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
@@ -239,14 +243,10 @@ class TwoLevels(Placement):
         held: dict[str, Any] = {}
         learned: dict[str, Any] = {}
         whom = (group.between, held, f"shard {group.shard}"), (group.holders, learned, f"host {number}")
-        failed: Exception | None = None
         with self._transport.together(ValueError) as common:
-            try:
+            with Caught() as caught:
                 yield common, held, learned
-            except MissingRanksError:
-                raise
-            except Exception as error:
-                failed = error
+            failed = caught.error
             for transport, mine, where in whom:
                 try:
                     if transport is not None:

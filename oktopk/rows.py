@@ -16,14 +16,8 @@ from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
 from collectives.limit import Limit
-from collectives.rows import (
-    LONGEST_ON_GPU,
-    RowKernels,
-    Rows,
-    RowWindows,
-    row_sparse_allreduce,
-    row_type,
-)
+from collectives.rows import row_sparse_allreduce
+from collectives.table_rows import LONGEST_ON_GPU, Rows, row_type
 from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport, refuse
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.damage import StateError, state_errors
@@ -32,6 +26,7 @@ from oktopk.settings import Settings, timeout_of
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
+    from collectives.row_windows import DeviceRowWindows
 
 
 @dataclass(frozen=True)
@@ -127,9 +122,9 @@ class RowSparseAllreduce:
                 _check(length, width, element_type, device)
                 Settings(average=average, nonfinite=nonfinite, timeout=timeout)
                 alike |= arguments | {"peer_memory": peer_memory, "timeout": timeout}
-            self.kernels: RowKernels = HostRowKernels()
+            self.kernels = HostRowKernels()
             self._scope: Callable[[], AbstractContextManager[None]] = nullcontext
-            self.windows: RowWindows | None = None
+            self.windows: DeviceRowWindows | None = None
             self.p2p_unavailable_reason = "gradients are on the host"
             if device == "cpu":
                 load()
@@ -176,7 +171,7 @@ class RowSparseAllreduce:
     def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
         began = time.perf_counter()
         local, nonfinite = self._empty(), 0
-        into: RowKernels | RowWindows = self.kernels if self.windows is None else self.windows
+        into: HostRowKernels | DeviceRowWindows = self.kernels if self.windows is None else self.windows
         try:
             refuse(problem)
             self._check_given(rows, values)

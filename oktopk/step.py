@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from collectives.sparse import SparseVector
-from collectives.tokens import TokenBoard
-from collectives.transport import Transport
 from oktopk.results import StageTimer
 
 Spans = tuple[tuple[int, int], ...]
@@ -86,35 +83,6 @@ class StepResult:
     deferrable: bool = False
     given_up: bool = False
     tokens: tuple[int, ...] | None = None
-
-
-class StepTokens:
-    """The tokens of steps in which no control words travel; for one executor.
-
-    Args:
-        transport: of the ranks, all on one host.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._board: TokenBoard | None = None
-        self._posted = self._tried = False
-
-    def post(self, token: int | None) -> None:
-        """Show this rank's token to the others; None for none. Collective in the first step that has one."""
-        self._posted = token is not None
-        if token is None:
-            return
-        if not self._tried:
-            self._tried = True
-            with suppress(RuntimeError):  # on every rank alike: tokens are not known then
-                self._board = TokenBoard(self._transport)
-        if self._board is not None:
-            self._board.post(token)
-
-    def read(self) -> tuple[int, ...] | None:
-        """The tokens of all ranks, once this rank knows that all have begun the step; None where they are not known."""
-        return self._board.read() if self._posted and self._board is not None else None
 
 
 class StepHandle(Protocol):

@@ -16,7 +16,6 @@ from the test's source.
 
 from __future__ import annotations
 
-import functools
 import gc
 import signal
 import sys
@@ -235,16 +234,6 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             Path(file).write_bytes(PIXEL)
 
     monkeypatch.setattr(figure.Figure, "savefig", save)
-
-
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time dense algorithms once where kernels run on the host: the choice is the same on all ranks, and means nothing."""
-    if host_cuda.installed():
-        from collectives.cuda import dense_choices
-
-        once = functools.partial(dense_choices.graph_seconds, calls=1, replays=1)
-        monkeypatch.setattr(dense_choices, "graph_seconds", once)
 
 
 @pytest.fixture(scope="session")

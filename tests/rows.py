@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.rows import Rows
+from collectives.table_rows import Rows
 
 
 def widened(values: Any, kind: str) -> NDArray[np.float32]:

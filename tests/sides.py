@@ -78,7 +78,10 @@ class Side:
         self._rows = [put("cuda", row) for row in rows]
         self._windows = put("cuda", np.array([row.data.ptr - 256 for row in self._rows], np.uint64))
         more = {"windows": self._windows.data.ptr, "first": 256, "ranks": len(rows)}
-        return self.kernels.shard_sum(self._device.allocate(n, np.float32), **more, **layout)
+        from oktopk.cuda.shard_sum import DeviceShardSum
+
+        held = self._device.allocate(n, np.float32)
+        return DeviceShardSum(self._device, self.kernels.shard_sum_kernels, held, **more, **layout)
 
     def select(
         self, gradient: Any, residual: Any, bits: int, room: int, boundaries: NDArray[np.int64]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.compiled import FLOAT, compiled
 from collectives.element_types import NAMES, narrow, widen
-from collectives.rows import Rows, check_rows, row_type
+from collectives.table_rows import Rows, check_rows, row_type
 
 _BLOCK = 1 << 18
 """Elements of half a word that are widened to float32 at a time: 1 MB."""
@@ -54,28 +54,51 @@ def sum_rows(
 
 
 class HostRowKernels:
-    """See `collectives.rows.RowKernels`; arrays of NumPy."""
+    """What is done to rows where they lie: here on the host. On a GPU `collectives.cuda.rows` overrides all of it.
+
+    Attributes:
+        arrays: the module of these arrays, NumPy or CuPy.
+    """
 
     arrays: Any = np
 
     def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+        """Sort rows by their id, and add up equal ones, in the order in which they are given, in float32.
+
+        Args:
+            rows: int32[m] or int64[m], in any order, more than once each perhaps.
+            values: [m, width], C-contiguous.
+            length: of the table; the ids of the sums are of its `row_type`.
+            scale: that each sum is multiplied by before it is rounded to the type of the values.
+
+        Returns:
+            The sums, and how many of their elements are Inf or NaN.
+
+        Raises:
+            ValueError: a row is not in [0, length); on a GPU m > MOST_ON_GPU, or length > LONGEST_ON_GPU.
+        """
         if len(rows):
             check_rows(rows, length)
         return _add_up(rows.astype(row_type(length), copy=False), values, scale)
 
     def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+        """As `coalesce`, of lists one after the other, each of which ascends strictly, from firsts[0], firsts[1], ... on."""
         return _add_up(rows, values, scale)  # sorts what lies in order in linear time
 
     def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64, on the host: the rows at these places."""
         return rows[places].astype(np.int64)
 
     def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of ascending rows are below each boundary."""
         return np.searchsorted(rows, boundaries).astype(np.int64)
 
     def empty(self, count: int, like: Any) -> Any:
+        """[count] or [count, width] of the type of `like`, contents undefined."""
         return np.empty((count, *like.shape[1:]), like.dtype)
 
     def copy(self, target: Any, source: Any) -> None:
+        """Copy an array to another of the same shape; on a GPU before anything that a transport sends after it."""
         target[...] = source
 
 

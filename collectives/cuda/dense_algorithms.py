@@ -21,8 +21,8 @@ from collectives.cuda.layouts import (
 from collectives.element_types import ELEMENT_TYPES
 from collectives.transport import Transport
 
-ALGORITHMS = ("one_shot", "lines", "pushed", "two_shot", "two_shot_lines")
-"""All give the same bits; the fastest one runs. Those in lines do as NCCL's LL128."""
+ALGORITHMS = ("one_shot", "lines", "two_shot", "two_shot_lines")
+"""All give the same bits. Those in lines do as NCCL's LL128."""
 
 _SOURCE = Path(__file__).with_name("dense_p2p.cu")
 _RING_BLOCKS = DENSE_BLOCKS  # of a launch through rings at most, for two ranks
@@ -30,6 +30,8 @@ _AT_ONCE = 132  # blocks that a GPU runs at once of a launch in tiles for more r
 _WARPS = DENSE_THREADS // 32
 _TILE = DENSE_THREADS * DENSE_VECTORS * 16  # bytes
 _FLAGGED = 2 << 20  # bytes of data that all sources together may send by `one_shot`
+# bytes that a rank sends of its vector to all others, up to which `one_shot` and `lines` are the fastest
+_MOST_FLAGGED, _MOST_WHOLE = 400 << 10, 1 << 20
 _ALIGNMENT = 256  # bytes, of what lies in a window
 
 
@@ -62,13 +64,29 @@ def areas(ranks: int) -> Areas:
 
 
 def counters(ranks: int) -> tuple[int, int, int]:
-    """How many counters `one_shot`, the algorithms in tiles and those in lines have."""
-    return DENSE_BLOCKS, 2 * tile_blocks(ranks), 2 * line_blocks(ranks) * _WARPS
+    """How many counters `one_shot`, `two_shot` and the algorithms in lines have."""
+    return DENSE_BLOCKS, tile_blocks(ranks), 2 * line_blocks(ranks) * _WARPS
 
 
 def most_units(ranks: int) -> int:
     """Units of 8 bytes that a vector has at most which goes by `one_shot`."""
     return _FLAGGED // ranks // 8
+
+
+def algorithm_for(nbytes: int, ranks: int, lines: bool) -> str:
+    """Which algorithm a vector of so many bytes takes.
+
+    Args:
+        lines: whether lines arrive whole.
+
+    Source: own; in float32 on two H100 and four H200 within 4 % of the fastest at each length, see `docs/results/dense.md`.
+    """
+    sent = nbytes * (ranks - 1)
+    if nbytes <= 8 * most_units(ranks) and (sent <= _MOST_FLAGGED or not lines):
+        return "one_shot"
+    if not lines:
+        return "two_shot"
+    return "lines" if ranks <= 2 or sent <= _MOST_WHOLE else "two_shot_lines"
 
 
 def tile_blocks(ranks: int) -> int:
@@ -96,8 +114,8 @@ def blocks_of(algorithm: str, length: int, size: int, ranks: int) -> int:
     """
     if algorithm == "one_shot":
         return min(-(-length * size // (8 * DENSE_THREADS)), DENSE_BLOCKS)
-    parts = 1 if algorithm in ("pushed", "lines") else ranks
-    if algorithm in ("pushed", "two_shot"):
+    parts = 1 if algorithm == "lines" else ranks
+    if algorithm == "two_shot":
         return min(-(-length * size // (_TILE * parts)), tile_blocks(ranks))
     chunk = CHUNK_DATA // size  # elements
     return min(-(-length // (chunk * parts * _WARPS)), line_blocks(ranks))
@@ -109,11 +127,11 @@ def bytes_sent(algorithm: str, nbytes: int, ranks: int) -> tuple[int, int]:
     Args:
         nbytes: of the vector.
     """
-    whole = algorithm in ("one_shot", "lines", "pushed")
+    whole = algorithm in ("one_shot", "lines")
     sent = nbytes * (ranks - 1) if whole else 2 * nbytes * (ranks - 1) // ranks
     if algorithm == "one_shot":
         return sent, sent
-    return sent, 0 if algorithm in ("pushed", "two_shot") else sent // 15
+    return sent, 0 if algorithm == "two_shot" else sent // 15
 
 
 @functools.cache

@@ -1,16 +1,14 @@
-"""Dense allreduces over peer memory: checks of their arguments, and the error of a call that was aborted."""
+"""Dense allreduces over peer memory: the error of a call that was aborted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import cupy
 import numpy as np
 
 from collectives.cuda.dense_algorithms import ALGORITHMS
 from collectives.cuda.layouts import DIFFERS, MISSING
-from collectives.element_types import ELEMENT_TYPES, NAMES
+from collectives.element_types import ELEMENT_TYPES
 from collectives.symmetric_memory import abort_reasons
 from collectives.transport import MissingRanksError
 
@@ -57,26 +55,3 @@ def abort_error(reasons: Sequence[int], words: Sequence[int], rank: int, timeout
     if missing := [other for other, reason in enumerate(reasons) if reason == MISSING]:
         return MissingRanksError(what, missing, timeout, "No other can follow.")
     return RuntimeError(f"{what}: {abort_reasons(reasons, timeout)}")
-
-
-def element_type_of(array: Any, out: Any, addend: Any) -> str:
-    """The element type that all vectors have.
-
-    Raises:
-        TypeError, ValueError: they are not CuPy arrays of one type and length.
-    """
-    for name, vector in (("array", array), ("out", out), ("addend", addend)):
-        if vector is None:
-            continue
-        if not isinstance(vector, cupy.ndarray):
-            raise TypeError(f"{name} is a {type(vector).__name__}, not a CuPy array")
-        if vector.dtype not in NAMES or vector.dtype != array.dtype:
-            known = ", ".join(map(str, NAMES))
-            raise TypeError(
-                f"{name} dtype {vector.dtype} is not one of {known}, or not that of array, {array.dtype}"
-            )
-        if vector.size != array.size or not vector.flags.c_contiguous:
-            raise ValueError(
-                f"{name} of shape {vector.shape} is not contiguous with the {array.size} elements of array"
-            )
-    return NAMES[array.dtype]

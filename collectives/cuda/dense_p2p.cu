@@ -4,15 +4,15 @@
 //           one 8-byte access, so that the data needs no fence and no second message: the fewest waits, twice the bytes.
 // lines     the same through rings, a flag in each line of 128 bytes: neither a fence nor twice the bytes, but only where a warp's
 //           store of a line arrives whole, over NVLink. See dense_lines.cuh.
-// pushed    in tiles through rings of DENSE_SLOTS, one signal a tile: a fence a tile, the bytes alone. See dense_tiles.cuh.
-// two_shot  tiles again, each summed by its owner alone, who writes the sum into the others' windows; two_shot_lines does so in lines.
+// two_shot  each part of a vector is summed by its owner alone, who writes the sum into the others' windows; in tiles through rings of
+//           DENSE_SLOTS, with a fence and a signal a tile, see dense_tiles.cuh. two_shot_lines does so in lines.
 //
 // Shapes   in, out, addend: [n], each aligned to its elements; out may be in. A window holds calls [2 parities][RANKS sources] of 16
 //          bytes, from `calls_at` on; and from `area` on: flagged words [2 parities][RANKS sources][capacity] of 16 bytes (one_shot);
 //          rings [2 phases][RANKS - 1 sources][DENSE_TILE_BLOCKS][DENSE_SLOTS] of tiles, and behind them, from `flags` on, 64 bits for
 //          each tile of them; or rings [2 phases][RANKS - 1 sources][warps of DENSE_LINE_BLOCKS][DENSE_SLOTS][DENSE_LINE_VECTORS] of 512
-//          bytes of lines. counts: on this GPU, in one_shot [DENSE_BLOCKS], its launches, in tiles [DENSE_TILE_BLOCKS][2 phases], the
-//          tiles sent, in lines [warps][2 phases]. calls: uint64[1] on this GPU. p: struct of layouts.py.
+//          bytes of lines. counts: on this GPU, in one_shot [DENSE_BLOCKS], its launches, in tiles [DENSE_TILE_BLOCKS], the
+//          tiles sent in each phase, in lines [warps][2 phases]. calls: uint64[1] on this GPU. p: struct of layouts.py.
 // Units    area, flags, calls_at: bytes from the start of a window. capacity: 8 bytes of data each. timeout: ns.
 // Sum      x0 + x1, x2 + x3, ... of neighbouring ranks, then of neighbouring pairs: the tree of DenseAllreduce in rank order and in
 //          float32 in every algorithm, rounded once to GRADIENT; so the bits depend on neither length, algorithm nor alignment. out
@@ -101,12 +101,8 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_lines(const __
   if (!compares_calls(p)) reduce_in_lines<false>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_pushed(const __grid_constant__ DenseAllreduce p) {
-  if (!compares_calls(p)) reduce_in_tiles<false>(p);
-}
-
 extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_two_shot(const __grid_constant__ DenseAllreduce p) {
-  if (!compares_calls(p)) reduce_in_tiles<true>(p);
+  if (!compares_calls(p)) reduce_in_tiles(p);
 }
 
 extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_two_shot_lines(const __grid_constant__ DenseAllreduce p) {

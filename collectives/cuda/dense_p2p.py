@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
 
 import cupy
 import numpy as np
@@ -12,6 +10,7 @@ import numpy as np
 from collectives.closing import closes
 from collectives.cuda.dense_algorithms import (
     ALGORITHMS,
+    algorithm_for,
     areas,
     blocks_of,
     bytes_sent,
@@ -20,15 +19,7 @@ from collectives.cuda.dense_algorithms import (
     lines_arrive_whole,
     most_units,
 )
-from collectives.cuda.dense_calls import abort_error, element_type_of
-from collectives.cuda.dense_choices import (
-    MEASURED,
-    UNMEASURED,
-    Choice,
-    NotMeasuredError,
-    choices_by,
-    measured_seconds,
-)
+from collectives.cuda.dense_calls import abort_error
 from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
@@ -49,41 +40,36 @@ class DenseP2P:
         transport: of the ranks, at most 8, which must be able to use symmetric memory. Collective: every rank must construct.
         device: the GPU of this rank and the stream that calls go to.
         timeout: seconds that a kernel waits for another rank.
-        measure: lengths in bytes at which it is measured, once, which algorithm is fastest; () takes `UNMEASURED`,
-            a table of two H100.
 
     Raises:
         ValueError: more ranks; on every rank alike.
         NoPeerMemoryError: a rank has no memory or window, or a kernel cannot be compiled; a RuntimeError, on every rank alike,
-            naming the ranks. The kernels of a type that is not measured, as float16's, are compiled by the first call with it,
-            whose error is that of one rank alone.
-        RuntimeError: algorithms cannot be measured; on every rank alike, naming the ranks.
+            naming the ranks. The kernels of another type than float32 are compiled by the first call with it, whose error is that
+            of one rank alone.
 
     Attributes:
-        choices: by element type; by length in bytes, see `Choice`.
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
+        number, users: of those who share it among themselves, see `P2PDenseAllreduce`.
 
     Memory: a window of 59 to 92 MB, 76 for two ranks.
-    Traffic: none but of `dense_allreduce`; control: allgathers at construction.
+    Traffic: none but of `enqueue`; control: allgathers at construction.
     """
 
-    def __init__(
-        self, transport: Transport, device: Device, timeout: float = 600.0, measure: Sequence[int] = MEASURED
-    ) -> None:
+    def __init__(self, transport: Transport, device: Device, timeout: float = 600.0) -> None:
         ranks = transport.size
         if ranks > MOST_DENSE_RANKS:
             raise ValueError(
                 f"{ranks} ranks are more than {MOST_DENSE_RANKS}, the most of a dense allreduce over peer memory"
             )
         self._device, self._timeout = device, timeout
+        self.number = self.users = 0
         self._most_units = most_units(ranks)
         within, first = areas(ranks), SymmetricMemory.first
         with transport.together_or("no peer memory", NoPeerMemoryError):
             self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
-            for element_type in ("float32", "bfloat16") if len(measure) else ():
-                dense_kernels(element_type, ranks)
+            dense_kernels("float32", ranks)
         self._memory = SymmetricMemory(transport, device, within.nbytes)
         with transport.together_or("no peer memory", NoPeerMemoryError):
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)
@@ -106,21 +92,9 @@ class DenseP2P:
             for area, counts in zip((within.flagged, within.tiles, within.lines), self._counts, strict=False)
         )
         in_tiles["flags"] = first + within.flags
-        self._areas = {"one_shot": one_shot, "pushed": in_tiles, "two_shot": in_tiles}
+        self._areas = {"one_shot": one_shot, "two_shot": in_tiles}
         self._areas |= dict.fromkeys(("lines", "two_shot_lines"), in_lines)
         self._launches: dict[tuple[str, str], PreparedLaunch] = {}  # by element type and algorithm
-        self._fastest: dict[int, str] = {}
-        self.choices: dict[str, tuple[Choice, ...]] = dict.fromkeys(ELEMENT_TYPES, UNMEASURED)
-        if len(measure) and ranks > 1:
-            try:
-                self.choices["float32"] = choices_by(self._measured(measure, "float32"))
-                # elements of float16 take as many bytes and instructions
-                self.choices["bfloat16"] = self.choices["float16"] = choices_by(
-                    self._measured(measure, "bfloat16")
-                )
-            except NotMeasuredError:
-                self.close()
-                raise
 
     @property
     def transport(self) -> Transport:
@@ -129,38 +103,6 @@ class DenseP2P:
     @transport.setter
     def transport(self, other: Transport) -> None:
         self._memory.transport = other
-
-    def dense_allreduce(
-        self, array: Any, out: Any = None, *, addend: Any = None, scale: float = 1.0, nonfinite: Any = None
-    ) -> Any:
-        """Put the sum over the ranks on the device's stream. Collective: every rank must call, with the same length and type.
-
-        Args:
-            array: CuPy array of float32, float16, or uint16 for bfloat16; contiguous, on this GPU.
-            out: of the same type and length, where the result goes; None: into `array`. It is `array` or `addend`, or overlaps
-                neither.
-            addend: of the same type and length, or None: is added to the scaled and rounded sum.
-            scale: of the sum, in float32.
-            nonfinite: uint32[1] on the GPU, to which the number of results that are not finite is added; or None.
-
-        Returns:
-            `out`.
-
-        Raises:
-            TypeError, ValueError: an argument is none of these; on this rank alone.
-            MissingRanksError, RuntimeError: an earlier call was aborted, see `check`.
-
-        A captured call must not be replayed after `close`: the windows that it writes to are then freed.
-
-        Traffic: `nbytes_sent`, in one message to each other rank.
-        """
-        out = array if out is None else out
-        kind = element_type_of(array, out, addend)
-        source, target, more, count = (
-            0 if each is None else each.data.ptr for each in (array, out, addend, nonfinite)
-        )
-        self.enqueue(source, target, more, array.size, kind, scale=scale, nonfinite=count)
-        return out
 
     def enqueue(
         self,
@@ -175,62 +117,61 @@ class DenseP2P:
         stream: int | None = None,
         algorithm: str | None = None,
     ) -> None:
-        """As `dense_allreduce`, by device addresses; 0 for what is not there.
+        """Put the sum over the ranks on a stream. Collective: every rank must call, with the same length, type and scale.
 
         Args:
+            array: device address of the vector, which each of its elements is aligned to.
+            out: of the result, of the same type and length: that of `array` or `addend`, or it overlaps neither.
+            addend: of a vector of the same type and length, which is added to the scaled and rounded sum; 0 for none.
+            length: elements of the vector.
             element_type: "float32", "bfloat16" or "float16".
+            scale: of the sum, in float32.
+            nonfinite: of uint32[1], to which the number of results that are not finite is added; 0 for none.
             stream: None: the device's.
-            algorithm: one of ALGORITHMS; None: by `choices`.
+            algorithm: one of ALGORITHMS; None: as `algorithm_for` says.
 
         Raises:
             ValueError: an algorithm that does not take the vector, see `can_run`; `out` overlaps another vector and is not it.
+            MissingRanksError, RuntimeError: an earlier call was aborted, see `check`.
+
+        A captured call must not be replayed after `close`: the windows that it writes to are then freed.
+
+        Traffic: `bytes_sent` of dense_algorithms, in one message to each other rank; flags beside them count as control traffic.
         """
         self.raise_if_aborted()
         nbytes = length * ELEMENT_TYPES[element_type].nbytes
         for name, other in (("array", array), ("addend", addend)):
             if other not in (0, out) and abs(other - out) < nbytes:
                 raise ValueError(f"out overlaps {name} and is not {name}")
-        algorithm = algorithm or self.algorithm_for(nbytes, element_type)
+        algorithm = algorithm or self.algorithm_for(nbytes)
         if not self.can_run(algorithm, nbytes):
             raise ValueError(f"{algorithm} takes no vector of {nbytes} bytes here: see can_run")
-        stream = self._device.stream.ptr if stream is None else stream
-        self._launch(array, out, addend, length, element_type, scale, nonfinite, stream, algorithm)
+        key = element_type, algorithm
+        if key not in self._launches:
+            kernel = dense_kernels(element_type, self.transport.size)[algorithm]
+            call = tuple(ELEMENT_TYPES).index(element_type) | ALGORITHMS.index(algorithm) << 2
+            self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
+        launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
+        params = launch.params
+        params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
+        params.out, params.addend, params.nonfinite = out, addend, nonfinite
+        setattr(params, "in", array)
+        blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
+        launch(1 + blocks, DENSE_THREADS, self._device.stream.ptr if stream is None else stream)
         self._device.pending = True
         sent, flags = bytes_sent(algorithm, nbytes, self.transport.size)
         self.transport.traffic.count(sent, self.transport.size - 1)
         self.transport.traffic.count_control(flags, 0)
 
-    def algorithm_for(self, nbytes: int, element_type: str = "float32") -> str:
+    def algorithm_for(self, nbytes: int) -> str:
         """Which algorithm a vector of so many bytes takes."""
-        fits = (
-            choice.algorithm
-            for choice in self.choices[element_type]
-            if choice.nbytes is None or nbytes <= choice.nbytes
-        )
-        return next((algorithm for algorithm in fits if self.can_run(algorithm, nbytes)), "two_shot")
-
-    def fastest(self, nbytes: int) -> str:
-        """Which algorithm is fastest for float32 vectors of so many bytes. Collective; none may be under way on another stream.
-
-        It is measured once; where a rank has no room for that, `choices` say it.
-        """
-        measured = min(max(nbytes, 4), MEASURED[-1])
-        if measured not in self._fastest:
-            try:
-                self._fastest[measured] = choices_by(self._measured((measured,), "float32"))[0].algorithm
-            except NotMeasuredError:
-                return self.algorithm_for(nbytes)
-        return self._fastest[measured]
+        return algorithm_for(nbytes, self.transport.size, self._lines)
 
     def can_run(self, algorithm: str, nbytes: int) -> bool:
         """Whether an algorithm takes a vector of so many bytes: lines only where NVLink joins the GPUs, each rank's its own."""
         if algorithm == "one_shot":
             return nbytes <= 8 * self._most_units
-        return self._lines or algorithm in ("pushed", "two_shot")
-
-    def nbytes_sent(self, algorithm: str, nbytes: int) -> int:
-        """Bytes of data that a rank sends in a call; flags beside them count as control traffic, see `dense_p2p.cu`."""
-        return bytes_sent(algorithm, nbytes, self.transport.size)[0]
+        return self._lines or algorithm == "two_shot"
 
     def check(self) -> None:
         """Wait for the calls so far on the device's stream, and look for an abort that none of them met.
@@ -266,32 +207,3 @@ class DenseP2P:
         if self._report.value:
             words = self._memory.read(self._calls_at, 2 * self.transport.size * 4)
             raise abort_error(self._memory.reasons(), words, self.transport.rank, self._timeout)
-
-    def _launch(
-        self, array: int, out: int, addend: int, length: int, element_type: str, scale: float, nonfinite: int, stream: int,
-        algorithm: str,
-    ) -> None:  # fmt: skip
-        key = element_type, algorithm
-        if key not in self._launches:
-            kernel = dense_kernels(element_type, self.transport.size)[algorithm]
-            call = tuple(ELEMENT_TYPES).index(element_type) | ALGORITHMS.index(algorithm) << 2
-            self._launches[key] = kernel.prepare(call=call, **self._fields, **self._areas[algorithm])
-        launch, width = self._launches[key], 8 if algorithm == "one_shot" else 16
-        params = launch.params
-        params.n, params.scale, params.aligned = length, scale, (array | out | addend) % width == 0
-        params.out, params.addend, params.nonfinite = out, addend, nonfinite
-        setattr(params, "in", array)
-        blocks = blocks_of(algorithm, length, ELEMENT_TYPES[element_type].nbytes, self.transport.size)
-        launch(1 + blocks, DENSE_THREADS, stream)
-
-    def _measured(self, lengths: Sequence[int], element_type: str) -> dict[tuple[int, str], float]:
-        """Seconds of the slowest rank, by length and algorithm, see `measured_seconds`. Collective."""
-
-        def call(address: int, nbytes: int, name: str, stream: int) -> None:
-            self.raise_if_aborted()
-            length = nbytes // ELEMENT_TYPES[element_type].nbytes
-            self._launch(address, address, 0, length, element_type, 0.5, 0, stream, name)
-
-        self.check()  # it has a stream of its own, and launches share counters
-        runs = [(nbytes, name) for nbytes in lengths for name in ALGORITHMS if self.can_run(name, nbytes)]
-        return measured_seconds(runs, call, self.transport, self._device, self.abort)

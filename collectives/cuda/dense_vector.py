@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 from collectives.cuda.dense_algorithms import dense_kernels
@@ -12,20 +11,7 @@ from collectives.cuda.device import Device
 from collectives.transport import Transport
 
 _NUMBERS = itertools.count()
-
-
-@dataclass
-class SharedWindows:
-    """Windows that several vectors use.
-
-    Attributes:
-        number: rank 0's, of these windows.
-        users: how many vectors use them.
-    """
-
-    windows: DenseP2P
-    number: int
-    users: int = 0
+"""Of the windows that vectors share; those of rank 0 count."""
 
 
 class P2PDenseAllreduce:
@@ -42,7 +28,7 @@ class P2PDenseAllreduce:
         NoPeerMemoryError, RuntimeError: as `DenseP2P`; on every rank alike.
 
     Memory: windows, see `DenseP2P`.
-    Traffic: `DenseP2P.nbytes_sent`.
+    Traffic: `collectives.cuda.dense_algorithms.bytes_sent`.
     """
 
     on_device = True
@@ -50,23 +36,23 @@ class P2PDenseAllreduce:
     def __init__(self, vector: Any, transport: Transport, device: Device, timeout: float) -> None:
         self._vector, self._device, self._transport = vector, device, transport
         self._key = "dense", device.id, device.stream.ptr, timeout
-        shared: SharedWindows | None = transport.shared.get(self._key)
+        windows: DenseP2P | None = transport.shared.get(self._key)
         mine = None
         with transport.together_or("no dense sums through peer memory", RuntimeError):
             device.report("dense nonfinite", 1)
             dense_kernels("float32", transport.size)
-            if shared is not None and not shared.windows.aborted:
-                mine = shared.number, shared.users
+            if windows is not None and not windows.aborted:
+                mine = windows.number, windows.users
         everyone = transport.allgather_objects((mine, next(_NUMBERS)))
-        if shared is None or any(theirs is None or theirs != mine for theirs, _ in everyone):
+        if windows is None or any(theirs is None or theirs != mine for theirs, _ in everyone):
             # a device of its own: that of a vector ends with it, the windows with the last vector
             with device.gpu:
-                windows = DenseP2P(transport, Device(device.stream), timeout, measure=())
-            shared = transport.shared[self._key] = SharedWindows(windows, everyone[0][1])
-        self._shared, self._windows = shared, shared.windows
-        shared.users += 1
-        self._windows.transport = transport
-        self._algorithm = self._windows.fastest(vector.nbytes)
+                windows = DenseP2P(transport, Device(device.stream), timeout)
+            windows.number = everyone[0][1]
+            transport.shared[self._key] = windows
+        self._windows = windows
+        windows.users += 1
+        windows.transport = transport
 
     def run(self, scale: float = 1.0) -> bool:
         """Sum over the ranks, times `scale`; waits. Collective. Returns whether all sums are finite.
@@ -87,7 +73,6 @@ class P2PDenseAllreduce:
             scale=scale,
             nonfinite=count,
             stream=self._device.stream.ptr,
-            algorithm=self._algorithm,
         )
         self._device.synchronize()
         self._windows.raise_if_aborted()
@@ -107,11 +92,11 @@ class P2PDenseAllreduce:
 
     def free(self) -> None:
         """Free the windows, if no other vector shares them. Collective."""
-        self._shared.users -= 1
-        if self._shared.users:
+        self._windows.users -= 1
+        if self._windows.users:
             return
         shared = self._transport.shared
-        if shared.get(self._key) is self._shared:
+        if shared.get(self._key) is self._windows:
             del shared[self._key]
         self._windows.transport = self._transport
         self._windows.close()

@@ -151,8 +151,7 @@ struct("DenseAllreduce", """
     P2P p2p; unsigned long long windows[MOST_DENSE_RANKS]; unsigned long long area; unsigned long long flags;
     unsigned long long calls_at; long long capacity; const void* in; void* out; const void* addend; long long n;
     float scale; int aligned; unsigned long long* counts; unsigned long long* calls; unsigned* nonfinite;
-    volatile unsigned* report; unsigned call;""", "dense_one_shot", "dense_lines", "dense_pushed", "dense_two_shot",
-       "dense_two_shot_lines")
+    volatile unsigned* report; unsigned call;""", "dense_one_shot", "dense_lines", "dense_two_shot", "dense_two_shot_lines")
 struct("PutSelection", """
     P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")

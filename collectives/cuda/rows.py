@@ -11,6 +11,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cpu.rows import HostRowKernels
 from collectives.cuda.device import Device, address_of
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import (
@@ -22,16 +23,16 @@ from collectives.cuda.layouts import (
     RowState,
 )
 from collectives.element_types import ELEMENT_TYPES
-from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, check_rows, row_type
 from collectives.sparse import MAX_LENGTH
+from collectives.table_rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows, check_rows, row_type
 
 _SOURCE = Path(__file__).with_name("rows.cu")
 _THREADS = 256
 """Of a block that adds up rows."""
 
 
-class DeviceRowKernels:
-    """See `collectives.rows.RowKernels`; arrays of CuPy, in the memory of its pool.
+class DeviceRowKernels(HostRowKernels):
+    """Arrays of CuPy, in the memory of its pool.
 
     What returns sums waits for the stream: once where they have room, else twice, since their number decides how much they need.
 
@@ -60,13 +61,10 @@ class DeviceRowKernels:
         self._keys: Any = None
         self._marks: Any = None
 
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
-        return self.coalesce_into(None, rows, values, length, scale)
-
-    def coalesce_into(
-        self, room: Rows | None, rows: Any, values: Any, length: int, scale: float
+    def coalesce(
+        self, rows: Any, values: Any, length: int, scale: float, room: Rows | None = None
     ) -> tuple[Rows, int]:
-        """As `coalesce`; the sums are in `room` where it is large enough."""
+        """As the host's; the sums are in `room` where it is large enough."""
         if not len(rows):
             return Rows(self.empty(0, rows).astype(row_type(length)), self.empty(0, values)), 0
         with self._device.gpu, self._device.stream:

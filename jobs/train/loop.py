@@ -59,7 +59,7 @@ def peer_allreduce(model: nn.Module, comm: MPI.Intracomm) -> DenseAllreduce | No
     if comm.size == 1 or not floating or not all(buffer.is_cuda for buffer in floating):
         return None
     try:
-        return DenseAllreduce(comm, measure=False)
+        return DenseAllreduce(comm)
     except (NoPeerMemoryError, ValueError):  # on every rank alike; the latter for more ranks than it takes
         return None
 

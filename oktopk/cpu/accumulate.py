@@ -206,7 +206,19 @@ def sum_shard(
 
 
 class HostMoves(ABC):
-    """A displacement in host memory, which a kernel of its own adds to the residual."""
+    """A displacement in host memory, which a kernel of its own adds to the residual.
+
+    Args:
+        sizes: elements of the parameters, in the order of the vectors; may be 0.
+        addresses: of each parameter that kernels take.
+    """
+
+    def __init__(self, sizes: Sequence[int], addresses: int) -> None:
+        counts = np.asarray(sizes, np.int64)
+        self.length = int(counts.sum())
+        self._filled = np.flatnonzero(counts)
+        self._spans = np.zeros((len(self._filled) + 1, 1 + addresses), np.int64)  # begin, addresses
+        self._spans[:-1, 0], self._spans[-1, 0] = (counts.cumsum() - counts)[self._filled], self.length
 
     @abstractmethod
     def accumulate(
@@ -219,7 +231,7 @@ class HostDisplacement(HostMoves, ParameterDisplacement):
     """A displacement of parameters in host memory.
 
     Args:
-        sizes: elements of the parameters, in the order of the vectors; may be 0.
+        sizes: as HostMoves.
         element_type: of the parameters: "float32", "bfloat16" or "float16".
         reference: float32[n], its memory.
         share: of the residual.
@@ -231,11 +243,7 @@ class HostDisplacement(HostMoves, ParameterDisplacement):
     def __init__(
         self, sizes: Sequence[int], element_type: str, reference: NDArray[np.float32], share: float
     ) -> None:
-        counts = np.asarray(sizes, np.int64)
-        self.length = int(counts.sum())
-        self._filled = np.flatnonzero(counts)
-        self._spans = np.zeros((len(self._filled) + 1, 2), np.int64)  # begin, address
-        self._spans[:-1, 0], self._spans[-1, 0] = (counts.cumsum() - counts)[self._filled], self.length
+        super().__init__(sizes, addresses=1)
         self.layout = self._spans, KINDS[element_type], reference, share
 
     def accumulate(

@@ -46,17 +46,13 @@ class HostAdamW(HostMoves, AdamWDisplacement):
     """AdamW's step on parameters in host memory.
 
     Args:
-        sizes: elements of the parameters, in the order of the vectors; may be 0.
+        sizes: as HostMoves.
         element_type: of gradients and moments: "float32", "bfloat16" or "float16".
     """
 
     def __init__(self, sizes: Sequence[int], element_type: str) -> None:
-        counts = np.asarray(sizes, np.int64)
-        self.length = int(counts.sum())
-        self._filled = np.flatnonzero(counts)
+        super().__init__(sizes, addresses=3)
         self._kind = KINDS[element_type]
-        self._spans = np.zeros((len(self._filled) + 1, 4), np.int64)
-        self._spans[:-1, 0], self._spans[-1, 0] = (counts.cumsum() - counts)[self._filled], self.length
         self._terms = np.zeros((len(self._filled), len(ADAMW_TERMS)), np.float32)
 
     def set_step(self, addresses: NDArray[np.int64], terms: NDArray[np.float32]) -> None:

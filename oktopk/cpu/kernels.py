@@ -15,11 +15,13 @@ from collectives.cpu.compiled import BOOL, ENTRIES, FLOAT, INT, NONE, VECTOR, co
 from collectives.cpu.lanes import LANES, load, lowest, prefetch, reaching
 from oktopk.cpu.accumulate import (  # noqa: F401 - of these kernels, too
     BLOCK,
+    HostDisplacement,
     Packing,
     ShardSum,
     accumulate_select,
     sum_shard,
 )
+from oktopk.cpu.adamw import HostAdamW
 from oktopk.cpu.histograms import (  # noqa: F401 - likewise
     LEVELS,
     magnitude_histogram,
@@ -27,6 +29,9 @@ from oktopk.cpu.histograms import (  # noqa: F401 - likewise
     words_of,
 )
 from oktopk.displacement import Displacement
+
+displacement, adamw_displacement = HostDisplacement, HostAdamW
+"""As `GradientAllreduce.displacement` and `adamw_displacement`."""
 
 _SOON = 32  # entries likewise
 _TILE = 1 << 15  # elements whose flags stay in the second-level cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -20,13 +20,13 @@ from collectives.element_types import ELEMENT_TYPES
 from collectives.entry_windows import DeviceEntryWindows
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 from collectives.transport import Transport
-from oktopk.backend import Backend, EntryWindows, SharedGradients
+from oktopk.backend import Backend, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_graph import compile_p2p_kernels
 from oktopk.cuda.p2p_step import P2PStep
 from oktopk.cuda.shard_sum import DeviceShardSum
-from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement
+from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
 
@@ -109,17 +109,6 @@ class DeviceBackend(Backend):
             )
         return gradient
 
-    def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
-        return self.kernels.gradient_tensors(sizes, element_type)
-
-    def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
-    ) -> ParameterDisplacement:
-        return self.kernels.displacement(sizes, element_type, reference, share)
-
-    def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
-        return self.kernels.adamw_displacement(sizes, element_type)
-
     def stream_scope(self) -> AbstractContextManager[Any]:
         if cupy.cuda.runtime.getDevice() == self.device.id:
             return self.device.stream
@@ -160,7 +149,7 @@ class DeviceBackend(Backend):
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
         return DeviceSharedGradients(transport, self.kernels, length, self._stored)
 
-    def entry_windows(self, transport: Transport) -> EntryWindows | None:
+    def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
 
     def stream_beside(self, number: int) -> Any:
@@ -215,9 +204,9 @@ class DeviceSharedGradients(SharedGradients):
         return self._memory.array_of(rank, self._length, self._stored)
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
-        memory = self._memory
-        return self._kernels.shard_sum(
-            out, windows=memory.windows, first=memory.first, ranks=self._size,
+        kernels, memory = self._kernels, self._memory
+        return DeviceShardSum(
+            kernels.device, kernels.shard_sum_kernels, out, windows=memory.windows, first=memory.first, ranks=self._size,
             block=layout.block, shards=layout.shards, shard=shard,
         )  # fmt: skip
 

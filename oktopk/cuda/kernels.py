@@ -24,58 +24,40 @@ from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
-from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import Displacement
 
 _KERNELS = Path(__file__).parent
 
 
-def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
-    """The kernels that read a gradient, by name."""
-    define = f"GRADIENT={ELEMENT_TYPES[gradient_type].cuda}"
-    files = {
-        "accumulate_select": ("accumulate_select", "compact_selection"),
-        "accumulate": (
-            "accumulate", "accumulate_moments", "undo_accumulate", "copy_scaled",
-        ),
-    }  # fmt: skip
-    return {
-        name: Kernel(compiled(_KERNELS / f"{file}.cu", define), name)
-        for file, names in files.items()
-        for name in names
-    }
-
-
-def _tensor_kernels(gradient_type: str, element_type: str) -> dict[str, Kernel]:
-    """The kernels that read a list of tensors of another type, or of the gradient's, by the names of those for one vector."""
-    defines = [f"GRADIENT={ELEMENT_TYPES[gradient_type].cuda}"]
-    if element_type != gradient_type:
-        defines.append(f"SOURCE={ELEMENT_TYPES[element_type].cuda}")
-    fused = compiled(_KERNELS / "accumulate_select.cu", *defines)
-    passes = compiled(_KERNELS / "accumulate.cu", *defines)
-    return {
-        "accumulate_select": Kernel(fused, "accumulate_select_tensors"),
-        "undo_accumulate": Kernel(passes, "undo_accumulate_tensors"),
-        "locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks"),
-    }
-
-
-def _displacement_kernels(element_type: str, kind: str) -> dict[str, Kernel]:
-    """The kernels of a displacement of parameters of this type, of whose passes over vectors there is one alone.
+def _kernels(gradient: str, source: str, **places: str) -> dict[str, Kernel]:
+    """Kernels of one folder by the names that they are called by.
 
     Args:
-        kind: "displacement" or "adamw".
+        gradient: their GRADIENT, an element type.
+        source: their SOURCE, another one, in memory; "" or the same for none.
+        places: "file.kernel" for each name.
     """
-    defines = ["GRADIENT=float"]
-    if element_type != "float32":
-        defines.append(f"SOURCE={ELEMENT_TYPES[element_type].cuda}")
+    defines = [f"GRADIENT={ELEMENT_TYPES[gradient].cuda}"]
+    if source not in ("", gradient):
+        defines.append(f"SOURCE={ELEMENT_TYPES[source].cuda}")
+    split = {name: place.split(".") for name, place in places.items()}
     return {
         name: Kernel(compiled(_KERNELS / f"{file}.cu", *defines), kernel)
-        for name, file, kernel in (
-            ("accumulate_select", "accumulate_select", f"accumulate_select_{kind}"),
-            ("show", "displacement", "show"),
-        )
-    } | {"locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks")}
+        for name, (file, kernel) in split.items()
+    }
+
+
+def _gradient_kernels(gradient_type: str) -> dict[str, Kernel]:
+    """The kernels that read a gradient, by name."""
+    passes = "accumulate", "accumulate_moments", "undo_accumulate", "copy_scaled"
+    selecting = {name: f"accumulate_select.{name}" for name in ("accumulate_select", "compact_selection")}
+    return _kernels(gradient_type, "", **selecting, **{name: f"accumulate.{name}" for name in passes})
+
+
+def _listed_kernels(gradient_type: str, element_type: str, **places: str) -> dict[str, Kernel]:
+    """As `_kernels`, of tensor lists, with what locates chunks in these."""
+    locate = {"locate_chunks": Kernel(compiled(_KERNELS / "multi_tensor.cu"), "locate_chunks")}
+    return _kernels(gradient_type, element_type, **places) | locate
 
 
 class DeviceKernels:
@@ -236,10 +218,6 @@ class DeviceKernels:
         fields = {"vector": vector.data.ptr, "support": support.pointer, "out": out.pointer}
         self.device.launch_for(self._apply["take_values"], len(support), **fields)
 
-    def shard_sum(self, out: Any, **layout: int) -> DeviceShardSum:
-        """One shard of the sum of several gradients, as the host's ShardSum. `layout`: fields of the kernels' ShardSum."""
-        return DeviceShardSum(self.device, self.shard_sum_kernels, out, **layout)
-
     def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]
         self.device.launch_for(kernel, out.size, values=block.pointer, out=out.data.ptr, scale=scale)
@@ -247,14 +225,11 @@ class DeviceKernels:
     @cached_property
     def shard_sum_kernels(self) -> dict[str, Kernel]:
         """The kernels of `shard_sum`, compiled when they are first asked for: flat steps do not need `sum_shard`."""
-        define = f"GRADIENT={ELEMENT_TYPES[self._gradient_type].cuda}"
-        return {
-            "accumulate_select": Kernel(
-                compiled(_KERNELS / "accumulate_select.cu", define), "accumulate_select_sum"
-            ),
-            "undo_accumulate": Kernel(compiled(_KERNELS / "accumulate.cu", define), "undo_accumulate_sum"),
-            "sum_shard": Kernel(compiled(_KERNELS / "sum_shard.cu", define), "sum_shard"),
-        }
+        return _kernels(
+            self._gradient_type, "",
+            accumulate_select="accumulate_select.accumulate_select_sum", undo_accumulate="accumulate.undo_accumulate_sum",
+            sum_shard="sum_shard.sum_shard",
+        )  # fmt: skip
 
     @property
     def clear_kernel(self) -> Kernel:
@@ -273,21 +248,29 @@ class DeviceKernels:
 
     def gradient_tensors(self, sizes: Sequence[int], element_type: str) -> GradientTensors:
         """A gradient as a list of tensors of so many elements, each "float32", "bfloat16" or "float16"."""
-        kernels = _tensor_kernels(self._gradient_type, element_type)
+        kernels = _listed_kernels(
+            self._gradient_type, element_type,
+            accumulate_select="accumulate_select.accumulate_select_tensors",
+            undo_accumulate="accumulate.undo_accumulate_tensors",
+        )  # fmt: skip
         return GradientTensors(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> DeviceDisplacement:
         """What parameters of so many elements, each "float32", "bfloat16" or "float16", have moved."""
-        kernels = _displacement_kernels(element_type, "displacement")
+        kernels = _listed_kernels(
+            "float32", element_type,
+            accumulate_select="accumulate_select.accumulate_select_displacement", show="displacement.show",
+        )  # fmt: skip
         return DeviceDisplacement(
             self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes, reference, share
         )
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> DeviceAdamW:
         """What AdamW moves parameters of so many elements by, of gradients and moments of this type."""
-        kernels = _displacement_kernels(element_type, "adamw")
+        select = "accumulate_select.accumulate_select_adamw"
+        kernels = _listed_kernels("float32", element_type, accumulate_select=select)
         return DeviceAdamW(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
     def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
 from collectives.sparse import SparseVector
+from collectives.tokens import TokenBoard
 from collectives.transport import FlaggedRanksError
 from oktopk.cpu.kernels import Packing
 from oktopk.displacement import is_flagged
@@ -18,7 +19,7 @@ from oktopk.methods.oktopk import OkTopk
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
-from oktopk.step import Plan, StepResult, StepTokens
+from oktopk.step import Plan, StepResult
 from oktopk.thresholds import keeps_enough
 
 
@@ -76,7 +77,7 @@ class P2PExecutor:
     def __init__(self, method: OkTopk, vectors: ErrorFeedback, p2p_step: Any) -> None:
         self._method, self._vectors = method, vectors
         self.p2p_step = p2p_step
-        self.tokens = StepTokens(method.transport)
+        self.tokens = TokenBoard(method.transport)
         # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
         self._barrier_due = False
 
@@ -126,47 +127,29 @@ class P2PExecutor:
         bits = 0
         if selection is None:
             bits = local.lower_threshold() if cut_to_k else local.bits or 0
+        step = _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
         with plan.timer.stage("step", ends=deferred):
-            self._launch(
-                gradient,
-                plan,
-                selection,
-                flagged,
-                exact=exact,
-                bits=bits,
-                cut_to_k=cut_to_k,
-                deferred=deferred,
-            )
+            self._launch(step)
         if deferred:
             vectors.nothing_applied()  # as far as the host knows
             vectors.selected, vectors.pending = None, True
-        return _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
+        return step
 
-    def _launch(
-        self,
-        gradient: Any,
-        plan: Plan,
-        selection: Selection | None,
-        flagged: bool,
-        *,
-        exact: bool,
-        bits: int = 0,
-        cut_to_k: bool = False,
-        deferred: bool = False,
-    ) -> None:
+    def _launch(self, step: _P2PHandle) -> None:
         """Put the step's kernels on the stream, see `P2PStep.launch`."""
         threshold, boundaries = self._method.threshold, self._method.regions.boundaries
         assert boundaries is not None
+        selection = step.selection
         self.p2p_step.launch(
-            gradient,
+            step.gradient,
             self._vectors,
-            (bits, threshold.lowest if exact else threshold.expected),
+            (step.bits, threshold.lowest if step.exact else threshold.expected),
             boundaries,
-            selected=selection and (selection.packed.nnz, selection.nonfinite + flagged),
-            exact=exact,
-            timed=plan.timer.detailed,
-            cut_to_k=cut_to_k,
-            deferred=deferred,
+            selected=selection and (selection.packed.nnz, selection.nonfinite + step.flagged),
+            exact=step.exact,
+            timed=step.plan.timer.detailed,
+            cut_to_k=step.cut_to_k,
+            deferred=step.deferred,
         )
 
     def end_waited(self, step: _P2PHandle) -> StepResult:
@@ -216,10 +199,11 @@ class P2PExecutor:
 
     def _launch_again(self, step: _P2PHandle, selection: Selection) -> Any:
         """The outcome of a step whose selection was too long or too short on some rank, and is right now. Collective."""
-        method, plan, epoch = self._method, step.plan, self.p2p_step.upcoming_epoch()
+        epoch = self.p2p_step.upcoming_epoch()
         try:
-            method.transport.barrier()  # another rank's kernels may have yet to read what was selected at first
-            self._launch(step.gradient, plan, selection, step.flagged, exact=step.exact)
+            # another rank's kernels may have yet to read what was selected at first
+            self._method.transport.barrier()
+            self._launch(replace(step, selection=selection, bits=0, cut_to_k=False))
             return self.p2p_step.outcome(step.exact)
         except BaseException:
             self.p2p_step.abort(epoch)
@@ -276,13 +260,17 @@ class P2PExecutor:
         return result
 
     def _selected_by(self, step: _P2PHandle) -> Selection:
-        """What the step's kernels selected, cut down where that was too much; learns from it."""
-        local, k, selected = self._method.selection, step.plan.k, self.p2p_step.selected()
+        """What the step's kernels selected."""
+        return self._selection_of(self.p2p_step.selected(), step.plan.k, step.bits)
+
+    def _selection_of(self, selected: Any, k: int, bits: int) -> Selection:
+        """What kernels selected by a threshold, cut down where that was too much; learns from it."""
+        local = self._method.selection
         if not selected.candidates:
             packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
             assert self._vectors.residual is not None
-            return local.finish(packing, self._vectors.residual, k, step.bits, selected.short)
-        local.learn_exact(selected.candidates, k, step.bits, selected.bits)
+            return local.finish(packing, self._vectors.residual, k, bits, selected.short)
+        local.learn_exact(selected.candidates, k, bits, selected.bits)
         packed = SparseVector(local.buffer(k)[: selected.nnz], self._method.length)
         return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)
 
@@ -293,26 +281,10 @@ class P2PExecutor:
         if flagged:  # nothing will be exchanged
             selection = local.select(gradient, residual, k, exact=False)
             return selection, method.splits(selection.packed)
-        if plan.exact or local.needs_exact or local.bits is None:
-            return self._select_exact(gradient, residual, k)
-        return self._select_by(local.bits, gradient, residual, k)
-
-    def _select_exact(self, gradient: Any, residual: Any, k: int) -> tuple[Selection, NDArray[np.int64]]:
-        method, local, lowest = self._method, self._method.selection, self._method.selection.lower_threshold()
-        selected = self.p2p_step.select_exact(gradient, residual, lowest)
-        if selected.short:
-            packing = Packing(selected.candidates, selected.nonfinite)
-            selection = local.finish(packing, residual, k, lowest, True)
+        exact = plan.exact or local.needs_exact or local.bits is None
+        bits = local.lower_threshold() if exact or local.bits is None else local.bits
+        selected = self.p2p_step.select(gradient, residual, bits, exact)
+        selection = self._selection_of(selected, k, bits)
+        if selected.short or not selected.nnz or selection.packed.nnz != selected.nnz:
             return selection, method.splits(selection.packed)
-        local.learn_exact(selected.candidates, k, lowest, selected.bits)
-        packed = SparseVector(local.buffer(k)[: selected.nnz], method.length)
-        return Selection(packed, 0, True, bits_magnitude(selected.bits)), np.array(selected.splits, np.int64)
-
-    def _select_by(
-        self, bits: int, gradient: Any, residual: Any, k: int
-    ) -> tuple[Selection, NDArray[np.int64]]:
-        nnz, nonfinite, splits = self.p2p_step.select(gradient, residual, bits)
-        selection = self._method.selection.finish(Packing(nnz, nonfinite), residual, k, bits, False)
-        if not nnz or selection.packed.nnz != nnz:
-            return selection, self._method.splits(selection.packed)
-        return selection, np.array(splits, np.int64)
+        return selection, np.array(selected.splits, np.int64)

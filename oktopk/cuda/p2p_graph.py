@@ -77,7 +77,7 @@ class P2PGraph:
 
     Raises:
         ValueError: lists of this k do not fit 32-bit offsets; on every rank alike, before anything collective.
-        RuntimeError: a rank has no memory for it; on every rank alike.
+        RuntimeError: a rank has no memory for it, or another error; on every rank alike, naming the rank.
 
     Attributes:
         k: as given.
@@ -109,7 +109,7 @@ class P2PGraph:
         self._packed = self._memory.entries(packed_at, 2 * k)
         self._kept = self._memory.entries(kept_at, kept)
         try:  # without agreement the other GPUs would wait for this rank
-            with transport.together_or("no memory for steps over symmetric memory", RuntimeError):
+            with transport.together_or("steps over symmetric memory cannot be laid out", RuntimeError):
                 self._make_buffers(settings.timeout)
                 self._lay_out(packed_at, kept_at, settings)
         except RuntimeError:
@@ -329,15 +329,14 @@ class P2PGraph:
         self._enqueue_exact_sums(stream)
         self._enqueue_apply(vectors, stream)
 
-    def enqueue_exact_selection(self, gradient: Any, residual: Any, lowest: int, stream: int) -> None:
-        """Accumulate, and trim what reaches `lowest` to the exact top k."""
-        self._select_alone(gradient, residual, lowest)
-        self._kth.select_local(stream)
-
-    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int) -> None:
-        """Accumulate, select what reaches `bits`, and compute its equal-count splits."""
-        self._select_alone(gradient, residual, bits)
-        self._kth.split(stream)
+    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int, *, exact: bool) -> None:
+        """Accumulate, select what reaches `bits`, or of that the exact top k, and compute its equal-count splits."""
+        self.set_gradient(gradient)
+        self._reader.alone.run(pointer_of(gradient), residual.data.ptr, bits)
+        if exact:
+            self._kth.select_local(stream)
+        else:
+            self._kth.split(stream)
 
     def stage_seconds(self) -> list[tuple[str, float]]:
         """Seconds on the device by stage of the last timed step, which has ended."""
@@ -365,10 +364,6 @@ class P2PGraph:
         params = self._apply.params
         _, params.residual, params.update = vectors
         self._apply(self._apply_blocks, 256, stream, self._transport.size)
-
-    def _select_alone(self, gradient: Any, residual: Any, bits: int) -> None:
-        self.set_gradient(gradient)
-        self._reader.alone.run(pointer_of(gradient), residual.data.ptr, bits)
 
     def _mark(self, number: int, stream: int) -> None:
         if self.timed:

@@ -83,8 +83,8 @@ class DeviceSelection:
         bits: the k-th largest magnitude, where the list was cut.
         splits: P - 1 indices that split the list into equal counts, where it is not empty.
         offsets: P + 1 integers, where each region begins in the list, if that is known.
-        short: too few or too many candidates: the list was not cut, and the host must look at it. Of a step that `launch` put on
-            the stream too few alone, where it was to be cut to k and is not deferred.
+        short: too few or too many candidates: the list was not cut, has no splits, and the host must look at it. Of a step that
+            `launch` put on the stream too few alone, where it was to be cut to k and is not deferred.
     """
 
     nnz: int
@@ -387,37 +387,26 @@ class P2PStep:
             for stage, seconds in self._launches.stage_seconds():
                 timer.add(stage, seconds)
 
-    def select_exact(self, gradient: Any, residual: Any, lowest: int) -> DeviceSelection:
-        """Accumulate and select the exact top k, from what reaches `lowest`; waits.
+    def select(self, gradient: Any, residual: Any, bits: int, exact: bool) -> DeviceSelection:
+        """Accumulate and select what reaches `bits`, before a launch; waits.
 
         Args:
             gradient: [n], read.
             residual: float32[n]; becomes gradient + residual.
+            exact: cut the list down to the top k.
         """
         launches = self._launches
         assert launches is not None
-        launches.enqueue_exact_selection(gradient, residual, lowest, self._device.stream.ptr)
-        self._device.synchronize()
-        nnz, _, candidates, short, bits = launches.taken[:5]
-        splits = launches.splits[: self._transport.size - 1]
-        return DeviceSelection(nnz, launches.packed_report[1], candidates, bits, splits, short=bool(short))
-
-    def select(self, gradient: Any, residual: Any, bits: int) -> tuple[int, int, list[int]]:
-        """Accumulate and select what reaches `bits`; waits.
-
-        Args:
-            gradient: [n], read.
-            residual: float32[n]; becomes gradient + residual.
-
-        Returns:
-            (nnz, nonfinite, P - 1 indices that split into equal counts what of it there is room for).
-        """
-        launches = self._launches
-        assert launches is not None
-        launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr)
+        launches.enqueue_selection(gradient, residual, bits, self._device.stream.ptr, exact=exact)
         self._device.synchronize()
         nnz, nonfinite = launches.packed_report[:2]
-        return nnz, nonfinite, launches.splits[: self._transport.size - 1]
+        splits = launches.splits[: self._transport.size - 1]
+        if not exact:
+            return DeviceSelection(nnz, nonfinite, 0, 0, splits)
+        taken, _, candidates, short, threshold = launches.taken[:5]
+        if short:
+            return DeviceSelection(candidates, nonfinite, 0, 0, [], short=True)
+        return DeviceSelection(taken, nonfinite, candidates, threshold, splits)
 
     def lists(self) -> RegionLists:
         """The contributions to this rank's region, after a step that stopped for its threshold."""

@@ -16,7 +16,7 @@ from oktopk.step import Plan, StepResult
 class Dense(Method):
     """The exact sum; nothing stays behind.
 
-    Traffic: `collectives.dense_allreduce.dense_words`; through peer memory `collectives.cuda.dense_p2p.DenseP2P.nbytes_sent`.
+    Traffic: `collectives.dense_allreduce.dense_words`; through peer memory `collectives.cuda.dense_algorithms.bytes_sent`.
     Control: over messages one allgather of a flag and one allreduce; through peer memory the allgather, if a sum is not finite.
     """
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
 from collectives.sparse import SparseVector
+from collectives.split_and_reduce import RegionLists
 from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
@@ -32,15 +33,11 @@ class TopkA(SparseMethod):
         with plan.timer.stage("allgather"):
             transport, counts = self.transport, self.gather_counts(selection)
             ends = np.cumsum(counts)
-            begins = ends - counts
             gathered = transport.workspace.entries("gathered", int(ends[-1]))
             allgatherv(gathered, counts, transport, own=selection.packed.entries)
         with plan.timer.stage("reduce"):
-            most = min(int(ends[-1]), self.length)
-            sums = transport.workspace.entries("sums", most)
-            nnz, nonfinite = transport.kernels.sum_sorted_lists(
-                gathered, begins, ends, 0, self.length, 1, sums
-            )
+            lists = RegionLists(gathered, ends - counts, ends, 0, self.length, transport)
+            sums, nonfinite = lists.checked_sums()
             if nonfinite:  # on all ranks alike
                 raise FlaggedRanksError([])
-        return self.result(selection, SparseVector(sums[:nnz], self.length))
+        return self.result(selection, SparseVector(sums, self.length))

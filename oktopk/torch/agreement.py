@@ -65,9 +65,6 @@ class _Mine(NamedTuple):
     length: int
     layout: bytes
     shard: tuple[int, list[int]] | None
-    clip_norm: float
-    broadcast: bool
-    sends: str
     state: bytes
     values: bytes
 
@@ -261,7 +258,6 @@ def compared(
     transport: Transport,
     optimizer: torch.optim.Optimizer,
     parameters: list[Tensor],
-    clip_norm: float,
     broadcast: bool,
     sends: str,
     shards: ShardedReplica | None = None,
@@ -269,7 +265,7 @@ def compared(
     """The ranks whose parameters have other values than rank 0's. Collective.
 
     Args:
-        optimizer, parameters, clip_norm: as `check_wrapping`.
+        optimizer, parameters: as `check_wrapping`.
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
         shards: of the parameters, where they are sharded.
@@ -289,9 +285,6 @@ def compared(
         sum(p.numel() for p in held),
         hashlib.blake2b(layout, digest_size=8).digest(),
         None if shards is None else (shards.rank, shards.ranks),
-        clip_norm,
-        broadcast,
-        sends,
         _digest(_plain_state(optimizer, moments=sends == "gradients")),
         _digest(held),
     )
@@ -303,10 +296,6 @@ def compared(
         return []  # which the reducer refuses
     if len({theirs.layout for theirs in everyone}) > 1:
         raise ValueError("the parameters' shapes, order or memory layouts differ between ranks")
-    for name in ("clip_norm", "broadcast", "sends"):
-        given = {getattr(theirs, name) for theirs in everyone}
-        if len(given) > 1:
-            raise ValueError(f"ranks disagree on {name}: {sorted(given)}")
     if others := _unlike_first([theirs.state for theirs in everyone]):
         raise ValueError(
             f"the optimizer's state or a setting of its groups (the learning rate, ...) on rank(s) {_listed(others)} differs "

@@ -23,7 +23,6 @@ class AsWrapped:
         parameters: to be watched.
 
     Attributes:
-        strides: of each parameter at construction.
         changes: how often `look` has found a parameter elsewhere, or laid out otherwise, than before; 1 after the first one.
         relaid: the numbers of those whose elements lie in another order now, as of the last `look`.
     """
@@ -31,7 +30,6 @@ class AsWrapped:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._were = [_what(parameter) for parameter in parameters]
-        self.strides = [strides for _, strides, _, _ in self._were]
         self._seen: list[list[Any]] = []
         self._problem = ""
         self.changes = 0

@@ -33,8 +33,6 @@ class DenseAllreduce:
             Collective: every rank must construct.
         timeout: seconds that a rank may come late, to the construction or to a call.
         shared_gpus: allow ranks to share a GPU, which is slow.
-        measure: measure which algorithm is fastest at each length, for a second or two; if not, take those that were fastest
-            on two H100.
 
     Attributes:
         size: how many ranks there are (P).
@@ -56,7 +54,6 @@ class DenseAllreduce:
         comm: Communicator | None = None,
         timeout: float = Settings.timeout,
         shared_gpus: bool = False,
-        measure: bool = True,
     ) -> None:
         self._transport = connect(communicator(comm), Limit("DenseAllreduce(...)", timeout))
         self.size = self._transport.size
@@ -66,7 +63,6 @@ class DenseAllreduce:
                 refuse(gpu_problem())
             import cupy
 
-            from collectives.cuda.dense_choices import MEASURED
             from collectives.cuda.dense_p2p import DenseP2P
             from collectives.cuda.device import Device
             from collectives.symmetric_memory import symmetric_memory_problem
@@ -75,7 +71,7 @@ class DenseAllreduce:
             cupy.cuda.Device(self._gpu.index).use()
             if problem := symmetric_memory_problem(self._transport, shared_gpus=shared_gpus):
                 raise NoPeerMemoryError(f"no dense allreduce through peer memory: {problem}")
-            self._dense = DenseP2P(self._transport, Device(), timeout, MEASURED if measure else ())
+            self._dense = DenseP2P(self._transport, Device(), timeout)
             opened.pop_all()
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The gradients of a set of parameters, as steps read them: one flat vector, or each where autograd left it."""
+"""The gradients of a set of parameters, as steps read them: each where autograd left it, or in one flat vector."""
 
 from __future__ import annotations
 
@@ -11,96 +11,6 @@ from torch import Tensor
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.step import Spans
 from oktopk.torch.as_wrapped import AsWrapped
-
-
-class FlatGradients:
-    """One vector that holds the gradients of all parameters, in their order and memory layout.
-
-    Where it is of the parameters' type, each `p.grad` is a view of it and autograd writes into it. Where it is not, autograd
-    makes tensors of its own, and `collect` casts them into it.
-
-    Args:
-        parameters: on one device, of one type, each dense in memory (`is_dense`).
-        dtype: of the vector.
-        vector: [n] of `dtype`, memory to take for it, zero; None: its own.
-        starts: where each parameter's gradient begins in a vector that has more elements than they; None: one after the other.
-        like: tensors whose shapes and layouts gradients have there; None: the parameters.
-
-    Attributes:
-        vector: [n] of `dtype`, on the parameters' device.
-    """
-
-    in_vector = True
-
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        dtype: torch.dtype,
-        vector: Tensor | None = None,
-        starts: Sequence[int] | None = None,
-        like: Sequence[Tensor] | None = None,
-    ) -> None:
-        self._parameters = parameters
-        length = sum(p.numel() for p in parameters)
-        self.vector = (
-            torch.zeros(length, dtype=dtype, device=parameters[0].device) if vector is None else vector
-        )
-        self._views = dense_views(self.vector, parameters if like is None else like, starts)
-        self._shared = dtype == parameters[0].dtype
-
-    def missing(self, bucket: int = 0) -> Spans:
-        """None: each `p.grad` may be there."""
-        return ()
-
-    @property
-    def filled(self) -> Tensor:
-        """The vector, as the last `collect` left it."""
-        return self.vector
-
-    def holds(self, number: int) -> bool:
-        """Whether a parameter's gradient is its view of the vector."""
-        return self._parameters[number].grad is self._views[number]
-
-    def attach(self) -> None:
-        """Make autograd write where `collect` finds it cheapest."""
-        if not self._shared:
-            for parameter in self._parameters:
-                parameter.grad = None
-            return
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
-
-    def zero(self) -> None:
-        """Clear all gradients."""
-        if self._shared:
-            self.vector.zero_()
-        self.attach()
-
-    def collect(self, gradients: Sequence[Tensor | None] | None = None, only: slice = slice(None)) -> Tensor:
-        """Bring gradients that autograd or the user put elsewhere into the vector, and return it; a missing one counts as zero.
-
-        Args:
-            gradients: one a parameter; each `p.grad` if not given.
-            only: of these parameters.
-
-        Raises:
-            TypeError: a gradient is sparse.
-        """
-        if gradients is None:
-            gradients = [parameter.grad for parameter in self._parameters]
-        pairs = list(zip(gradients[only], self._views[only], strict=True))
-        copied = [
-            (gradient, view) for gradient, view in pairs if gradient is not None and gradient is not view
-        ]
-        if len(copied) < len(pairs):
-            for view in (view for gradient, view in pairs if gradient is None):
-                view.zero_()
-        if copied:
-            sources, targets = zip(*copied, strict=True)
-            for gradient in (each for each in sources if each.is_sparse):
-                refuse_sparse(gradient)
-            torch._foreach_copy_(targets, sources)
-        return self.vector
 
 
 def refuse_sparse(gradient: Tensor) -> None:
@@ -176,6 +86,7 @@ class GradientsInPlace:
 
     Attributes:
         as_wrapped: what the parameters were at construction: gradients are laid out as they.
+        views: of the vector, one a parameter; there once the vector is.
 
     Memory: the elements of the vector, once it is asked for. A gradient that is not laid out as its parameter was, once more.
     """
@@ -197,7 +108,8 @@ class GradientsInPlace:
         self._device = parameters[0].device
         self._given = vector
         self.as_wrapped = AsWrapped(parameters)
-        self._flat: FlatGradients | None = None
+        self._vector: Tensor | None = None
+        self.views: list[Tensor] = []
         self._aside: list[Tensor | None] | None = None
         self._copies: dict[int, Tensor] = {}
 
@@ -205,10 +117,6 @@ class GradientsInPlace:
     def in_vector(self) -> bool:
         """Whether all steps read the vector."""
         return not self._tensors
-
-    def holds(self, number: int) -> bool:
-        """As `FlatGradients.holds`: never."""
-        return False
 
     def lay_aside(self) -> None:
         """Keep the gradients until `attach`: each `p.grad` may be something else in between."""
@@ -280,18 +188,19 @@ class GradientsInPlace:
         Raises:
             TypeError: a gradient is sparse.
         """
-        with torch.no_grad():
-            return self._whole.collect([None] * len(self._parameters) if problem else self._aside, only)
-
-    @property
-    def _whole(self) -> FlatGradients:
-        if self._flat is None:
-            vector = self._given
-            if vector is None:
-                vector = torch.zeros(self._length, dtype=self._dtype, device=self._device)
-            like = [self.as_wrapped.like(number, "meta") for number in range(len(self._parameters))]
-            self._flat = FlatGradients(self._parameters, self._dtype, vector, self._starts, like)
-        return self._flat
+        vector, gradients = self.filled, self._aside or [parameter.grad for parameter in self._parameters]
+        copied: list[tuple[Tensor, Tensor]] = []
+        for gradient, view in zip(gradients[only], self.views[only], strict=True):
+            if gradient is None or problem:
+                view.zero_()
+            elif gradient is not view:
+                refuse_sparse(gradient)
+                copied.append((view, gradient))
+        if copied:
+            targets, sources = zip(*copied, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        return vector
 
     @property
     def vector(self) -> Tensor:
@@ -301,7 +210,13 @@ class GradientsInPlace:
     @property
     def filled(self) -> Tensor:
         """The vector, as the last `collect` left it."""
-        return self._whole.vector
+        if self._vector is None:
+            vector = self._given
+            if vector is None:
+                vector = torch.zeros(self._length, dtype=self._dtype, device=self._device)
+            like = [self.as_wrapped.like(number, "meta") for number in range(len(self._parameters))]
+            self._vector, self.views = vector, dense_views(vector, like, self._starts)
+        return self._vector
 
     def _copied(self, number: int, gradient: Tensor) -> Tensor:
         """A gradient in its parameter's type and order; the memory is kept for the next one."""

@@ -262,9 +262,10 @@ class DistributedOptimizer(WrappedOptimizer):
                     memory = memory_of(self._parameters[0].device, beside=overlap)
                     alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
                     # before the reducer compares methods, which by default follow from `every`
-                    anywhere |= {name: own[name] for name in ("every", "local_share", "replica")}
+                    named_alike = "sends", "clip_norm", "broadcast", "every", "local_share", "replica"
+                    anywhere |= {name: own[name] for name in named_alike}
                     anywhere |= {"tables with sparse gradients": len(tables)}
-                strangers = compared(transport, optimizer, trained, clip_norm, broadcast, sends, shards)
+                strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
                 options |= settings | self._options()
                 self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)

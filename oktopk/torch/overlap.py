@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from collectives.closing import closes
 from oktopk.buckets import bucket_ranges
 from oktopk.settings import DEFAULT_BUCKET_MB
-from oktopk.torch.gradients import FlatGradients, GradientsInPlace
+from oktopk.torch.gradients import GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
 _ON_GPUS_MB = 240.0
@@ -107,10 +106,10 @@ class BucketReducer(Protocol):
         """Buckets of this step that were started."""
 
     def reads_tensors(self, number: int) -> bool:
-        """Whether a bucket may be given as a tensor list; asked where gradients stay in place."""
+        """Whether a bucket may be given as a tensor list."""
 
     def start(self, gradient: Any, ready: Callable[[Any], None] | None = None) -> Any:
-        """Begin with the next bucket. Collective. With gradients in place it takes `problem`, too."""
+        """Begin with the next bucket. Collective. It takes `problem`, too, where some rank's gradients cannot be read."""
 
     def abandon(self) -> None:
         """Undo what was started."""
@@ -146,7 +145,7 @@ class BackwardBuckets:
 
     Args:
         parameters: whose gradients are reduced.
-        gradients: of these, in a vector of this layout, or in place.
+        gradients: of these, whose vector has this layout.
         layout: of the buckets.
         reducer: of the buckets.
         memory: of the gradients.
@@ -158,7 +157,7 @@ class BackwardBuckets:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        gradients: FlatGradients | GradientsInPlace,
+        gradients: GradientsInPlace,
         layout: BucketLayout,
         reducer: BucketReducer,
         memory: TensorMemory,
@@ -220,26 +219,20 @@ class BackwardBuckets:
 
     def _bucket(self, number: int, problem: str = "") -> tuple[Any, bool, dict[str, Any]]:
         """A bucket as the reducer takes it, whether the current stream copies gradients for it, and a problem, if any."""
-        if not isinstance(self._gradients, GradientsInPlace):
-            with torch.no_grad():
-                vector = self._gradients.collect(only=self._layout.ranges[number])
-            return self._array(vector, number), True, {}
         try:
-            taken = self._in_place(self._gradients, number, problem)
+            taken = self._read(number, problem)
         except (RuntimeError, TypeError) as error:  # on this rank alone, perhaps: as without `overlap`
             problem = str(error).splitlines()[0]
-            taken = self._in_place(self._gradients, number, problem)
+            taken = self._read(number, problem)
         return *taken, {"problem": problem} if problem else {}
 
-    def _in_place(self, gradients: GradientsInPlace, number: int, problem: str) -> tuple[Any, bool]:
+    def _read(self, number: int, problem: str) -> tuple[Any, bool]:
         if self._reducer.reads_tensors(number):
-            return gradients.tensors(bucket=number, problem=problem)
-        return self._array(gradients.collect(self._layout.ranges[number], problem), number), True
+            return self._gradients.tensors(bucket=number, problem=problem)
+        return self._array(self._gradients.collect(self._layout.ranges[number], problem), number), True
 
     def _changed(self, first: bool) -> str:
         """What has changed of the parameters since they were wrapped, see `AsWrapped.problem`; looks with the first bucket."""
-        if not isinstance(self._gradients, GradientsInPlace):
-            return ""
         if first:
             self._gradients.as_wrapped.look()
         return self._gradients.as_wrapped.problem
@@ -300,21 +293,16 @@ class BackwardBuckets:
             parameter.grad = gradient
 
     def _version(self, number: int) -> int:
-        """Of a parameter's gradient; all that lie in the vector share the vector's."""
+        """Of a parameter's gradient."""
         gradient = self._parameters[number].grad
         return -1 if gradient is None else gradient._version
 
     def _check_unchanged(self) -> None:
-        """Raise RuntimeError where gradients were changed after they were accumulated, and buckets of them are being reduced.
-
-        The vector's version grows with every gradient that is accumulated in it: what counts is the last one.
-        """
+        """Raise RuntimeError where gradients were changed after they were accumulated, and buckets of them are being reduced."""
         if not self.started:
             return
-        shared = {number for number in self._versions if self._gradients.holds(number)}
-        last = max((self._versions[number] for number in shared), default=-1)
         for number, version in self._versions.items():
-            if self._version(number) != (last if number in shared else version):
+            if self._version(number) != version:
                 raise RuntimeError(
                     "gradients were changed between the backward pass and step(), while they are reduced: pass clip_norm to clip "
                     "the reduced gradient, or overlap=False"

@@ -18,7 +18,7 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.limit import Limit
 from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
+from collectives.transport import EVERY_RANK_CALLS, Caught, MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
@@ -143,21 +143,16 @@ class ShardedReplica(Replica):
     def agree(self, what: str) -> Iterator[dict[str, Any]]:
         """As the base class. Traffic: an allgather of the errors, and where there is none one of the values."""
         alike: dict[str, Any] = {}
-        failed: Exception | None = None
-        try:
+        with Caught() as caught:
             yield alike
-        except MissingRanksError:
-            raise
-        except Exception as error:
-            failed = error
-        problem = self._sentence("" if failed is None else str(failed) or type(failed).__name__, what)
+        problem = self._sentence(caught.problem, what)
         if self._transport is not None and not problem:
             try:
                 self._transport.agree(alike)
             except ValueError as error:
                 raise ValueError(f"among the shards of a model {error}") from None
         if problem:
-            raise ValueError(problem) from failed
+            raise ValueError(problem) from caught.error
 
     def _sentence(self, problem: str, what: str) -> str:
         """The problems of all ranks of the replica, in a sentence; "" if none has one. Traffic: an allgather of them."""
@@ -228,14 +223,9 @@ class ShardedReplica(Replica):
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """As the base class. Traffic: that of `outcome`."""
-        error: Exception | None = None
-        try:
+        with Caught() as caught:
             yield
-        except MissingRanksError:
-            raise
-        except Exception as raised:
-            error = raised
-        first, _ = self.outcome(error, what)
+        first, _ = self.outcome(caught.error, what)
         if first is not None:
             raise first
 

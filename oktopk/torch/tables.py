@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.closing import announce
-from collectives.rows import Rows
+from collectives.table_rows import Rows
 from collectives.transport import Transport
 from oktopk.damage import StateError
 from oktopk.rows import RowReport, RowSparseAllreduce

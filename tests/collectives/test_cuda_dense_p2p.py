@@ -48,7 +48,7 @@ def make(comm: MPI.Intracomm, **arguments: Any) -> Any:
     transport = staged_transport(comm)
     from collectives.cuda.dense_p2p import DenseP2P
 
-    return DenseP2P(transport, transport.device, **({"measure": ()} | arguments))
+    return DenseP2P(transport, transport.device, **arguments)
 
 
 def algorithms(dense: Any, nbytes: int) -> list[str]:
@@ -149,7 +149,8 @@ def test_neither_alignment_nor_place_nor_neighbours_change_a_bit(
             got = summed(dense, array, out, algorithm=algorithm)
             assert get(kept).tobytes() == got.tobytes() == want.tobytes()
     part = [vector[1000:1777] for vector in vectors]  # as a vector of its own
-    out = dense.dense_allreduce(put("cuda", part[comm.rank].copy()))
+    out = put("cuda", part[comm.rank].copy())
+    enqueue(dense, out)
     dense.check()
     assert get(out).tobytes() == want[1000:1777].tobytes()
 
@@ -238,7 +239,8 @@ def test_a_captured_call_is_replayed_with_new_contents(comm: MPI.Intracomm, dens
             stream.synchronize()
             assert get(out).tobytes() == expected(vectors, "float32").tobytes()
             if replay == 2:  # a call between replays takes an epoch of its own
-                other = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
+                other = put("cuda", vectors[comm.rank])
+                enqueue(dense, other)
                 dense.check()
                 assert get(other).tobytes() == expected(vectors, "float32").tobytes()
 
@@ -307,7 +309,7 @@ def test_flags_of_one_shot_that_come_again_meet_no_old_ones(
 def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
     length, others = 4096, comm.size - 1
     array = put("cuda", np.ones(length, np.float32))
-    times = {"one_shot": others, "lines": others, "pushed": others}
+    times = {"one_shot": others, "lines": others}
     flags_of = {"one_shot": 1.0, "lines": 1 / 15, "two_shot_lines": 1 / 15}  # of the data
     for algorithm in algorithms(dense, 4 * length):
         traffic = dense.transport.traffic
@@ -318,33 +320,24 @@ def test_traffic_is_counted(comm: MPI.Intracomm, dense: Any) -> None:
         assert traffic.control_bytes - flags == int(sent * flags_of.get(algorithm, 0))
 
 
-def test_measured_choices_are_the_same_on_all_ranks(comm: MPI.Intracomm) -> None:
-    from collectives.cuda.dense_choices import Choice
+@pytest.mark.parametrize(
+    ("ranks", "lines", "longest"),
+    [
+        (2, True, {"one_shot": 256 << 10, "lines": 1 << 30}),
+        (4, True, {"one_shot": 128 << 10, "lines": 256 << 10, "two_shot_lines": 1 << 30}),
+        (2, False, {"one_shot": 1 << 20, "two_shot": 1 << 30}),
+        (1, False, {"one_shot": 2 << 20, "two_shot": 1 << 30}),
+    ],
+)
+def test_each_length_takes_the_algorithm_that_was_fastest(
+    ranks: int, lines: bool, longest: dict[str, int]
+) -> None:
+    from collectives.cuda.dense_algorithms import algorithm_for
 
-    dense = make(comm, measure=(4096, 16384))
-    assert len(set(comm.allgather(tuple(dense.choices.items())))) == 1
-    assert all(each[-1].nbytes is None for each in dense.choices.values())
-    vectors = [vector_of(rank, 900, "float32") for rank in range(comm.size)]
-    out = dense.dense_allreduce(put("cuda", vectors[comm.rank]))
-    dense.check()
-    assert get(out).tobytes() == expected(vectors, "float32").tobytes()
-    dense.choices = dict.fromkeys(dense.choices, (Choice(None, "one_shot"),))  # as of short lengths alone
-    assert dense.algorithm_for(4 << 20, "float32") == "two_shot"
-    dense.close()
-
-
-def test_choices_join_lengths_that_take_the_same() -> None:
-    from collectives.cuda.dense_choices import choices_by
-
-    seconds = {
-        (1, "one_shot"): 1.0,
-        (1, "pushed"): 2.0,
-        (2, "one_shot"): 2.0,
-        (2, "pushed"): 3.0,
-        (4, "pushed"): 5.0,
-    }
-    assert choices_by(seconds) == ((2, "one_shot"), (None, "pushed"))
-    assert choices_by({(1, "two_shot"): 1.0}) == ((None, "two_shot"),)
+    lengths = [4096 << i for i in range(19)]
+    taken = {algorithm_for(nbytes, ranks, lines): nbytes for nbytes in lengths}
+    assert taken == longest
+    assert list(taken) == [algorithm_for(nbytes, ranks, lines) for nbytes in longest.values()]
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
@@ -353,8 +346,8 @@ def test_choices_join_lengths_that_take_the_same() -> None:
     [
         ({"length": 64}, {"length": 65}, "rank 0 sums 64 elements of float32 by one_shot, rank 1 sums 65"),
         (
-            {"length": 9000, "algorithm": "pushed"},
-            {"length": 9001, "algorithm": "pushed"},
+            {"length": 9000, "algorithm": "two_shot"},
+            {"length": 9001, "algorithm": "two_shot"},
             "rank 1 sums 9001",
         ),
         ({"length": 1000, "algorithm": "lines"}, {"length": 9000, "algorithm": "lines"}, "9000 elements"),
@@ -425,7 +418,7 @@ def test_lines_are_left_to_gpus_that_are_all_joined(
     vectors = [vector_of(rank, 50_000, "float32") for rank in range(comm.size)]
     array = put("cuda", vectors[comm.rank])
     assert "lines" not in dense.algorithm_for(array.nbytes) or comm.size == 1
-    dense.dense_allreduce(array)
+    enqueue(dense, array)
     dense.check()
     assert get(array).tobytes() == expected(vectors, "float32").tobytes()
     if comm.size > 1:
@@ -463,7 +456,7 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
         assert raised.value.ranks == [1]
         assert 2.9 <= time.monotonic() - begun < 60
         with pytest.raises(RuntimeError, match="aborted"):
-            dense.dense_allreduce(array)
+            enqueue(dense, array)
     comm.Barrier()
     if comm.rank == 1:  # too late: with two ranks the other one has sent all of its part
         enqueue(dense, array, algorithm=algorithm)
@@ -487,31 +480,10 @@ def test_a_rank_that_raises_ends_the_others_at_once_and_another_sum_works(comm: 
         with pytest.raises(RuntimeError, match="rank 0 raised an error of its own"):
             summed(dense, array.copy())
     comm.Barrier()
-    again = DenseP2P(dense.transport, dense._device, measure=())
+    again = DenseP2P(dense.transport, dense._device)
     assert (summed(again, array) == comm.size).all()
     again.close()
     dense.close()
-
-
-@pytest.mark.mpi(min_size=2, max_size=8)
-def test_an_error_of_one_rank_that_measures_is_one_of_all(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from collectives.cuda import dense_choices
-
-    def seconds(call: Any, stream: Any) -> float:
-        if comm.rank == 1:
-            raise MemoryError("no room on this GPU")
-        call()
-        stream.synchronize()
-        return 1.0
-
-    monkeypatch.setattr(dense_choices, "graph_seconds", seconds)
-    comm.Barrier()
-    begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="cannot be measured: .*rank 1: no room on this GPU"):
-        make(comm, measure=(4096,))
-    assert time.monotonic() - begun < 60  # not the time limit
 
 
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
@@ -520,20 +492,12 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_launched(
     import cupy
 
     array = put("cuda", np.ones(64, np.float32))
-    with pytest.raises(TypeError, match="not a CuPy array"):
-        dense.dense_allreduce(np.ones(3, np.float32) if not isinstance(array, np.ndarray) else [1.0])
-    with pytest.raises(TypeError, match="float64"):
-        dense.dense_allreduce(cupy.zeros(4, np.float64))
-    with pytest.raises(TypeError, match="out dtype"):
-        dense.dense_allreduce(array, cupy.zeros(64, np.float16))
-    with pytest.raises(ValueError, match="64 elements of array"):
-        dense.dense_allreduce(array, addend=cupy.zeros(63, np.float32))
     with pytest.raises(ValueError, match="out overlaps array"):
-        dense.dense_allreduce(array[:32], array[16:48])
+        enqueue(dense, array[:32], array[16:48])
     with pytest.raises(ValueError, match="out overlaps addend"):
-        dense.dense_allreduce(array[:16], array[40:56], addend=array[32:48])
+        dense.enqueue(array.data.ptr, array[40:].data.ptr, array[32:].data.ptr, 16, "float32")
     with pytest.raises(ValueError, match="one_shot takes no vector of 4000000 bytes"):
         enqueue(dense, cupy.zeros(10**6, np.float32), algorithm="one_shot")
     assert all(dense.can_run(dense.algorithm_for(2**i), 2**i) for i in range(2, 30))
-    dense.dense_allreduce(array[:0])  # nothing to sum
+    enqueue(dense, array[:0])  # nothing to sum
     dense.check()

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
-from collectives.rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
+from collectives.table_rows import LONGEST_ON_GPU, MOST_ON_GPU, Rows
 from tests.devices import get, on_gpus, put
 from tests.rows import narrowed, touched
 
@@ -133,7 +133,7 @@ def test_without_room_sums_lie_elsewhere_and_are_as_right() -> None:
         room = Rows(
             put("cuda", np.full(room_for, -1, np.int32)), put("cuda", np.zeros((room_for, 4), np.float32))
         )
-        sums = on_gpu.coalesce_into(room, *given, 50, 1.0)
+        sums = on_gpu.coalesce(*given, 50, 1.0, room)
         assert expected[1] == 1
         assert_equal(sums, expected)
         assert (sums[0].rows.data.ptr == room.rows.data.ptr) == (room_for == len(expected[0]))

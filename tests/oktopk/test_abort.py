@@ -114,6 +114,25 @@ def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
     comm.Barrier()
 
 
+@pytest.mark.parametrize("error", [TypeError("no such field"), MemoryError("GPU 0 is out of memory")])
+def test_an_error_while_a_step_is_laid_out_is_told_by_its_own_words(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from oktopk.cuda.p2p_graph import P2PGraph
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    reducer, culprit = reducer_of(comm), comm.size - 1
+    if comm.rank == culprit:
+        monkeypatch.setattr(P2PGraph, "_lay_out", broken)
+    wanted = f"^steps over symmetric memory cannot be laid out: rank {culprit}: {error}$"
+    with pytest.raises(RuntimeError, match=wanted):
+        reducer.step(next(gradients(comm)))
+    reducer.close()
+    comm.Barrier()
+
+
 def test_a_callers_error_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, deferred=True)
     gradient = gradients(comm)

@@ -124,29 +124,6 @@ def test_vectors_share_windows_only_where_all_ranks_can_and_with_one_limit(comm:
     assert not transport.shared
 
 
-def test_a_rank_without_room_to_measure_ends_nobodys_sums(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = staged_transport(comm)
-    from collectives.cuda.device import Device
-
-    first = summed(transport)
-    allocate = Device.allocate
-
-    def refuse(device: Any, count: int, dtype: Any) -> Any:
-        if comm.rank == 1 and dtype == np.float32:
-            raise MemoryError("no room here")
-        return allocate(device, count, dtype)
-
-    first[0]._windows._fastest.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(Device, "allocate", refuse)
-        second = summed(transport)
-    for each in (first, second):
-        check_sum(comm, each)
-        each[0].free()
-
-
 def test_a_rank_that_raises_before_its_sum_ends_the_others_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

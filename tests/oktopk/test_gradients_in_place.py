@@ -452,7 +452,7 @@ def test_memory_for_one_vector_is_taken_only_by_steps_that_need_it(
         assert parameter.grad is not made
         optimizer.apply()
         assert parameter.grad is made
-        assert (gradients._flat is not None) == measure
+        assert (gradients._vector is not None) == measure
 
 
 @on_gpus

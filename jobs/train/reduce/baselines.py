@@ -19,10 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
+from collectives.transport import refuse
 from jobs.train.passes import EagerStart, Overlapped, on_stream
 from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_group
 from oktopk import StepReport
-from oktopk.torch.gradients import FlatGradients
+from oktopk.torch.gradients import GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 from oktopk.torch.states import load_state
@@ -141,19 +142,19 @@ class NcclTraining(DenseTraining):
         if order is not None:
             trained = set(map(id, self._parameters))
             self._parameters = [p for p in order if id(p) in trained]
-        layout, like = BucketLayout(self._parameters, bucket_mb), self._parameters[0]
-        vector = torch.zeros(layout.length, dtype=like.dtype, device=like.device)
-        self._flat = FlatGradients(self._parameters, like.dtype, vector, layout.starts)
+        layout, kind = BucketLayout(self._parameters, bucket_mb), self._parameters[0].dtype
+        self._gradients = GradientsInPlace(
+            self._parameters, kind, (), layout.ranges, layout.starts, layout.length
+        )
         self._wire = TorchWire(dtype)
         self._buckets = BackwardBuckets(
-            self._parameters, self._flat, layout, self._wire, _Tensors(), overlapped
+            self._parameters, self._gradients, layout, self._wire, _Tensors(), overlapped
         )
         self.overlapped = self if overlapped else None
         self._captured, self._was_replayed = Traffic(), False
-        self._flat.attach()
 
     def zero_grad(self) -> None:
-        self._flat.zero()
+        self._gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._buckets.no_sync()
@@ -170,11 +171,15 @@ class NcclTraining(DenseTraining):
 
     def _finish(self) -> Traffic:
         replayed, self._was_replayed = self._was_replayed, False
-        return self._captured if replayed else self._end()
+        traffic = self._captured if replayed else self._end()
+        for parameter, mean in zip(self._parameters, self._gradients.views, strict=True):
+            parameter.grad = mean
+        return traffic
 
     def _end(self) -> Traffic:
         # a parameter that got no gradient held its bucket, and all after it, back
-        for vector, _ in self._buckets.rest():
+        for vector, more in self._buckets.rest():
+            refuse(more.get("problem", ""))
             self._wire.start(vector)
         return self._wire.finish()
 
