@@ -9,7 +9,7 @@ from numba import types
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
-from collectives.cpu.compiled import ENTRIES, INT, VECTOR, compiled
+from collectives.cpu.compiled import BOOL, ENTRIES, INT, compiled
 
 ASYNCHRONOUS = False
 """Whether a call returns before what it computes is known."""
@@ -281,10 +281,12 @@ def encode_values(
         report: float64[2]; becomes the sums of the magnitudes of rounding errors and of values, where the wire rounds.
     """
     words = wire.view(np.uint32)
-    words[:] = 0
     if not rounds:
         words[: layout.count] = entries["value"].view(np.uint32)
-    elif layout.bits == 16:
+        words[layout.count :] = 0
+        return
+    words[:] = 0
+    if layout.bits == 16:
         report[:2] = _round_to_halves(entries, words.view(np.uint16))
     else:
         octets = words[layout.values :].view(np.uint8)
@@ -303,22 +305,9 @@ def decode_values(
         add: to the values that are there; else in place of them.
         report: float64[1]; becomes the number of such values in `collectives.codec.DAMAGES` where one is Inf or NaN.
     """
-    words = wire.view(np.uint32)
-    if layout.bits == 32:
-        values = words[: layout.count].view(np.float32)
-    elif layout.bits == 16:
-        values = (words.view(np.uint16)[: layout.count].astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = np.empty(layout.count, np.float32)
-        octets = words[layout.values :].view(np.uint8)
-        _values_of_steps(words, octets, layout.bits, _STEPS[layout.bits], values)
-    if not np.isfinite(values).all():
+    step = _STEPS.get(layout.bits, 0)
+    if _decode_values(wire.view(np.uint32), layout.values, layout.bits, step, add, out):
         report[0] = _VALUES
-    if add:
-        with np.errstate(over="ignore", invalid="ignore"):
-            out["value"] += values
-    else:
-        out["value"] = values
 
 
 @compiled((ENTRIES, _HALVES))
@@ -379,15 +368,26 @@ def _round_to_steps(entries, ranges, octets, bits, step):  # type: ignore[no-unt
     return lost, mass
 
 
-@compiled((_WORDS, _BYTES, INT, INT, VECTOR))
-def _values_of_steps(ranges, octets, bits, step, out):  # type: ignore[no-untyped-def]
+@compiled((_WORDS, INT, INT, INT, BOOL, ENTRIES))
+def _decode_values(words, values, bits, step, add, out):  # type: ignore[no-untyped-def]
+    """Whether a value is Inf or NaN."""
     most = (np.int64(1) << (bits - 1)) - 1
+    problem = False
     for i in range(len(out)):
-        largest = np.int64(ranges[i // _BLOCK])
-        octet = np.int64(octets[i]) if bits == 8 else np.int64(octets[i >> 1]) >> 4 * (i & 1)
-        code = octet & most
-        if largest >= _INFINITY:
-            out[i] = np.nan
+        place = np.int64(i) * bits
+        word = np.int64(words[values + (place >> 5)]) >> (place & 31)
+        if bits == 32:
+            magnitude, negative = word & _MAGNITUDE, word >> 31
+        elif bits == 16:
+            magnitude, negative = (word & 0x7FFF) << 16, word >> 15 & 1
         else:
-            value = np.int32(max(largest - (most - code) * step, 0) if code else 0).view(np.float32)
-            out[i] = -value if octet >> (bits - 1) & 1 else value
+            largest, code = np.int64(words[i // _BLOCK]), word & most
+            magnitude, negative = (
+                max(largest - (most - code) * step, 0) if code else np.int64(0),
+                word >> (bits - 1) & 1,
+            )
+            magnitude = magnitude if largest < _INFINITY else _INFINITY + 1
+        problem |= magnitude >= _INFINITY
+        value = np.int32(magnitude | negative << 31).view(np.float32)
+        out[i].value = np.float32(out[i].value + value) if add else value
+    return problem

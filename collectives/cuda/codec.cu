@@ -421,7 +421,8 @@ struct Steps {
     const unsigned code = steps < MOST - 1 ? MOST - steps : 1u;  // of the next larger magnitude, or of the least
     const unsigned above = magnitude_of(code), below = magnitude_of(code - 1);
     const float value = __uint_as_float(exact);
-    const bool up = subtract(__uint_as_float(above), value) < subtract(value, __uint_as_float(below));
+    // by their bits, as a comparison of floats takes denormal numbers for zero
+    const bool up = magnitude(subtract(__uint_as_float(above), value)) < magnitude(subtract(value, __uint_as_float(below)));
     return {(up ? code : code - 1) | sign * (MOST + 1), up ? above : below};
   }
 };

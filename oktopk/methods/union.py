@@ -89,8 +89,6 @@ class SharedSupport(SparseMethod):
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         transport, values, settings = self.transport, self._values, self.settings
-        # a device may find only now that what the last step gathered did not decode
-        selection = replace(selection, flag=selection.flagged or self.codec.gathered_damage)
         update = self.gather_support(selection, plan)
         with plan.timer.stage("exchange"):
             sent = transport.workspace.entries("sent", len(update))
@@ -112,8 +110,8 @@ class SharedSupport(SparseMethod):
         """ENTRY[u], the indices that any rank chose, ascending; equal on all ranks. Collective.
 
         Raises:
-            FlaggedRanksError: some ranks' elements are not finite; on every rank alike.
-            ValueError: a list did not decode, as `balance_and_allgatherv`.
+            FlaggedRanksError: some ranks' elements are not finite, or a list did not decode on GPUs; on every rank alike.
+            ValueError: a list did not decode on CPUs, as `balance_and_allgatherv`.
         """
         transport, chosen = self.transport, selection.packed.entries
         with plan.timer.stage("allgather"):

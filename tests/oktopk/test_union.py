@@ -56,6 +56,15 @@ def test_every_rank_is_cleared_wherever_an_entry_is_applied(comm: MPI.Intracomm,
         assert least <= words <= most
 
 
+def test_one_rank_rounds_nothing() -> None:
+    coded, plain = (reducer(MPI.COMM_SELF, "cpu", wire) for wire in ("int4", "plain"))
+    for step in range(3):
+        for each in (coded, plain):
+            each.step(gradient_of(MPI.COMM_SELF, step))
+        assert np.array_equal(coded.update, plain.update)
+        assert np.array_equal(coded.residual, plain.residual)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_what_cancels_over_the_ranks_is_cleared_on_all(comm: MPI.Intracomm, device: str) -> None:
     """All ranks choose indices 0 and 1, the last rank with other signs; at index 0 the sum is 0."""

@@ -13,7 +13,7 @@ keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
   ls: in place of lv, the share is ls times the root of the density of now over P
   stop: steps, after which the run ends with its next evaluation
-  mask=union: all workers send the same entries, those that any of them chose, each a P-th
+  mask=union: all workers send the same entries, those that any of them chose, each a P-th; wire float32 or int4
   rd: residual decay an exchange; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps
   dr, dw: density falls from dr to d over the share dw of the steps
@@ -359,6 +359,7 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
+KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd chunk w wm wh dr dw v vs rs rg rank decay keep steps"
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -397,8 +398,8 @@ def run(spec):
 
     m, v, unsent = zeros(S), zeros(S), zeros(P if name != "dense" else 1)
     mask, chosen = o.get("mask"), []
-    if mask not in (None, "union") or vmode not in ("own", "mean", "ratio"):
-        raise ValueError(f"mask {mask}, v {vmode}")
+    if mask not in (None, "union") or vmode not in ("own", "mean", "ratio") or set(o) - set(KEYS.split()):
+        raise ValueError(f"mask {mask}, v {vmode}, or a key that is none of {KEYS}")
     car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
     buf = zeros(1)[0] if mu else None
     vsh = zeros(1)[0] if vmode == "mean" or wm == "g" else None
