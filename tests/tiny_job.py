@@ -82,7 +82,7 @@ class Tiny:
         random = np.random.default_rng([self._config.training.seed, self._rank, *place])
         labels = random.integers(CLASSES, size=self._config.training.batch_size)
         images = self._centres[labels] + random.standard_normal((len(labels), FEATURES), np.float32)
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        return Batch(torch.from_numpy(images), torch.from_numpy(labels))
 
     def loss(self, batch: Batch) -> torch.Tensor:
         time.sleep(self._seconds)

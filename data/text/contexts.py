@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
-from data.sharding import CONTEXTS, ShardedBatches, epoch_draws, evaluation_batches
+from data.sharding import CONTEXTS
 from data.text.file import TextSet
 from data.text.masking import GOLDEN, POSITIVE, mixed
 from data.text.tokens import Tokens
@@ -31,7 +30,7 @@ class ContextBatch(NamedTuple):
     words: torch.Tensor
 
 
-class Contexts(Tokens):
+class Contexts(Tokens[ContextBatch]):
     """Where pairs of adjacent words stand in packed text, and what stands beside them.
 
     Each pair of words of a sequence gets one context, a word at most `window` words before or after it. A pair is left out
@@ -49,28 +48,22 @@ class Contexts(Tokens):
     Source: Mikolov et al., NeurIPS 2013; hashed pairs of words as in Bojanowski et al., TACL 2017.
     """
 
+    stream = CONTEXTS
+
     def __init__(
         self, texts: TextSet, counts: NDArray[np.float64], *, rows: int, window: int, negatives: int
     ) -> None:
         super().__init__(texts)
         self._rows, self._window = rows, window
-        self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         chances = np.cumsum(counts**_POWER)
         self._ends = torch.from_numpy(np.ceil(chances / chances[-1] * _CHANCES).astype(np.int64))
         self._draws = GOLDEN * (torch.arange(negatives) + 2)
 
-    def cut(self, plan: tuple[NDArray[np.int64], NDArray[np.uint64]]) -> ContextBatch:
-        """A batch.
-
-        Args:
-            plan: int64[batch], sequences of the split, and uint64[batch], 64 random bits for each.
-        """
-        samples, draws = plan
-        tokens = self.tokens(torch.tensor(samples, device=self.device))
-        bits = torch.from_numpy(draws.view(np.int64)).to(self.device)
-        present = torch.ones_like(tokens, dtype=torch.bool)
-        for special in self._apart:
-            present &= tokens != special
+    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> ContextBatch:
+        assert draws is not None
+        chosen, bits = self.plan(samples, draws)
+        tokens = self.tokens(chosen)
+        present = self.are_words(tokens)
         random = mixed(bits[:, None] + GOLDEN * (self._columns + 1))
         distance = (random & POSITIVE) % (2 * self._window)
         before = distance < self._window
@@ -85,41 +78,3 @@ class Contexts(Tokens):
         drawn = mixed(random[valid][:, None] + self._draws) & (_CHANCES - 1)
         negatives = torch.searchsorted(self._ends, drawn, right=True)
         return ContextBatch(centers, torch.cat([tokens.gather(1, at)[valid][:, None], negatives], dim=1))
-
-
-class ContextTrainingLoader(EpochLoader[ContextBatch]):
-    """One rank's training batches, with other contexts in every epoch.
-
-    Args:
-        contexts: of the training split.
-        place: of this rank.
-
-    Raises:
-        DataError: fewer sequences than ranks, or than one step of all ranks needs.
-    """
-
-    def __init__(self, contexts: Contexts, **place: Unpack[Place]) -> None:
-        texts = contexts.texts
-        super().__init__(ShardedBatches(len(texts), where=texts.path, **place), CONTEXTS)
-        self.contexts = contexts
-
-    def to(self, device: torch.device) -> None:
-        self.contexts.to(device)
-
-    def batch(self, epoch: int, step: int) -> ContextBatch:
-        samples = self.shards.indices(epoch, step)
-        return self.contexts.cut((samples, self.draws(epoch)[samples]))
-
-
-class ContextEvaluationLoader(HeldOut[ContextBatch]):
-    """One rank's part of the held-out split in order, every sequence once over all ranks, always with the same contexts.
-
-    Args:
-        contexts: of the held-out split.
-        most, place: as data.text.masking.TextEvaluationLoader.
-    """
-
-    def __init__(self, contexts: Contexts, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> None:
-        total = len(contexts.texts)
-        draws, batches = epoch_draws(total, 0, 0, CONTEXTS), evaluation_batches(total, most=most, **place)
-        super().__init__(contexts, contexts.cut, ((samples, draws[samples]) for samples in batches))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from data.batches import HeldOut
 from data.text.file import TextSet
-from data.text.masking import TextEvaluationLoader
+from data.text.masking import TextBatch
 from data.text.tokens import IGNORED
 
 SAMPLED = 1 << 14
@@ -26,7 +27,7 @@ def word_counts(training: TextSet) -> NDArray[np.float64]:
     return counts
 
 
-def frequency_loss(training: TextSet, held_out: TextEvaluationLoader) -> float:
+def frequency_loss(training: TextSet, held_out: HeldOut[TextBatch]) -> float:
     """Mean cross entropy of the masked words under the frequencies of the training words, in nats.
 
     Args:

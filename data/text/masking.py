@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self, Unpack
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import BlockLoader, HeldOut, HeldOutPlace, Place
-from data.sharding import MASKING, ShardedBatches, epoch_draws, evaluation_batches
+from data.sharding import MASKING
 from data.text.file import TextSet
 from data.text.tokens import IGNORED, Tokens
 
@@ -38,7 +37,7 @@ class TextBatch(NamedTuple):
     follows: torch.Tensor
 
 
-class MaskedText(Tokens):
+class MaskedText(Tokens[TextBatch]):
     """Packed text, from which batches are cut.
 
     15 % of a sequence's words (one at least) are to be predicted: 8 of 10 are replaced by [MASK], 1 by any word, 1 stays. Which
@@ -47,35 +46,32 @@ class MaskedText(Tokens):
     Args:
         texts: one split.
 
+    Memory: on the device, the split's tokens in 2 bytes each, and some 20 MB while a block of BLOCK tokens is cut.
     Source: Devlin et al., NAACL 2019.
     """
 
+    stream = MASKING
+
     def __init__(self, texts: TextSet) -> None:
         super().__init__(texts)
+        self.block = BLOCK // texts.length
         self.count = max(1, round(PART * texts.length))
         self._words = len(texts.vocabulary)
         self._mask = texts.number("[MASK]")
-        self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         sequences = texts.sequences
         self._spans = torch.from_numpy(sequences.spans.astype(np.int64))
         self._follows = torch.from_numpy(sequences.follows.astype(np.int64))
 
-    def cut(self, plan: torch.Tensor) -> TextBatch:
-        """A batch.
-
-        Args:
-            plan: int64[2, batch]: sequences of the split, and 64 random bits for each.
-        """
-        samples, draws = plan.to(self.device)
-        tokens = self.tokens(samples)
-        spans = self._spans[samples]
+    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> TextBatch:
+        assert draws is not None
+        chosen, bits = self.plan(samples, draws)
+        tokens = self.tokens(chosen)
+        spans = self._spans[chosen]
         present = self._columns < spans[:, 1:]
         segments = ((self._columns >= spans[:, :1]) & present).long()
-        words = present.clone()
-        for special in self._apart:
-            words &= tokens != special
+        words = present & self.are_words(tokens)
 
-        order = mixed(draws[:, None] + GOLDEN * (self._columns + 1)) & POSITIVE
+        order = mixed(bits[:, None] + GOLDEN * (self._columns + 1)) & POSITIVE
         ranked = order.masked_fill(~words, POSITIVE).sort(dim=1, stable=True).indices
         places = ranked[:, : self.count]
         share = (words.sum(1, keepdim=True) * PART).round().clamp(1, self.count)
@@ -87,7 +83,7 @@ class MaskedText(Tokens):
         any_word = (mixed(fate) & POSITIVE) % self._words
         replaced = torch.where(fate % 10 < 8, self._mask, torch.where(fate % 10 == 8, any_word, original))
         masked = tokens.scatter(1, places, torch.where(predicted, replaced, original))
-        follows = self._follows[samples]
+        follows = self._follows[chosen]
         return TextBatch(masked, segments, present, places, labels, follows.masked_fill(follows < 0, IGNORED))
 
 
@@ -108,57 +104,3 @@ def mixed(bits: torch.Tensor) -> torch.Tensor:
     for distance, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         bits = (bits ^ ((bits >> distance) & ((1 << (64 - distance)) - 1))) * factor
     return bits
-
-
-class TextTrainingLoader(BlockLoader[TextBatch]):
-    """One rank's training batches, shuffled and masked anew in every epoch.
-
-    Memory: on the device, the split's tokens in 2 bytes each, and some 20 MB while a block of BLOCK tokens is cut.
-
-    Args:
-        texts: the training split.
-        place: of this rank.
-
-    Raises:
-        DataError: fewer sequences than ranks, or than one step of all ranks needs.
-    """
-
-    def __init__(self, texts: TextSet, **place: Unpack[Place]) -> None:
-        super().__init__(ShardedBatches(len(texts), where=texts.path, **place), MASKING)
-        self._text, self._samples_per_block = MaskedText(texts), BLOCK // texts.length
-        self._begin(self._samples_per_block)
-
-    def to(self, device: torch.device) -> Self:
-        self._text.to(device)
-        self._begin(self._samples_per_block)
-        return self
-
-    def batch(self, epoch: int, step: int) -> TextBatch:
-        return TextBatch(*self._pieces(epoch, step))
-
-    def _plan(self, epoch: int) -> torch.Tensor:
-        """int64[2, sequences] on the device: number and draw of each, in this rank's order of the epoch."""
-        samples = self.shards.all_indices(epoch)
-        return _plan(samples, self.draws(epoch)[samples]).to(self._text.device)
-
-    def _cut(self, plan: torch.Tensor) -> TextBatch:
-        return self._text.cut(plan)
-
-
-class TextEvaluationLoader(HeldOut[TextBatch]):
-    """One rank's part of the held-out split in order, every sequence once over all ranks, always masked alike.
-
-    Args:
-        texts: the held-out split.
-        most: so many sequences at most, spread evenly over the split, the same on any number of ranks; 0: all.
-        place: of this rank.
-    """
-
-    def __init__(self, texts: TextSet, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> None:
-        draws, text = epoch_draws(len(texts), 0, 0, MASKING), MaskedText(texts)
-        batches = evaluation_batches(len(texts), most=most, **place)
-        super().__init__(text, text.cut, (_plan(samples, draws[samples]) for samples in batches))
-
-
-def _plan(samples: NDArray[np.int64], draws: NDArray[np.uint64]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([samples, draws.view(np.int64)]))

@@ -15,7 +15,7 @@ import numpy as np
 from data import DataError
 from data.text.file import open_text_file
 from data.text.frequencies import frequency_loss
-from data.text.masking import TextEvaluationLoader
+from data.text.masking import MaskedText
 from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.summary import ON_THE_DEVICE
@@ -160,7 +160,7 @@ def _frequency_loss(group: Group) -> float:
     except DataError:
         return math.nan
     most = data.get("eval_sequences", 0)
-    return frequency_loss(training, TextEvaluationLoader(held_out, batch_size=512, rank=0, size=1, most=most))
+    return frequency_loss(training, MaskedText(held_out).held_out(batch_size=512, rank=0, size=1, most=most))
 
 
 def _loss_after(group: Group | None, seconds: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data.text.contexts import ContextBatch, ContextEvaluationLoader, Contexts, ContextTrainingLoader
+from data.text.contexts import ContextBatch, Contexts
 from data.text.file import open_text_file
 from data.text.frequencies import word_counts
 from jobs.config.config import Config
@@ -55,9 +55,9 @@ def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
         for split in (texts, held_out)
     )
     with naming("data"):
-        loader = ContextTrainingLoader(contexts, **training_place(training, rank, size))
+        loader = contexts.training(**training_place(training, rank, size))
     place = held_out_place(training, rank, size)
-    held_out_loader = ContextEvaluationLoader(apart, most=config.data.eval_sequences, **place)
+    held_out_loader = apart.held_out(most=config.data.eval_sequences, **place)
     torch.manual_seed(training.seed)
     with naming("model"):
         model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)

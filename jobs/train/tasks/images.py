@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from data.batches import EpochLoader, HeldOut
 from data.images.cifar10 import open_cifar10
 from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
 from data.images.file import open_image_file
-from data.images.loader import Batch, EvaluationLoader, TrainingLoader
+from data.images.loader import Batch, Pixels
 from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
@@ -37,8 +38,8 @@ class Classification(Task[Batch]):
     def __init__(
         self,
         model: nn.Module,
-        training: TrainingLoader,
-        held_out: EvaluationLoader,
+        training: EpochLoader[Batch],
+        held_out: HeldOut[Batch],
         config: TrainingConfig,
         resize: int = 0,
     ) -> None:
@@ -88,11 +89,9 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
-        loader = TrainingLoader(training, augment=augment, **training_place(config.training, rank, size))
-    held_out_loader = EvaluationLoader(held_out, **held_out_place(config.training, rank, size))
-    return Classification(
-        build_model(config, training), loader, held_out_loader, config.training, config.data.resize
-    )
+        batches = Pixels(training, augment).training(**training_place(config.training, rank, size))
+    apart = Pixels(held_out).held_out(**held_out_place(config.training, rank, size))
+    return Classification(build_model(config, training), batches, apart, config.training, config.data.resize)
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:

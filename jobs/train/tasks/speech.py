@@ -11,7 +11,7 @@ from torch import nn
 from data import DataError
 from data.speech.an4 import open_an4
 from data.speech.dataset import ALPHABET, SpeechSet
-from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
+from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
@@ -29,19 +29,25 @@ class Speech(Task[SpeechBatch]):
 
     Args:
         model: spectrograms, frames -> logits, output frames.
-        training, held_out: as Task.
+        training, held_out: the splits.
         config: of the run.
+        rank, size: this rank's place.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        training: SpeechTrainingLoader,
-        held_out: SpeechEvaluationLoader,
+        training: SpeechSet,
+        held_out: SpeechSet,
         config: Config,
+        *,
+        rank: int,
+        size: int,
     ) -> None:
-        super().__init__(model, training, held_out, config.training.precision)
-        self._tempo, self._said = config.data.tempo, held_out.utterances.speech
+        batches = Utterances(training).training(**training_place(config.training, rank, size))
+        heard = Utterances(held_out).held_out(**held_out_place(config.training, rank, size))
+        super().__init__(model, batches, heard, config.training.precision)
+        self._tempo, self._said = config.data.tempo, held_out
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -97,9 +103,7 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    training = SpeechTrainingLoader(train, **training_place(config.training, rank, size))
-    evaluation = SpeechEvaluationLoader(held_out, **held_out_place(config.training, rank, size))
-    return Speech(build_model(config), training, evaluation, config)
+    return Speech(build_model(config), train, held_out, config, rank=rank, size=size)
 
 
 def build_model(config: Config) -> nn.Module:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from data.text.file import TextSet, open_text_file
-from data.text.masking import TextBatch, TextEvaluationLoader, TextTrainingLoader
+from data.text.masking import MaskedText, TextBatch
 from data.text.packing import NO_PAIR
-from data.text.tokens import IGNORED, TokenBatch, TokenEvaluationLoader, TokenTrainingLoader
+from data.text.tokens import IGNORED, NextTokens, TokenBatch
 from jobs.config.config import Config
 from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import (
@@ -96,12 +96,10 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
     with naming("data"):
         if config.model.name == "gpt":
-            evaluated = TokenEvaluationLoader(held_out, most=most, **place)
-            return NextToken(
-                model, TokenTrainingLoader(training, **own), evaluated, config.training.precision
-            )
-        masked = TextEvaluationLoader(held_out, most=most, **place)
-        return MaskedLanguage(model, TextTrainingLoader(training, **own), masked, config.training.precision)
+            batches, apart = NextTokens(training).training(**own), NextTokens(held_out)
+            return NextToken(model, batches, apart.held_out(most=most, **place), config.training.precision)
+        words, masked = MaskedText(training).training(**own), MaskedText(held_out)
+        return MaskedLanguage(model, words, masked.held_out(most=most, **place), config.training.precision)
 
 
 def build_model(config: Config, texts: TextSet) -> BERT | GPT:
