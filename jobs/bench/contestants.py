@@ -10,10 +10,10 @@ from mpi4py import MPI
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.measure import Contestant, Reducer
-from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench.mpi import ALGORITHMS, MpiAllreduce
 from jobs.bench.nccl import NcclAllreduce, require_nccl
 from jobs.bench.options import OVER_MPI, Options
-from oktopk import METHODS, GradientAllreduce, StepReport
+from oktopk import METHODS, GradientAllreduce
 
 
 def contestants(options: Options, ranks: int) -> list[Contestant]:
@@ -72,31 +72,6 @@ def takes_part(
     return present, left_out
 
 
-class FromBuffer:
-    """Ok-Topk in two levels whose gradient lies in `gradient_buffer` when a step begins, as DistributedOptimizer's does.
-
-    Args:
-        reducer: in two levels.
-    """
-
-    def __init__(self, reducer: GradientAllreduce) -> None:
-        self.reducer = reducer
-
-    @property
-    def update(self) -> Any:
-        return self.reducer.update
-
-    def load(self, gradient: Any) -> Any:
-        self.reducer.gradient_buffer[:] = gradient  # type: ignore[index]
-        return self.reducer.gradient_buffer
-
-    def step(self, gradient: Any) -> StepReport:
-        return self.reducer.step(gradient)
-
-    def close(self) -> None:
-        self.reducer.close()
-
-
 def make_reducer(
     contestant: Contestant, options: Options, length: int, device: Device, comm: MPI.Intracomm
 ) -> Reducer:
@@ -106,10 +81,7 @@ def make_reducer(
         BenchError, ValueError: it cannot be made; on every rank alike.
     """
     if contestant.method in ALGORITHMS:
-        try:
-            return MpiAllreduce(comm, length, contestant.method)
-        except AlgorithmError as error:
-            raise BenchError(str(error)) from None
+        return MpiAllreduce(comm, length, contestant.method)
     if contestant.method in NCCL_ROWS:
         return NcclAllreduce(comm, length, contestant.method)
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
@@ -118,7 +90,7 @@ def make_reducer(
     arguments = dict(contestant.arguments)
     if settings.get("levels") == "hosts" and comm.allreduce(device.sharers, MPI.MAX) > 1:
         arguments.setdefault("peer_memory", True)  # else ranks that share a GPU are refused
-    reducer = GradientAllreduce(
+    return GradientAllreduce(
         comm,
         length,
         contestant.method,
@@ -127,6 +99,3 @@ def make_reducer(
         **arguments,
         **settings,
     )
-    if reducer.gradient_buffer is not None:
-        return FromBuffer(reducer)
-    return reducer

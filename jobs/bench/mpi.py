@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,35 +11,28 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.dense_allreduce import dense_words
-from jobs.bench.measure import dense_report
-from oktopk import StepReport
+from jobs.bench.document import BenchError
+from jobs.bench.measure import LibraryAllreduce
 
 ALGORITHMS: dict[str, int | None] = {"mpi": None, "mpi-ring": 4, "mpi-rabenseifner": 6}
 """Method -> its number in Open MPI's `coll_tuned_allreduce_algorithm`; None leaves the choice to the library."""
 
 
-class AlgorithmError(RuntimeError):
-    """This MPI library does not let the algorithm be chosen."""
-
-
-class MpiAllreduce:
-    """The sum by one call of MPI; the same shape as `oktopk.GradientAllreduce`, without its average and its checks.
+class MpiAllreduce(LibraryAllreduce):
+    """The sum by one call of MPI, on a duplicate of the communicator.
 
     Args:
-        comm: intracommunicator; duplicated. Collective: every rank must construct.
-        length: elements of the gradient (n).
+        comm, length: as LibraryAllreduce.
         method: a name in ALGORITHMS.
 
     Raises:
-        AlgorithmError: the algorithm cannot be chosen here; on every rank alike.
+        BenchError: the algorithm cannot be chosen here; on every rank alike.
 
     Memory: n words of update; what the library takes besides is its own affair, and measured.
     """
 
     def __init__(self, comm: MPI.Intracomm, length: int, method: str = "mpi") -> None:
-        self.length = length
-        self.method = method
+        super().__init__(comm, length, method)
         self.update: NDArray[np.float32] = np.zeros(length, np.float32)
         algorithm = ALGORITHMS[method]
         if algorithm is None:
@@ -48,19 +40,9 @@ class MpiAllreduce:
         else:
             with _tuned_algorithm(algorithm, method):
                 self._comm = comm.Dup()  # a communicator keeps the algorithm that it was made under
-        self._steps = 0
 
-    def step(self, gradient: NDArray[np.float32]) -> StepReport:
-        """Sum float32[n] over the ranks into `update`. Collective.
-
-        The library does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
-        """
-        began = time.perf_counter()
+    def _reduce(self, gradient: NDArray[np.float32]) -> None:
         self._comm.Allreduce(gradient, self.update)
-        seconds = time.perf_counter() - began
-        self._steps += 1
-        words = dense_words(self.length, self._comm.size)
-        return dense_report(self._steps - 1, self.method, self.length, words, seconds)
 
     def close(self) -> None:
         self._comm.Free()
@@ -73,7 +55,7 @@ def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
     level = ctypes.c_int()
     # the level that MPI has: Open MPI takes a lower one for its own from then on
     if library is None or library.MPI_T_init_thread(MPI.Query_thread(), ctypes.byref(level)):
-        raise AlgorithmError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
+        raise BenchError(f"method {method!r}: this MPI has no tool interface to choose the algorithm by")
 
     def handle(name: str) -> ctypes.c_void_p:
         """Handle of a control variable of MPI's tool interface, which mpi4py lacks."""
@@ -88,7 +70,7 @@ def _tuned_algorithm(number: int, method: str) -> Iterator[None]:
         forced, algorithm = handle("coll_tuned_use_dynamic_rules"), handle("coll_tuned_allreduce_algorithm")
     except LookupError as missing:
         words = MPI.Get_library_version().splitlines()[0].rstrip("\0")
-        raise AlgorithmError(f"method {method!r} needs Open MPI: {words!r} has no {missing}") from None
+        raise BenchError(f"method {method!r} needs Open MPI: {words!r} has no {missing}") from None
     before = (forced, ctypes.c_bool()), (algorithm, ctypes.c_int())
     for variable, value in before:
         library.MPI_T_cvar_read(variable, ctypes.byref(value))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-import time
 from typing import Any
 
 from mpi4py import MPI
 
-from collectives.dense_allreduce import dense_words
 from jobs.bench.document import NCCL_ROWS, BenchError
-from jobs.bench.measure import dense_report
+from jobs.bench.measure import LibraryAllreduce
 from jobs.cluster.agreement import require
-from oktopk import StepReport
 
 
 def torch_problem() -> str:
@@ -63,12 +60,11 @@ def leave() -> None:
         stop_process_group()
 
 
-class NcclAllreduce:
-    """The average in place by one call of NCCL; the same shape as `oktopk.GradientAllreduce`.
+class NcclAllreduce(LibraryAllreduce):
+    """The average in place by one call of NCCL, which a step only asks for; the device's `finish` waits.
 
     Args:
-        comm: intracommunicator, one GPU per rank. Collective: every rank must construct.
-        length: elements of the gradient (n).
+        comm, length: as LibraryAllreduce, with one GPU per rank.
         method: a name in NCCL_ROWS.
 
     Memory: the gradient itself, n elements; what NCCL takes besides is its own affair.
@@ -79,9 +75,7 @@ class NcclAllreduce:
         import torch
 
         join(comm)
-        self.length = length
-        self.method = method
-        self._size = comm.size
+        super().__init__(comm, length, method)
         kind = getattr(torch, NCCL_ROWS[method])
         self._gradient = torch.zeros(length, dtype=kind, device=torch.device("cuda", cupy.cuda.Device().id))
         bits = self._gradient if kind == torch.float32 else self._gradient.view(torch.uint16)
@@ -89,7 +83,7 @@ class NcclAllreduce:
         """The gradient, then the average; bfloat16 as its bits."""
         self._all_reduce = torch.distributed.all_reduce
         self._average = torch.distributed.ReduceOp.AVG
-        self._steps = 0
+        self.width = self._gradient.element_size() / 4
 
     def load(self, gradient: Any) -> Any:
         """Copy a gradient of any type (bfloat16 as its bits) to where it is summed in place; outside the timed region."""
@@ -101,19 +95,9 @@ class NcclAllreduce:
         self._gradient.copy_(source)
         return self.update
 
-    def step(self, gradient: Any) -> StepReport:
-        """Average what was loaded. Collective. Returns when NCCL has been asked; the device's `finish` waits.
-
-        NCCL does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
-        """
+    def _reduce(self, gradient: Any) -> None:
         assert gradient is self.update, "load the gradient first"
-        began = time.perf_counter()
         self._all_reduce(self._gradient, op=self._average)
-        seconds = time.perf_counter() - began
-        self._steps += 1
-        width = self._gradient.element_size() / 4
-        words = dense_words(self.length, self._size) * width
-        return dense_report(self._steps - 1, self.method, self.length, words, seconds)
 
     def close(self) -> None:
         """The process group outlives a reducer: `leave` ends it."""

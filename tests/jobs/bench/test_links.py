@@ -141,8 +141,6 @@ def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
     asked: list[Any] = []
 
     class Reducer:
-        gradient_buffer = None
-
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             asked.append(keywords.get("peer_memory"))
 
