@@ -23,12 +23,10 @@ from data import DataError
 from data.command import command_parser, show
 from data.durable import exclusive
 from data.images import cifar10
-from data.images.dataset import ImageSet
-from data.images.file import open_image_file, write_image_file
+from data.images.file import ImageSet, open_image_file, write_image_file
 from data.prepared_file import already_there
 from data.speech import an4
-from data.speech.dataset import RATE, SpeechSet
-from data.speech.file import open_speech_file, write_speech_file
+from data.speech.file import RATE, SpeechSet, open_speech_file, write_speech_file
 from data.text.file import MOST_WORDS, SPECIAL, open_text_file
 from data.text.prepare import Recipe, prepare_text
 from data.text.prepare import description as text_description

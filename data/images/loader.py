@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -10,11 +10,42 @@ import torch
 from numpy.typing import NDArray
 
 from data.batches import HeldOut, HeldOutPlace, Source
-from data.images.dataset import Augment, ImageSet
+from data.images.file import ImageSet
 from data.sharding import AUGMENTATION, evaluation_batches
 
 BLOCK = 4096
 """Samples that are cut together on a GPU: all batches among them share the launches."""
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random crop and horizontal flip of training images.
+
+    Args:
+        crop: pixels of black added on every side before a window of the original size is cut at random; 0
+            cuts none.
+        flip: mirror every second image, left to right. Not for digits: a mirrored digit is no digit.
+    """
+
+    crop: int = 4
+    flip: bool = True
+
+    def places(self, draws: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Window and mirroring of each random number.
+
+        Args:
+            draws: uint64[batch], uniform. Bits 0-30 place the window vertically, 31-61 horizontally; bit 63 flips.
+
+        Returns:
+            int64[3, batch]: top and left of the window, from the top left corner of the padding; 1 for mirrored.
+        """
+        span, bits, mask = np.uint64(2 * self.crop + 1), np.uint64(31), np.uint64(2**31 - 1)
+        places = np.zeros((3, len(draws)), np.int64)
+        places[0] = (draws & mask) % span
+        places[1] = (draws >> bits & mask) % span
+        if self.flip:
+            places[2] = draws >> np.uint64(63)
+        return places
 
 
 class Batch(NamedTuple):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Source
 from data.sharding import ORDER, TEMPO, ShardedBatches, epoch_draws, evaluation_batches
-from data.speech.dataset import SpeechSet
+from data.speech.file import SpeechSet
 
 SPREAD = 0.2
 """The random factor on lengths is uniform in [1, 1 + SPREAD), so that company changes from epoch to epoch."""

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from data.batches import HeldOut
 from data.text.file import TextSet
-from data.text.masking import TextBatch
-from data.text.tokens import IGNORED
+from data.text.loader import IGNORED, TextBatch
 
 SAMPLED = 1 << 14
 """Training sequences that are counted at most, spread evenly."""

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import DataError
 from data.batches import EpochLoader
-from data.images.dataset import Augment, DataError, ImageSet, channel_statistics
-from data.images.loader import Batch, Pixels
+from data.images.file import ImageSet, channel_statistics
+from data.images.loader import Augment, Batch, Pixels
 
 CPU = torch.device("cpu")
 DEVICES = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.speech.dataset import SpeechSet
+from data.speech.file import SpeechSet
 from data.speech.loader import LengthBuckets, Utterances
 from data.speech.spectrogram import BINS, HOP, WINDOW, change_tempo, frame_count, log_spectrograms, played
 from tests.utterances import speech_set, spoken

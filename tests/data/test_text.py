@@ -15,10 +15,9 @@ from data.text import prepare as text
 from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
 from data.text.frequencies import frequency_loss
-from data.text.masking import IGNORED, MaskedText
+from data.text.loader import IGNORED, MaskedText, NextTokens
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
-from data.text.tokens import NextTokens
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)
 WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
@@ -358,7 +357,7 @@ def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() ->
 def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = random_set()
     whole = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
-    monkeypatch.setattr("data.text.masking.BLOCK", 12 * texts.length)
+    monkeypatch.setattr("data.text.loader.BLOCK", 12 * texts.length)
     pairs = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
     last = whole.steps_per_epoch - 1
     assert last % 2 == 0, "the last block must be a short one"

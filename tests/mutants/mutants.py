@@ -230,9 +230,9 @@ MUTANTS = (
     ),
     Mutant(
         "next-token",
-        "data/text/tokens.py",
-        "tokens.roll(-1, dims=1)",
-        "tokens.roll(-2, dims=1)",
+        "data/text/loader.py",
+        "TokenBatch(tokens, tokens.roll(-1, dims=1)",
+        "TokenBatch(tokens, tokens.roll(-2, dims=1)",
         "off by one: a token is told the one after the next",
         f"{_ALONE} tests/data/test_text.py",
     ),

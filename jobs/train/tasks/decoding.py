@@ -8,7 +8,7 @@ import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
-from data.speech.dataset import decoded
+from data.speech.file import decoded
 
 BLANK = 0
 
@@ -37,7 +37,7 @@ def decode(log_probabilities: NDArray[np.float32]) -> str:
     """The text of one utterance, without spaces at its ends.
 
     Args:
-        log_probabilities: float32[frames, labels], of data.speech.dataset.ALPHABET.
+        log_probabilities: float32[frames, labels], of data.speech.file.ALPHABET.
     """
     return " ".join(decoded(np.array(greedy(log_probabilities), np.int64)).split())
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data.text.contexts import ContextBatch, Contexts
 from data.text.file import open_text_file
 from data.text.frequencies import word_counts
+from data.text.loader import ContextBatch, Contexts
 from jobs.config.config import Config
 from jobs.train.tasks.task import Task, autocast, held_out_place, naming, training_place
 from models.skipgram import SkipGram

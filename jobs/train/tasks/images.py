@@ -9,10 +9,9 @@ from torch import nn
 
 from data.batches import EpochLoader, HeldOut
 from data.images.cifar10 import open_cifar10
-from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
-from data.images.file import open_image_file
-from data.images.loader import Batch, Pixels
+from data.images.file import ImageSet, open_image_file
+from data.images.loader import Augment, Batch, Pixels
 from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig

@@ -10,7 +10,7 @@ from torch import nn
 
 from data import DataError
 from data.speech.an4 import open_an4
-from data.speech.dataset import ALPHABET, SpeechSet
+from data.speech.file import ALPHABET, SpeechSet
 from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config

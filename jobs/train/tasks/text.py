@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from data.text.file import TextSet, open_text_file
-from data.text.masking import MaskedText, TextBatch
+from data.text.loader import IGNORED, MaskedText, NextTokens, TextBatch, TokenBatch
 from data.text.packing import NO_PAIR
-from data.text.tokens import IGNORED, NextTokens, TokenBatch
 from jobs.config.config import Config
 from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import (

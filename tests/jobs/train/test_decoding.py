@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.speech.dataset import ALPHABET, encoded
+from data.speech.file import ALPHABET, encoded
 from jobs.train.tasks.decoding import count_errors, decode, greedy
 
 

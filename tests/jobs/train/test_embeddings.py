@@ -12,10 +12,9 @@ import torch
 from mpi4py import MPI
 
 from data.batches import EpochLoader
-from data.text.contexts import ContextBatch, Contexts
 from data.text.file import TextSet, open_text_file
 from data.text.frequencies import word_counts
-from data.text.masking import POSITIVE, mixed
+from data.text.loader import POSITIVE, ContextBatch, Contexts, mixed
 from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main

@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from data.text.masking import TextBatch
+from data.text.loader import TextBatch
 from jobs.config.config import Config
 from jobs.config.file import ConfigError, validate
 from jobs.config.sections import OptimizerConfig
