@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -43,23 +43,6 @@ WHOLE_STEP = "gather and apply"
 
 DENSE_WARMUP = 2
 """Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
-
-
-class Reducer(Protocol):
-    """What is measured: oktopk.GradientAllreduce, or anything of its shape, see `loaded`."""
-
-    @property
-    def update(self) -> Any:
-        """[n], the last step's result."""
-        ...
-
-    def step(self, gradient: Any) -> StepReport:
-        """Reduce one gradient; collective."""
-        ...
-
-    def close(self) -> None:
-        """Free what MPI holds; collective."""
-        ...
 
 
 class LibraryAllreduce(ABC):
@@ -102,6 +85,10 @@ class LibraryAllreduce(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what was set up; collective."""
+
+
+Reducer = GradientAllreduce | LibraryAllreduce
+"""What is measured, see `loaded`."""
 
 
 def loaded(reducer: Reducer, gradient: Any) -> Any:

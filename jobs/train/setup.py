@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -23,7 +24,7 @@ from jobs.train.tasks.text import build_language
 from oktopk import broadcast_parameters
 
 
-def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload:
+def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload[Any]:
     """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
 
     Args:
@@ -42,7 +43,7 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     return build_images(config, rank=rank, size=size, load=load)
 
 
-Build = Callable[..., Workload]
+Build = Callable[..., Workload[Any]]
 """What makes the workload of a rank, as build_workload(config, rank=, size=)."""
 
 
@@ -61,7 +62,7 @@ class Setup:
     config: Config
     comm: MPI.Intracomm
     placement: Placement
-    workload: Workload
+    workload: Workload[Any]
     optimizer: ReducingOptimizer
 
 
@@ -89,8 +90,8 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     return Setup(config, comm, placement, workload, optimizer)
 
 
-def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
-    def build_here() -> Workload:
+def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload[Any]:
+    def build_here() -> Workload[Any]:
         workload = build(config, rank=comm.rank, size=comm.size)
         workload.move_to(placement)
         if workload.steps_per_epoch < config.training.accumulate:

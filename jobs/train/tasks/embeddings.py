@@ -9,11 +9,11 @@ from data.text.file import open_text_file
 from data.text.frequencies import word_counts
 from data.text.loader import ContextBatch, Contexts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Task, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, autocast, held_out_place, naming, training_place
 from models.skipgram import SkipGram
 
 
-class Embeddings(Task[ContextBatch]):
+class Embeddings(Workload[ContextBatch]):
     """Words beside word pairs are told from words drawn at random.
 
     The loss of a pair is the sum of 1 + negatives binary cross entropies. A score's samples are pairs. One is right where the

@@ -17,19 +17,19 @@ from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, WorkloadError, autocast, held_out_place, naming, training_place
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
-class Classification(Task[Batch]):
+class Classification(Workload[Batch]):
     """Images into classes by cross entropy.
 
     Args:
         model: images -> logits[batch, classes].
-        training, held_out: as Task.
+        training, held_out: as Workload.
         config: precision, memory layout, and smoothing of labels.
         resize: pixels per side that the network sees; 0: those of the images.
     """

@@ -17,11 +17,11 @@ from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.tasks.decoding import count_errors, decode
 from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, WorkloadError, autocast, held_out_place, naming, training_place
 from models.lstm import LSTM, output_lengths
 
 
-class Speech(Task[SpeechBatch]):
+class Speech(Workload[SpeechBatch]):
     """Recordings into characters by CTC.
 
     The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word

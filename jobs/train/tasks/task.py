@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -38,44 +38,19 @@ class Score:
     characters: int = 0
 
 
-class Workload(Protocol):
-    """One rank's side of a training task. Nothing in it communicates.
-
-    Attributes:
-        model: holds the parameters.
-        network: what a loss is computed with: the model, or what was wrapped around it.
-        steps_per_epoch: batches of an epoch.
-    """
-
-    model: nn.Module
-    network: nn.Module
-    steps_per_epoch: int
-
-    def move_to(self, placement: Placement) -> None:
-        """Move network and data to a device. Raises DataError: they do not fit."""
-        ...
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
-        ...
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Mean loss of a batch, to be differentiated."""
-        ...
-
-    def score(self) -> Score:
-        """This rank's share of the held-out samples, measured without training on them."""
-        ...
-
-
-class Task(ABC, Generic[Batch]):
-    """A Workload on loaders of this rank.
+class Workload(ABC, Generic[Batch]):
+    """One rank's side of a training task, on loaders of this rank. Nothing in it communicates.
 
     Args:
         model: holds the parameters.
         training: this rank's training batches.
         held_out: this rank's part of the held-out samples.
         precision: of the network's arithmetic, see `autocast`.
+
+    Attributes:
+        model: as given.
+        network: what a loss is computed with: the model, or what was wrapped around it.
+        steps_per_epoch: batches of an epoch.
     """
 
     def __init__(
@@ -86,21 +61,25 @@ class Task(ABC, Generic[Batch]):
         self._training, self._held_out, self._precision = training, held_out, precision
 
     def move_to(self, placement: Placement) -> None:
+        """Move network and data to a device. Raises DataError: they do not fit."""
         self._training.to(placement.device)
         self._held_out.to(placement.device)
         self.model.to(placement.device)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
         return self._training.epoch(epoch, first_step)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> torch.Tensor: ...
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean loss of a batch, to be differentiated."""
 
     @abstractmethod
     def _counts(self, batch: Batch) -> Iterable[torch.Tensor | int]:
         """The fields of Score for a held-out batch, in their order; the last two may be left out."""
 
     def score(self) -> Score:
+        """This rank's share of the held-out samples, measured without training on them."""
         device = next(self.model.parameters()).device
         # on the device, so that it is waited for once
         sums: list[Any] = [torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0, 0]

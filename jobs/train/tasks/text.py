@@ -16,7 +16,7 @@ from jobs.config.config import Config
 from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import (
     Batch,
-    Task,
+    Workload,
     WorkloadError,
     autocast,
     held_out_place,
@@ -27,7 +27,7 @@ from models.bert import BERT
 from models.gpt import GPT
 
 
-class Language(Task[Batch]):
+class Language(Workload[Batch]):
     """Words to predict, by cross entropy. Held-out text is scored by these words: they are a Score's samples."""
 
     @abstractmethod
