@@ -31,11 +31,10 @@ from typing import Any
 
 from data.command import show
 from jobs.config.file import ConfigError
-from jobs.experiment.experiments import EXPERIMENTS
+from jobs.experiment.experiments import EXPERIMENTS, launches
 from jobs.experiment.options import parse
 from jobs.experiment.plan import RUNS, Planned, describe, plan, planned_files
 from jobs.experiment.report import write_report
-from jobs.experiment.trials import launches
 from jobs.launch import run_job
 from jobs.run.file import RunFileError
 from oktopk.launch import LaunchError, end_on_sigterm

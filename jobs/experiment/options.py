@@ -8,8 +8,7 @@ from pathlib import Path
 
 from data.command import command_parser
 from jobs.config.file import add_overrides
-from jobs.experiment.experiments import EXPERIMENTS
-from jobs.experiment.trials import KINDS
+from jobs.experiment.experiments import EXPERIMENTS, KINDS
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
