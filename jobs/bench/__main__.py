@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jobs.bench.job import run
+from jobs.bench.run import run
 from jobs.restart.signals import leave
 
 

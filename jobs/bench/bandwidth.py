@@ -14,9 +14,8 @@ import numpy as np
 
 from data.command import command_parser, show
 from jobs.bench.document import BENCHES, HOST_ROWS, UNSHAPED, BenchError, Run, bits_per_second, read
-from jobs.render.chart import Axis, Chart, Line
+from jobs.render.chart import COLOURS, DASHES, OURS, Axis, Chart, Line, colour_of, title_of
 from jobs.render.draw import save
-from jobs.render.style import COLOURS, DASHES, OURS, colour_of, title_of
 
 TITLES = {
     "mpi": "MPI's own",

@@ -9,9 +9,8 @@ from mpi4py import MPI
 
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
+from jobs.bench.libraries import ALGORITHMS, MpiAllreduce, NcclAllreduce, require_nccl
 from jobs.bench.measure import Contestant, Reducer
-from jobs.bench.mpi import ALGORITHMS, MpiAllreduce
-from jobs.bench.nccl import NcclAllreduce, require_nccl
 from jobs.bench.options import OVER_MPI, Options
 from oktopk import METHODS, GradientAllreduce
 

@@ -15,7 +15,7 @@ from collectives.sparse import check_length
 from jobs.bench.device import DEVICES
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
 from jobs.bench.gradients import PROFILES
-from jobs.bench.mpi import ALGORITHMS
+from jobs.bench.libraries import ALGORITHMS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE

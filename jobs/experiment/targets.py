@@ -14,8 +14,7 @@ import numpy as np
 
 from data import DataError
 from data.text.file import open_text_file
-from data.text.frequencies import frequency_loss
-from data.text.loader import MaskedText
+from data.text.loader import MaskedText, frequency_loss
 from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.summary import ON_THE_DEVICE

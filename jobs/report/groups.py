@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.render.style import colour_of, dashes_of, order_of, title_of
+from jobs.render.chart import colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower

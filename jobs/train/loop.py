@@ -26,10 +26,10 @@ from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.batches import BatchStream
+from jobs.train.optimizers import learning_rate_factor
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import agreed, apply, reduce
-from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
 from oktopk import average_buffers

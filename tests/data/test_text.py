@@ -14,8 +14,7 @@ from data.prepare import main
 from data.text import prepare as text
 from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
-from data.text.frequencies import frequency_loss
-from data.text.loader import IGNORED, MaskedText, NextTokens
+from data.text.loader import IGNORED, MaskedText, NextTokens, frequency_loss
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
 

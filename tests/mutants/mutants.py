@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         "warmup-step",
-        "jobs/train/schedule.py",
+        "jobs/train/optimizers.py",
         "risen = min(1.0, (step + 1) / warmup)",
         "risen = min(1.0, step / warmup)",
         "off by one: a warm-up ends a step late",

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from data.text.file import open_text_file
-from data.text.frequencies import word_counts
-from data.text.loader import ContextBatch, Contexts
+from data.text.loader import ContextBatch, Contexts, word_counts
 from jobs.config.config import Config
 from jobs.train.tasks.task import Workload, autocast, held_out_place, naming, training_place
 from models.skipgram import SkipGram

@@ -16,8 +16,15 @@ from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig, TrainingConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Workload, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import (
+    Workload,
+    WorkloadError,
+    autocast,
+    call_factory,
+    held_out_place,
+    naming,
+    training_place,
+)
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 

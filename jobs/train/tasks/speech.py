@@ -17,8 +17,15 @@ from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Workload, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import (
+    Workload,
+    WorkloadError,
+    autocast,
+    call_factory,
+    held_out_place,
+    naming,
+    training_place,
+)
 from models.lstm import LSTM, output_lengths
 
 

@@ -13,12 +13,12 @@ from data.text.file import TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens, TextBatch, TokenBatch
 from data.text.packing import NO_PAIR
 from jobs.config.config import Config
-from jobs.train.tasks.factory import call_factory
 from jobs.train.tasks.task import (
     Batch,
     Workload,
     WorkloadError,
     autocast,
+    call_factory,
     held_out_place,
     naming,
     training_place,

@@ -17,8 +17,8 @@ from collectives.dense_allreduce import dense_words
 from jobs.bench.contestants import variants
 from jobs.bench.document import BenchError, read
 from jobs.bench.gradients import DrawnGradients
-from jobs.bench.job import run
-from jobs.bench.mpi import ALGORITHMS, MpiAllreduce
+from jobs.bench.libraries import ALGORITHMS, MpiAllreduce
+from jobs.bench.run import run
 from oktopk import METHODS, Settings
 from tests.launched import PATIENCE, run_ranks
 

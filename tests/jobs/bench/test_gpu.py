@@ -14,10 +14,9 @@ from mpi4py import MPI
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.gradients import DrawnGradients
-from jobs.bench.job import measure_all, run
-from jobs.bench.nccl import require_nccl, torch_problem
+from jobs.bench.libraries import require_nccl, torch_problem
 from jobs.bench.options import parse
-from jobs.bench.run import measure_run, open_device
+from jobs.bench.run import measure_all, measure_run, open_device, run
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
 
@@ -137,7 +136,7 @@ def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None
     ("method", "kind"), [("nccl", "float32"), ("nccl-bf16", "bfloat16"), ("nccl-bf16", "float32")]
 )
 def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: str) -> None:
-    from jobs.bench.nccl import NcclAllreduce, leave
+    from jobs.bench.libraries import NcclAllreduce, leave_nccl
 
     device = open_device("cuda", kind, comm)
     if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
@@ -153,4 +152,4 @@ def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: s
     np.testing.assert_allclose(found, np.arange(1000) % 64 + (comm.size - 1) / 2, rtol=2**-8)
     assert (report.k, report.method) == (1000, method)
     reducer.close()
-    leave()
+    leave_nccl()

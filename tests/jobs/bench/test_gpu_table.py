@@ -14,10 +14,9 @@ from mpi4py import MPI
 
 from jobs.bench.document import BenchError, Output, read
 from jobs.bench.gpu.table import Cell, chosen
-from jobs.bench.job import measure_all
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
-from jobs.bench.run import measure_run
+from jobs.bench.run import measure_all, measure_run
 from jobs.bench.tables import cells_table, document_tables
 
 ROOT = Path(__file__).parents[3]

@@ -15,9 +15,9 @@ from jobs.bench import contestants
 from jobs.bench.contestants import Contestant, make_reducer
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
-from jobs.bench.job import run
 from jobs.bench.links import Links
 from jobs.bench.options import parse
+from jobs.bench.run import run
 from jobs.bench.tables import document_tables
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

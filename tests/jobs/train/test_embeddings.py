@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 from data.batches import EpochLoader
 from data.text.file import TextSet, open_text_file
-from data.text.frequencies import word_counts
-from data.text.loader import POSITIVE, ContextBatch, Contexts, mixed
+from data.text.loader import POSITIVE, ContextBatch, Contexts, mixed, word_counts
 from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
