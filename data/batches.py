@@ -1,4 +1,4 @@
-"""Batches of one rank, cut from a split on a device: one at a time, or many that share the launches of small kernels."""
+"""Batches of one rank, cut from a split on a device, one at a time or many together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from data import DataError
 from data.sharding import ShardedBatches, epoch_draws, evaluation_batches
 
 Batch = TypeVar("Batch")
+Samples = NDArray[np.int64]
+"""int64[batch], samples of a split."""
+Draws = NDArray[np.uint64] | None
+"""uint64[batch], a random number for each sample of a batch; None where they get none."""
 
 
 class HeldOutPlace(TypedDict):
@@ -31,7 +35,7 @@ class Place(HeldOutPlace):
 
 
 class Source(ABC, Generic[Batch]):
-    """A split, from which batches are cut. Its tensors lie on one device together; on the host they may be mapped.
+    """A split, from which batches are cut. Its tensors lie on one device; on the host they may be mapped.
 
     Args:
         count: samples of the split.
@@ -55,13 +59,8 @@ class Source(ABC, Generic[Batch]):
         return self._count
 
     @abstractmethod
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> Batch:
-        """A batch, on the device.
-
-        Args:
-            samples: int64[batch], of the split.
-            draws: uint64[batch], a random number for each; None without a `stream`, and for speech and images that are held out.
-        """
+    def cut(self, samples: Samples, draws: Draws = None) -> Batch:
+        """A batch, on the device; of speech and images that are held out without draws."""
 
     def to(self, device: torch.device) -> None:
         """Move all tensors. Raises DataError: they do not fit."""
@@ -108,8 +107,8 @@ class HeldOut(Generic[Batch]):
     def __init__(
         self,
         source: Source[Batch],
-        batches: Iterable[NDArray[np.int64]],
-        draws: NDArray[np.uint64] | None = None,
+        batches: Iterable[Samples],
+        draws: Draws = None,
     ) -> None:
         self.source, self._batches, self._draws = source, list(batches), draws
 
@@ -169,7 +168,7 @@ class EpochLoader(Generic[Batch]):
         samples = np.concatenate([self.shards.indices(epoch, step) for step in range(first, stop)])
         return self.source.cut(samples, self._draws(epoch, samples))
 
-    def _draws(self, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64] | None:
+    def _draws(self, epoch: int, samples: Samples) -> Draws:
         if self.source.stream is None:
             return None
         if self._drawn is None or self._drawn[0] != epoch:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import HeldOut, HeldOutPlace, Source
+from data.batches import Draws, HeldOut, HeldOutPlace, Samples, Source
 from data.images.file import ImageSet
 from data.sharding import AUGMENTATION, evaluation_batches
 
@@ -88,7 +88,7 @@ class Pixels(Source[Batch]):
         super().to(device)
         self.block = 1 if device.type == "cpu" else BLOCK
 
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> Batch:
+    def cut(self, samples: Samples, draws: Draws = None) -> Batch:
         places = () if draws is None or self._augment is None else self._augment.places(draws)
         plan = self.placed(np.vstack([samples, *places]))
         pixels = self._augmented(*plan[:, :, None]) if len(plan) > 1 else self._pixels[plan[0]]

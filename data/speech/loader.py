@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Source
+from data.batches import Draws, EpochLoader, HeldOut, HeldOutPlace, Place, Samples, Source
 from data.sharding import ORDER, TEMPO, ShardedBatches, epoch_draws, evaluation_batches
 from data.speech.file import SpeechSet
 
@@ -85,7 +85,7 @@ class Utterances(Source[SpeechBatch]):
         self._samples = torch.from_numpy(speech.samples)
         self._labels = torch.from_numpy(speech.labels.astype(np.int64))
 
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> SpeechBatch:
+    def cut(self, samples: Samples, draws: Draws = None) -> SpeechBatch:
         speech = self.speech
         spans = zip(speech.offsets[samples].tolist(), speech.offsets[samples + 1].tolist(), strict=True)
         labels = zip(

@@ -1,4 +1,4 @@
-"""Batches of packed text on any device: for the next token, for masked words and the next sentence, and for word embeddings."""
+"""Batches of packed text: for the next token, for masked words, and for word embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import Batch, HeldOut, Source
+from data.batches import Batch, Draws, HeldOut, Samples, Source
 from data.sharding import CONTEXTS, MASKING
 from data.text.file import TextSet
 
@@ -71,7 +71,7 @@ class NextTokens(Tokens[TokenBatch]):
         super().__init__(texts)
         self._ends = torch.from_numpy(texts.sequences.spans[:, 1].astype(np.int64))
 
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> TokenBatch:
+    def cut(self, samples: Samples, draws: Draws = None) -> TokenBatch:
         chosen = self.placed(samples)
         tokens = self.tokens(chosen)
         behind = self._columns >= self._ends[chosen, None] - 1
@@ -123,7 +123,7 @@ class MaskedText(Tokens[TextBatch]):
         self._spans = torch.from_numpy(sequences.spans.astype(np.int64))
         self._follows = torch.from_numpy(sequences.follows.astype(np.int64))
 
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> TextBatch:
+    def cut(self, samples: Samples, draws: Draws = None) -> TextBatch:
         assert draws is not None
         chosen, bits = self.plan(samples, draws)
         tokens = self.tokens(chosen)
@@ -208,7 +208,7 @@ class Contexts(Tokens[ContextBatch]):
         self._ends = torch.from_numpy(np.ceil(chances / chances[-1] * _CHANCES).astype(np.int64))
         self._draws = GOLDEN * (torch.arange(negatives) + 2)
 
-    def cut(self, samples: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> ContextBatch:
+    def cut(self, samples: Samples, draws: Draws = None) -> ContextBatch:
         assert draws is not None
         chosen, bits = self.plan(samples, draws)
         tokens = self.tokens(chosen)

@@ -1,4 +1,4 @@
-"""Allreduces of libraries as methods of the bench: MPI's own, and NCCL's through torch.distributed."""
+"""Dense allreduces of libraries in the bench: MPI's own, and NCCL's through torch.distributed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ DENSE_WARMUP = 2
 
 
 class LibraryAllreduce(ABC):
-    """A library's own dense allreduce, in the shape of `oktopk.GradientAllreduce`, without its checks.
+    """A library's dense allreduce, in the shape of `oktopk.GradientAllreduce`, without its checks.
 
     Args:
         comm: intracommunicator. Collective: every rank must construct.

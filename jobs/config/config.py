@@ -1,4 +1,4 @@
-"""The configuration of a training run: all sections, the checks between them, and what differs between two.
+"""The configuration of a training run: all sections, the checks between them, and differences.
 
 jobs.config.file reads it from a file and a command line.
 """

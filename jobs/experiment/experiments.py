@@ -1,4 +1,4 @@
-"""The experiments of jobs/configs/experiments.toml: the targets of each table of results, and its runs."""
+"""The experiments of jobs/configs/experiments.toml: targets and runs of each table of results."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def trials(
 
     Args:
         experiment: an entry of EXPERIMENTS.
-        options: the command line, as jobs.experiment.options.parse returns it.
+        options: the command line, as jobs.experiment.__main__.parse returns it.
         usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
             trained with again. None: nothing is swept.
     """
@@ -202,7 +202,7 @@ def trials(
 
 
 def _speed_trial(name: str, method: str, ranks: int, steps: int, settings: Mapping[str, Any]) -> Trial:
-    """A run of some steps that is compared by its speed: what is measured is the method, not how it starts."""
+    """A run that is compared by its speed: what is measured is the method, not how it starts."""
     short: dict[str, Any] = {
         "training.steps": steps,
         "training.epochs": 0,

@@ -1,4 +1,4 @@
-"""The data of a picture, which jobs.render.draw draws and a CSV file holds, and how methods look in all of them."""
+"""The data of a picture, which jobs.render.draw draws, and how methods look in all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the torch optimizer of a run, whose step may be replayed as a CUDA graph, and computes its learning rates."""
+"""Builds the torch optimizer of a run, and computes its learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface of a training task: network, batches, loss, score; and the network of the user's model.factory."""
+"""Interface of a training task: network, batches, loss, score; the network of model.factory."""
 
 from __future__ import annotations
 
