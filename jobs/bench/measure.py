@@ -20,8 +20,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
-from jobs.bench.device import Device, Growth
-from jobs.bench.gradients import GradientSource
+from jobs.bench.device import Device, GradientSource, Growth
 from oktopk import GradientAllreduce, StepReport
 
 FIELDS = (

@@ -216,7 +216,7 @@ Measure = Callable[[], dict[str, Any]]
 """Measures one run, collectively, and returns it as it stands in the document, on rank 0."""
 
 
-def run_all(todo: Callable[[], tuple[str, list[Measure]]], options: Options, comm: MPI.Intracomm) -> int:
+def run_all(todo: Callable[[], tuple[str, Sequence[Measure]]], options: Options, comm: MPI.Intracomm) -> int:
     """Measure runs, print their tables and write the document, for the bench and for scripts beside results. Collective.
 
     Args:
@@ -226,13 +226,26 @@ def run_all(todo: Callable[[], tuple[str, list[Measure]]], options: Options, com
     Returns:
         The exit status, the same on all ranks: 0, or 2 with one message.
     """
-    output: Output | None = None
+    path, output = options.json, None
     try:
         check_launch(comm, raises=BenchError)
-        path = options.json
         if path is not None:
             output = decide_on_root(comm, lambda: Output(path), FAULTS, BenchError)
-        measure_all(*todo(), options, comm, output)
+        kind, measures = todo()
+        runs: list[dict[str, Any]] = []
+        for measure_one in measures:
+            began = time.monotonic()
+            result = measure_one()
+            if comm.rank != 0:
+                continue
+            runs.append({**result, "seconds_taken": time.monotonic() - began})
+            content = written(kind, runs, options, comm) | {"cells": len(measures)}
+            if not options.quiet:
+                show("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
+            if output is not None:
+                output.write(content)  # after each, so that what is done stays when the job is cut off
+        if kind == "gpu table" and len(runs) > 1 and not options.quiet:
+            show(f"\n{cells_table({'runs': runs})}", flush=True)
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"{options.module}: {error}")
         return 2
@@ -247,32 +260,3 @@ def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
         raise BenchError("--ablate is not for one rank, which sends nothing: start two or more")
     each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
     return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]
-
-
-def measure_all(
-    kind: str, todo: Sequence[Measure], options: Options, comm: MPI.Intracomm, output: Output | None
-) -> None:
-    """Measure runs one after another, print the tables of each, and at the end the table of all cells. Collective.
-
-    Args:
-        kind: of the document.
-        todo: the runs.
-        output: written after each, so that what is done stays when the job is cut off; on rank 0.
-
-    Raises:
-        BenchError: it cannot be done; on every rank alike.
-    """
-    runs: list[dict[str, Any]] = []
-    for measure_one in todo:
-        began = time.monotonic()
-        result = measure_one()
-        if comm.rank != 0:
-            continue
-        runs.append({**result, "seconds_taken": time.monotonic() - began})
-        content = written(kind, runs, options, comm) | {"cells": len(todo)}
-        if not options.quiet:
-            show("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
-        if output is not None:
-            output.write(content)
-    if kind == "gpu table" and len(runs) > 1 and not options.quiet:
-        show(f"\n{cells_table({'runs': runs})}", flush=True)

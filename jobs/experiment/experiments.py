@@ -27,7 +27,7 @@ class Value(Model):
     """A figure, and how it is written.
 
     Attributes:
-        value: "METHOD.FIGURE", divided by others or numbers, or less them, from left to right; jobs.experiment.targets has both.
+        value: "METHOD.FIGURE", divided by others or numbers, or less them, from left to right; jobs.experiment.report has both.
         measured: a text in which {value} and {METHOD.FIGURE} are figures. {also} is `Target.also`, "" where it was not measured.
     """
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -220,7 +221,7 @@ class TrainingLoop:
         if self.config.reduction.nonfinite == "raise":
             self._check_losses(measured)
         gathered = gather(self.comm, measured)
-        decide_on_root(self.comm, lambda: self._record(gathered), (RunFileError,), RunFileError)
+        self._on_root(lambda file: self._record(file, gathered))
         shown = [step for step in measured if self.config.run.in_timeline(step.report.step + 1)]
         if shown or self.between:  # on all ranks alike
             self._write_timeline(shown)
@@ -230,14 +231,11 @@ class TrainingLoop:
         columns = timeline(steps, self.between, self.comm.rank, self.began_on_root)
         self.between.clear()
         every = self.comm.gather(columns) or []
-
-        def record() -> None:
-            if self.file is not None:
-                self.file.append_timeline(
-                    {name: np.concatenate([rank[name] for rank in every]) for name in columns}
-                )
-
-        decide_on_root(self.comm, record, (RunFileError,), RunFileError)
+        self._on_root(
+            lambda file: file.append_timeline(
+                {name: np.concatenate([rank[name] for rank in every]) for name in columns}
+            )
+        )
 
     def _note(self, name: str, done: int, began: float) -> None:
         """Note work between two steps that ends now, for the timeline."""
@@ -245,12 +243,16 @@ class TrainingLoop:
             depth = int(name != BETWEEN[0])
             self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
-    def _record(self, gathered: Gathered | None) -> None:
+    def _on_root(self, write: Callable[[RunFile], None]) -> None:
+        """Write into the run file, on rank 0. Collective. Raises RunFileError, on every rank."""
+        action = functools.partial(write, self.file) if self.file else lambda: None
+        decide_on_root(self.comm, action, (RunFileError,), RunFileError)
+
+    def _record(self, file: RunFile, gathered: Gathered | None) -> None:
         """Write what the ranks gathered into the run file and the progress bar; on rank 0."""
-        if gathered is None or self.file is None:
-            return
-        self.file.append_steps(gathered.steps, gathered.stages)
-        self.file.append_measures(gathered.measures)
+        assert gathered is not None
+        file.append_steps(gathered.steps, gathered.stages)
+        file.append_measures(gathered.measures)
         columns = gathered.steps
         words = float(columns["words"].mean())
         dense = dense_words(self.optimizer.length, self.comm.size)
@@ -286,12 +288,7 @@ class TrainingLoop:
             "character_error_rate": character_errors / characters if characters else math.nan,
             "seconds": time.perf_counter() - began,
         }
-        decide_on_root(
-            self.comm,
-            lambda: self.file.append_evaluation(**evaluation) if self.file is not None else None,
-            (RunFileError,),
-            RunFileError,
-        )
+        self._on_root(lambda file: file.append_evaluation(**evaluation))
         self._note("evaluation", done, began)
         if not math.isfinite(loss):
             problem = f"the held-out loss after step {done} is {loss}"

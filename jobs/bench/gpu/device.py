@@ -24,9 +24,8 @@ import collectives.cuda.device
 from collectives.cuda.launch import compiled
 from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi_cuda import select_device
-from jobs.bench.device import Device, Growth
+from jobs.bench.device import Device, GradientSource, Growth
 from jobs.bench.floors import Speeds, best_seconds, message_seconds, ring_exchange
-from jobs.bench.gradients import GradientSource
 from jobs.run.provenance import versions
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}

@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
 from jobs.bench.contestants import variants
+from jobs.bench.device import DrawnGradients
 from jobs.bench.document import BenchError, read
-from jobs.bench.gradients import DrawnGradients
 from jobs.bench.libraries import ALGORITHMS, MpiAllreduce
 from jobs.bench.run import run
 from oktopk import METHODS, Settings

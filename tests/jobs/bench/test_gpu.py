@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.document import BenchError, Output, read
+from jobs.bench.device import DrawnGradients
+from jobs.bench.document import BenchError, read
 from jobs.bench.gpu.table import Cell, chosen
-from jobs.bench.gradients import DrawnGradients
 from jobs.bench.libraries import require_nccl, torch_problem
 from jobs.bench.options import parse
-from jobs.bench.run import measure_all, measure_run, open_device, run
+from jobs.bench.run import measure_run, open_device, run, run_all
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
 
@@ -52,7 +52,7 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
     options = parse(["--table", "gpu", "--quiet"])
     todo = [partial(measure_run, own, comm) for own in chosen(options, TINY)]
-    measure_all("gpu table", todo, options, comm, Output(path) if comm.rank == 0 else None)
+    assert run_all(lambda: ("gpu table", todo), dataclasses.replace(options, json=path), comm) == 0
     if comm.rank:
         return
     found = read(path)

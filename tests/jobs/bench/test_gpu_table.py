@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.document import BenchError, Output, read
+from jobs.bench.document import BenchError, read
 from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
-from jobs.bench.run import measure_all, measure_run
+from jobs.bench.run import measure_run, run_all
 from jobs.bench.tables import cells_table, document_tables
 
 ROOT = Path(__file__).parents[3]
@@ -58,10 +58,14 @@ def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
 ) -> None:
     path = tmp_path / "table.json"
     options = dataclasses.replace(
-        gpu_options("--gradient-type", "float32"), device="cpu", methods=("oktopk", "mpi"), quiet=False
+        gpu_options("--gradient-type", "float32"),
+        device="cpu",
+        methods=("oktopk", "mpi"),
+        quiet=False,
+        json=path,
     )
     todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
-    measure_all("gpu table", todo, options, MPI.COMM_SELF, Output(path))
+    assert run_all(lambda: ("gpu table", todo), options, MPI.COMM_SELF) == 0
     found = read(path)
     assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found)}\n")
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)
