@@ -197,8 +197,9 @@ def _with_option(problem: str) -> str:
     return problem and f"--device cuda cannot be used: {problem}"
 
 
-def run(words: Sequence[str], comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
+def main(argv: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
     """Measure what rank 0's command line asks for; collective. Returns the exit status, the same on all ranks."""
+    words = list(sys.argv[1:] if argv is None else argv)
     if comm.bcast(bool({"-h", "--help"} & {*words})):
         say(comm, parser().format_help(), sys.stdout)
         return 0

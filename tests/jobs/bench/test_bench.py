@@ -18,7 +18,7 @@ from jobs.bench.contestants import variants
 from jobs.bench.device import DrawnGradients
 from jobs.bench.document import BenchError, read
 from jobs.bench.libraries import ALGORITHMS, MpiAllreduce
-from jobs.bench.run import run
+from jobs.bench.run import main as run
 from oktopk import METHODS, Settings
 from tests.launched import PATIENCE, run_ranks
 

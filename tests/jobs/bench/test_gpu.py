@@ -16,7 +16,8 @@ from jobs.bench.document import BenchError, read
 from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.libraries import require_nccl, torch_problem
 from jobs.bench.options import parse
-from jobs.bench.run import measure_run, open_device, run, run_all
+from jobs.bench.run import main as run
+from jobs.bench.run import measure_run, open_device, run_all
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
 

@@ -17,7 +17,7 @@ from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
 from jobs.bench.links import Links
 from jobs.bench.options import parse
-from jobs.bench.run import run
+from jobs.bench.run import main as run
 from jobs.bench.tables import document_tables
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
