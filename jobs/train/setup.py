@@ -73,14 +73,14 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
         Refused: on every rank: the data, the device or this MPI do not allow it.
     """
     placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
-    if config.training.cuda_graph and not placement.captures:
+    if config.training.cuda_graph and not placement.on_gpu:
         raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
         config.optimizer,
         workload.model.parameters(),
-        fused=placement.fused and not (config.task == "embeddings" and config.model.sparse),
+        fused=placement.on_gpu and not (config.task == "embeddings" and config.model.sparse),
         # updates ask of which kind the optimizer is, and hand it other groups
         captured=config.training.cuda_graph and config.reduction.sends == "gradients",
     )

@@ -111,7 +111,7 @@ def _build_mode(
 ) -> DenseTraining:
     """As build_reduction, of TRAINING_MODES. Raises WireError."""
     settings, clip_norm = config.reduction, config.optimizer.clip_norm
-    method, kind, on_gpus = settings.method, settings.gradient_type, placement.process_group == "nccl"
+    method, kind, on_gpus = settings.method, settings.gradient_type, placement.on_gpu
     if method == "nccl" and not on_gpus:
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
@@ -123,7 +123,7 @@ def _build_mode(
         )
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
-    start_process_group(comm, placement.device, placement.process_group, placement.unit)
+    start_process_group(comm, placement.device, "nccl" if on_gpus else "gloo", placement.unit)
     bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
     if method == "nccl":
         bucket_mb = bucket_mb if settings.overlap else math.inf
