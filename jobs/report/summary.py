@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
 from data.command import escaped, escaped_values
-from jobs.run.columns import PHASES, Columns
-from jobs.run.file import RunFileError, RunInfo
+from jobs.run.columns import PHASES
+from jobs.run.file import RunFileError, RunRecord
 from jobs.run.reader import DAMAGE, RunReader
 from oktopk.methods import METHODS
 
@@ -37,21 +37,11 @@ WARM_STEPS = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """Content of a run file when it was read.
-
-    stem, the file's name without its suffix, tells this run from the others of a report. The rest is what RunReader gives.
-    """
+class Run(RunRecord):
+    """A run; stem, the file's name without its suffix, tells it from the others of a report."""
 
     stem: str
     path: Path
-    info: RunInfo
-    status: str
-    steps: Columns
-    stages: dict[str, NDArray[np.float64]]
-    evaluations: Columns
-    measures: Columns
-    segments: Columns
 
     @property
     def complete(self) -> bool:
@@ -220,20 +210,11 @@ def _unique(name: str, others: Sequence[str]) -> str:
 
 def _read(path: Path, others: Sequence[Run]) -> Run:
     with RunReader(path) as reader:
-        info = reader.info
-        for text in (info.config, info.hardware, info.versions):
-            dict(json.loads(text))
-        return Run(
-            stem=_unique(escaped(path.stem), [run.stem for run in others]),
-            path=path,
-            info=info,
-            status=reader.status,
-            steps=reader.steps(),
-            stages=reader.stages(),
-            evaluations=reader.evaluations(),
-            measures=reader.measures(),
-            segments=reader.segments(),
-        )
+        record = reader.record()
+    for text in (record.info.config, record.info.hardware, record.info.versions):
+        dict(json.loads(text))
+    stem = _unique(escaped(path.stem), [run.stem for run in others])
+    return Run(**vars(record), stem=stem, path=path)
 
 
 def figures(run: Run) -> dict[str, float | int | str | None]:

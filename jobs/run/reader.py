@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -148,6 +149,12 @@ class RunReader:
     segments = partialmethod(columns, "segments")
     timeline = partialmethod(columns, "timeline")
 
+    def record(self) -> RunRecord:
+        """All of it."""
+        groups = {group: self.columns(group) for group in GROUPS}
+        # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
+        return RunRecord(info=self.info, status=self.status, stages=self.stages(), **groups)
+
     def _values(self, name: str, dimensions: int) -> NDArray[Any]:
         dataset = self._file[name]
         # a damaged shape could ask for all memory there is
@@ -163,30 +170,26 @@ def read_record(path: str | Path, done: int) -> RunRecord:
 
     Raises:
         RunFileError: no such file, or not a run file.
-        ValueError: a column is of another type, or the steps do not ascend.
+        ValueError: a column is of another type, the steps do not ascend, or the status is none.
     """
     with RunReader(path) as reader:
-        groups = {group: reader.columns(group) for group in GROUPS}
-        stages, started = reader.stages(), reader.info.started
+        record = reader.record()
     for group, known in GROUPS.items():
         for name, column in known.items():
-            found = groups[group][name].dtype
+            found = getattr(record, group)[name].dtype
             if (found.kind == "S") != (np.dtype(column.dtype).kind == "S"):
                 raise ValueError(f"its {group}/{name} is {found}, not {column.dtype}")
-    steps = groups["steps"]
+    steps, stages = record.steps, record.stages
     if np.any(steps["step"][1:] <= steps["step"][:-1]):
         raise ValueError("its steps do not ascend")
     count = int(np.searchsorted(steps["step"], done, side="right"))
-    # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
     count = min(count, *map(len, stages.values())) if stages else count
-    kept = {
-        group: {name: values[columns["step"] <= done] for name, values in columns.items()}
-        for group, columns in groups.items()
-    }
-    kept["steps"] = {name: values[:count] for name, values in steps.items()}
-    return RunRecord(
-        started=started, stages={name: seconds[:count] for name, seconds in stages.items()}, **kept
-    )
+    kept: dict[str, Any] = {"steps": {name: values[:count] for name, values in steps.items()}}
+    kept["stages"] = {name: seconds[:count] for name, seconds in stages.items()}
+    for group in GROUPS.keys() - {"steps"}:
+        columns = getattr(record, group)
+        kept[group] = {name: values[columns["step"] <= done] for name, values in columns.items()}
+    return replace(record, **kept)
 
 
 SECONDS = 3
@@ -224,7 +227,6 @@ def problem(path: Path) -> str:
         with RunReader(path) as reader:
             if not all(isinstance(section, dict) for section in reader.config.values()):
                 raise ValueError("its configuration has no sections")
-            _ = reader.status
         read_record(path, 0)
     except RunFileError as error:
         return str(error)
