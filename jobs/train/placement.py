@@ -27,11 +27,13 @@ class Placement:
     Attributes:
         device: torch's name of it.
         description: of the hardware, in words.
+        process_group: torch.distributed's backend for it.
         on_gpu: it is a GPU, with CUDA graphs, where fused optimizers are the fast ones.
         unit: a name that no other device in the world has.
     """
 
     device = torch.device("cpu")
+    process_group = "gloo"
     on_gpu = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
@@ -62,6 +64,7 @@ class CudaPlacement(Placement):
         Refused: it cannot be used; on every rank alike.
     """
 
+    process_group = "nccl"
     on_gpu = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:

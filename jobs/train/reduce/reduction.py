@@ -123,7 +123,7 @@ def _build_mode(
         )
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
-    start_process_group(comm, placement.device, "nccl" if on_gpus else "gloo", placement.unit)
+    start_process_group(comm, placement.device, placement.process_group, placement.unit)
     bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
     if method == "nccl":
         bucket_mb = bucket_mb if settings.overlap else math.inf
