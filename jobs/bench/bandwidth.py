@@ -25,7 +25,7 @@ TITLES = {
     "nccl-bf16": "NCCL bf16",
     "oktopk-mpi": "Ok-Topk, MPI alone",
 }
-"""Of rows that are no method; those of methods are in jobs.render.style."""
+"""Of rows that are no method; those of methods are in jobs.render.chart."""
 _WIRES = dict(
     zip(("plain", "float32", "bfloat16", "int8", "int4"), (COLOURS[i] for i in (5, 0, 2, 4, 3)), strict=True)
 )

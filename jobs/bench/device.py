@@ -181,7 +181,7 @@ class Device:
         self.sharers = sharers
 
     def source(self, name: str, length: int, rank: int, seed: int) -> GradientSource:
-        """Drawn gradients, where the reducers want them; arguments as `jobs.bench.gradients.GradientSource`."""
+        """Drawn gradients, where the reducers want them; arguments as `GradientSource`."""
         return DrawnGradients(name, length, rank, seed)
 
     def to_device(self, gradient: Any) -> Any:

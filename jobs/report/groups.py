@@ -90,7 +90,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Put runs together that differ in their seed alone, in the order of jobs.render.style.METHODS."""
+    """Put runs together that differ in their seed alone, in the order of jobs.render.chart.METHODS."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)
