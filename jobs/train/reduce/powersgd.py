@@ -151,9 +151,7 @@ class PowerSgdTraining(DdpTraining):
             raise ValueError(
                 f"powersgd takes parameters of at least one dimension, and {', '.join(scalars)} has none"
             )
-        super().__init__(
-            inner, clip_norm, network, ranks, bucket_mb=bucket_mb, compressed=False, captured=captured
-        )
+        super().__init__(inner, clip_norm, network, ranks, bucket_mb=bucket_mb, captured=captured)
         self._start = start
         self._powersgd = PowerSGDState(
             None,
