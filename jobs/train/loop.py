@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from mpi4py import MPI
-from torch import nn
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
-from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer
@@ -34,7 +32,6 @@ from jobs.train.reduce.reduction import agreed, apply, reduce
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
 from oktopk import average_buffers
-from oktopk.torch.dense import DenseAllreduce
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
@@ -48,21 +45,6 @@ def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
     return min(
         limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
     )
-
-
-def peer_allreduce(model: nn.Module, comm: MPI.Intracomm) -> DenseAllreduce | None:
-    """Sums of a model's buffers through peer memory. Collective.
-
-    None where MPI sums them: with one rank or more than 8, with ranks that share a GPU or are on several hosts, with no buffer of
-    floating point, or with one on the host.
-    """
-    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if comm.size == 1 or not floating or not all(buffer.is_cuda for buffer in floating):
-        return None
-    try:
-        return DenseAllreduce(comm, measure=False)
-    except (NoPeerMemoryError, ValueError):  # on every rank alike; the latter for more ranks than it takes
-        return None
 
 
 class TrainingLoop:
@@ -104,7 +86,6 @@ class TrainingLoop:
         if config.training.cuda_graph:
             start = self.optimizer.eager_start if isinstance(self.optimizer, DdpTraining) else None
             self.passes = CapturedPasses(workload, share, self.optimizer.overlapped, start)
-        self._allreduce = peer_allreduce(workload.model, comm)  # of its buffers
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -135,8 +116,6 @@ class TrainingLoop:
             self._run()
         finally:
             self.passes.close()
-        if self._allreduce is not None:  # collective: not after an error, which may be one rank's alone
-            self._allreduce.close()
 
     def _run(self) -> None:
         with self.bar:
@@ -272,7 +251,7 @@ class TrainingLoop:
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
-        average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
+        average_buffers(self.workload.model, self.comm)
         with agreed(self.optimizer):
             check_same_parameters(self.workload.model, self.comm, done)
             score = self.workload.score()
