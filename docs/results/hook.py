@@ -37,8 +37,8 @@ from jobs.render.chart import colour_of
 from jobs.render.draw import FILE_WIDTH, PAGE, write
 from jobs.restart.signals import leave
 from jobs.train.placement import find_placement
-from jobs.train.reduce.background import WireError, ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.powersgd import EPSILON, low_rank, reduce_low_rank
+from jobs.train.reduce.process_group import WireError, ring_traffic, start_process_group, stop_process_group
 from oktopk.settings import entries_kept
 from oktopk.torch import OkTopkState, ddp_hook
 

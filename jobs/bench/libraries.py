@@ -126,7 +126,7 @@ def join_nccl(comm: MPI.Intracomm) -> None:
     import cupy
     import torch
 
-    from jobs.train.reduce.background import start_process_group
+    from jobs.train.reduce.process_group import start_process_group
 
     if torch.distributed.is_initialized():
         return
@@ -139,7 +139,7 @@ def join_nccl(comm: MPI.Intracomm) -> None:
 def leave_nccl() -> None:
     """End the process group, if there is one. Collective."""
     if "torch" in sys.modules:
-        from jobs.train.reduce.background import stop_process_group
+        from jobs.train.reduce.process_group import stop_process_group
 
         stop_process_group()
 

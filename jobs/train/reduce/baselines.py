@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
 from jobs.train.passes import EagerStart, Overlapped, on_stream
-from jobs.train.reduce.background import ring_traffic, stop_process_group
+from jobs.train.reduce.process_group import ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import FlatGradients
 from oktopk.torch.states import load_state

@@ -14,9 +14,9 @@ from collectives.launchers import LauncherError
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.reduce.background import WireError, allow_p2p, start_process_group
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
+from jobs.train.reduce.process_group import WireError, allow_p2p, start_process_group
 from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB

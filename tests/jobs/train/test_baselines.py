@@ -12,13 +12,13 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.traffic import Traffic
-from jobs.train.reduce.background import (
+from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
+from jobs.train.reduce.process_group import (
     WireError,
     ring_traffic,
     start_process_group,
     stop_process_group,
 )
-from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from tests.training import flat
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
 from jobs.train.optimizers import CapturedOptimizer, build_optimizer
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
-from jobs.train.reduce.background import start_process_group, stop_process_group
 from jobs.train.reduce.baselines import EAGER_STEPS, DdpTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
+from jobs.train.reduce.process_group import start_process_group, stop_process_group
 from jobs.train.tasks.task import autocast
 from models.bert import BERT
 from models.vgg import VGG16

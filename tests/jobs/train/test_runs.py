@@ -16,7 +16,7 @@ from jobs.run.file import RunFile
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
 from jobs.train.agreement import RanksDiverged, check_same_parameters
-from jobs.train.reduce.background import stop_process_group
+from jobs.train.reduce.process_group import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.task import Workload
 from tests.launched import PATIENCE, outcome
