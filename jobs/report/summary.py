@@ -68,11 +68,6 @@ class Run(RunRecord):
         return self.sparse & (self.steps["k"] == self.info.k)
 
     @property
-    def words_sent(self) -> NDArray[np.float64]:
-        """float64[count]: payload words sent per rank from the first step on."""
-        return np.cumsum(self.steps["words"])
-
-    @property
     def bytes_sent(self) -> NDArray[np.float64]:
         """float64[count]: bytes sent per rank from the first step on: payload, rows and control messages, mean over the ranks.
 
