@@ -8,7 +8,7 @@ from torch import nn
 from data.text.file import open_text_file
 from data.text.loader import ContextBatch, Contexts, word_counts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Workload, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, autocast, naming
 from models.skipgram import SkipGram
 
 
@@ -46,18 +46,14 @@ def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
         DataError: text that is missing, broken, or too little for the ranks.
         WorkloadError: a table that cannot be made.
     """
-    settings, training = config.model, config.training
+    settings = config.model
     texts, held_out = open_text_file(config.data.path)
     counts = word_counts(texts)
     contexts, apart = (
         Contexts(split, counts, rows=settings.rows, window=settings.window, negatives=settings.negatives)
         for split in (texts, held_out)
     )
-    with naming("data"):
-        loader = contexts.training(**training_place(training, rank, size))
-    place = held_out_place(training, rank, size)
-    held_out_loader = apart.held_out(most=config.data.eval_sequences, **place)
-    torch.manual_seed(training.seed)
+    torch.manual_seed(config.training.seed)
     with naming("model"):
         model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)
-    return Embeddings(model, loader, held_out_loader, training.precision)
+    return Embeddings(model, contexts, apart, config, rank=rank, size=size)

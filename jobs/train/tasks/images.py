@@ -7,23 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from data.batches import EpochLoader, HeldOut
 from data.images.cifar10 import open_cifar10
 from data.images.digits import load_digits
 from data.images.file import ImageSet, open_image_file
 from data.images.loader import Augment, Batch, Pixels
 from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
-from jobs.config.sections import DataConfig, TrainingConfig
+from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.task import (
     Workload,
     WorkloadError,
     autocast,
     call_factory,
-    held_out_place,
     naming,
-    training_place,
 )
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
@@ -36,22 +33,16 @@ class Classification(Workload[Batch]):
 
     Args:
         model: images -> logits[batch, classes].
-        training, held_out: as Workload.
-        config: precision, memory layout, and smoothing of labels.
-        resize: pixels per side that the network sees; 0: those of the images.
+        training, held_out, config, place: as Workload.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        training: EpochLoader[Batch],
-        held_out: HeldOut[Batch],
-        config: TrainingConfig,
-        resize: int = 0,
+        self, model: nn.Module, training: Pixels, held_out: Pixels, config: Config, **place: int
     ) -> None:
-        super().__init__(model, training, held_out, config.precision)
-        self._smoothing, self._resize = config.label_smoothing, resize
-        self._format = torch.channels_last if config.channels_last else torch.contiguous_format
+        super().__init__(model, training, held_out, config, **place)
+        self._smoothing, self._resize = config.training.label_smoothing, config.data.resize
+        channels_last = config.training.channels_last
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -95,9 +86,9 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
-        batches = Pixels(training, augment).training(**training_place(config.training, rank, size))
-    apart = Pixels(held_out).held_out(**held_out_place(config.training, rank, size))
-    return Classification(build_model(config, training), batches, apart, config.training, config.data.resize)
+        pixels = Pixels(training, augment)
+    model = build_model(config, training)
+    return Classification(model, pixels, Pixels(held_out), config, rank=rank, size=size)
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:

@@ -22,9 +22,7 @@ from jobs.train.tasks.task import (
     WorkloadError,
     autocast,
     call_factory,
-    held_out_place,
     naming,
-    training_place,
 )
 from models.lstm import LSTM, output_lengths
 
@@ -37,25 +35,19 @@ class Speech(Workload[SpeechBatch]):
 
     Args:
         model: spectrograms, frames -> logits, output frames.
-        training, held_out: the splits.
-        config: of the run.
-        rank, size: this rank's place.
+        training, held_out, config, place: as Workload.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        training: SpeechSet,
-        held_out: SpeechSet,
+        training: Utterances,
+        held_out: Utterances,
         config: Config,
-        *,
-        rank: int,
-        size: int,
+        **place: int,
     ) -> None:
-        batches = Utterances(training).training(**training_place(config.training, rank, size))
-        heard = Utterances(held_out).held_out(**held_out_place(config.training, rank, size))
-        super().__init__(model, batches, heard, config.training.precision)
-        self._tempo, self._said = config.data.tempo, held_out
+        super().__init__(model, training, held_out, config, **place)
+        self._tempo, self._said = config.data.tempo, held_out.speech
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -111,7 +103,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    return Speech(build_model(config), train, held_out, config, rank=rank, size=size)
+    model = build_model(config)
+    return Speech(model, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
 
 
 def build_model(config: Config) -> nn.Module:

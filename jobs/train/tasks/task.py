@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from data import DataError
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
+from data.batches import Source
 from jobs.config.config import Config
-from jobs.config.sections import TrainingConfig
 from jobs.train.placement import Placement
 
 Batch = TypeVar("Batch")
@@ -43,13 +42,16 @@ class Score:
 
 
 class Workload(ABC, Generic[Batch]):
-    """One rank's side of a training task, on loaders of this rank. Nothing in it communicates.
+    """One rank's side of a training task. Nothing in it communicates.
 
     Args:
         model: holds the parameters.
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out samples.
-        precision: of the network's arithmetic, see `autocast`.
+        training, held_out: what its batches are cut from.
+        config: of the run.
+        rank, size: this rank's place.
+
+    Raises:
+        DataError: too little data for the ranks.
 
     Attributes:
         model: as given.
@@ -58,11 +60,23 @@ class Workload(ABC, Generic[Batch]):
     """
 
     def __init__(
-        self, model: nn.Module, training: EpochLoader[Batch], held_out: HeldOut[Batch], precision: str
+        self,
+        model: nn.Module,
+        training: Source[Batch],
+        held_out: Source[Batch],
+        config: Config,
+        *,
+        rank: int,
+        size: int,
     ) -> None:
         self.model = self.network = model
-        self.steps_per_epoch = training.steps_per_epoch
-        self._training, self._held_out, self._precision = training, held_out, precision
+        own = config.training
+        self._training = training.training(batch_size=own.batch_size, seed=own.seed, rank=rank, size=size)
+        self._held_out = held_out.held_out(
+            batch_size=own.eval_batch_size, most=config.data.eval_sequences, rank=rank, size=size
+        )
+        self.steps_per_epoch = self._training.steps_per_epoch
+        self._precision = own.precision
 
     def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
@@ -92,16 +106,6 @@ class Workload(ABC, Generic[Batch]):
                 sums = [total + count for total, count in zip_longest(sums, self._counts(batch), fillvalue=0)]
         loss, *counts = sums
         return Score(float(loss), *map(int, counts))
-
-
-def training_place(config: TrainingConfig, rank: int, size: int) -> Place:
-    """What a rank trains on."""
-    return {"batch_size": config.batch_size, "rank": rank, "size": size, "seed": config.seed}
-
-
-def held_out_place(config: TrainingConfig, rank: int, size: int) -> HeldOutPlace:
-    """What a rank evaluates."""
-    return {"batch_size": config.eval_batch_size, "rank": rank, "size": size}
 
 
 @contextmanager

@@ -19,9 +19,7 @@ from jobs.train.tasks.task import (
     WorkloadError,
     autocast,
     call_factory,
-    held_out_place,
     naming,
-    training_place,
 )
 from models.bert import BERT
 from models.gpt import GPT
@@ -89,16 +87,11 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     """
     training, held_out = open_text_file(config.data.path)
     model = call_factory(config) if config.model.factory else build_model(config, training)
-    place, most = held_out_place(config.training, rank, size), config.data.eval_sequences
-    own = training_place(config.training, rank, size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    with naming("data"):
-        if config.model.name == "gpt":
-            batches, apart = NextTokens(training).training(**own), NextTokens(held_out)
-            return NextToken(model, batches, apart.held_out(most=most, **place), config.training.precision)
-        words, masked = MaskedText(training).training(**own), MaskedText(held_out)
-        return MaskedLanguage(model, words, masked.held_out(most=most, **place), config.training.precision)
+    if config.model.name == "gpt":
+        return NextToken(model, NextTokens(training), NextTokens(held_out), config, rank=rank, size=size)
+    return MaskedLanguage(model, MaskedText(training), MaskedText(held_out), config, rank=rank, size=size)
 
 
 def build_model(config: Config, texts: TextSet) -> BERT | GPT:
