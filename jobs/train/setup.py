@@ -34,13 +34,10 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    if config.task == "speech":
-        return build_speech(config, rank=rank, size=size)
-    if config.task == "text":
-        return build_language(config, rank=rank, size=size)
-    if config.task == "embeddings":
-        return build_embeddings(config, rank=rank, size=size)
-    return build_images(config, rank=rank, size=size, load=load)
+    if config.task == "images":
+        return build_images(config, rank=rank, size=size, load=load)
+    others = {"speech": build_speech, "text": build_language, "embeddings": build_embeddings}
+    return others[config.task](config, rank=rank, size=size)
 
 
 Build = Callable[..., Workload[Any]]

@@ -8,7 +8,7 @@ from torch import nn
 from data.text.file import open_text_file
 from data.text.loader import ContextBatch, Contexts, word_counts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Workload, autocast, naming
+from jobs.train.tasks.task import Workload, naming
 from models.skipgram import SkipGram
 
 
@@ -24,8 +24,7 @@ class Embeddings(Workload[ContextBatch]):
         return self._losses(self._scores(self.network, batch)).sum() / max(1, len(batch.centers))
 
     def _scores(self, network: nn.Module, batch: ContextBatch) -> torch.Tensor:
-        with autocast(self._precision, batch.centers.device):
-            scores: torch.Tensor = network(*batch)
+        scores: torch.Tensor = self._run(network, *batch)
         return scores.float()
 
     def _losses(self, scores: torch.Tensor) -> torch.Tensor:

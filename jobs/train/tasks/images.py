@@ -15,13 +15,7 @@ from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import (
-    Workload,
-    WorkloadError,
-    autocast,
-    call_factory,
-    naming,
-)
+from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
@@ -60,9 +54,7 @@ class Classification(Workload[Batch]):
             images = nn.functional.interpolate(
                 images, (self._resize, self._resize), mode="bilinear", align_corners=False
             )
-        images = images.contiguous(memory_format=self._format)
-        with autocast(self._precision, images.device):
-            logits: torch.Tensor = network(images)
+        logits: torch.Tensor = self._run(network, images.contiguous(memory_format=self._format))
         return logits
 
     def _counts(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -17,13 +17,7 @@ from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import (
-    Workload,
-    WorkloadError,
-    autocast,
-    call_factory,
-    naming,
-)
+from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
 from models.lstm import LSTM, output_lengths
 
 
@@ -68,8 +62,7 @@ class Speech(Workload[SpeechBatch]):
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
         spectrograms, frames = spectrograms_of(batch, self._tempo)
-        with autocast(self._precision, spectrograms.device):
-            logits, outputs = network(spectrograms, frames)
+        logits, outputs = self._run(network, spectrograms, frames)
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
     def _ctc(self, scores: torch.Tensor, frames: torch.Tensor, batch: SpeechBatch) -> torch.Tensor:

@@ -88,6 +88,11 @@ class Workload(ABC, Generic[Batch]):
         """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
         return self._training.epoch(epoch, first_step)
 
+    def _run(self, network: nn.Module, *inputs: torch.Tensor) -> Any:
+        """What a network makes of its inputs, in the precision of the run."""
+        with autocast(self._precision, inputs[0].device):
+            return network(*inputs)
+
     @abstractmethod
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean loss of a batch, to be differentiated."""

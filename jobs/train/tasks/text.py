@@ -13,14 +13,7 @@ from data.text.file import TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens, TextBatch, TokenBatch
 from data.text.packing import NO_PAIR
 from jobs.config.config import Config
-from jobs.train.tasks.task import (
-    Batch,
-    Workload,
-    WorkloadError,
-    autocast,
-    call_factory,
-    naming,
-)
+from jobs.train.tasks.task import Batch, Workload, WorkloadError, call_factory, naming
 from models.bert import BERT
 from models.gpt import GPT
 
@@ -47,8 +40,7 @@ class NextToken(Language[TokenBatch]):
 
     def _words(self, network: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, labels = batch
-        with autocast(self._precision, tokens.device):
-            scores: torch.Tensor = network(tokens)
+        scores: torch.Tensor = self._run(network, tokens)
         return scores.flatten(0, 1), labels.flatten()
 
 
@@ -58,20 +50,14 @@ class MaskedLanguage(Language[TextBatch]):
     def loss(self, batch: Any) -> torch.Tensor:
         """Mean cross entropy of a batch's masked words, and that of its pairs of segments where there are any."""
         text = TextBatch(*batch)
-        words, follows = self._scores(self.network, text)
+        words, follows = self._run(self.network, *text[:4])  # tokens, segments, present, places
         pairs = _cross_entropy(follows, text.follows, reduction="sum")
         masked = _cross_entropy(words.flatten(0, 1), text.labels.flatten())
         return masked + pairs / (text.follows != IGNORED).sum().clamp(min=1)
 
-    def _scores(self, network: nn.Module, text: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        with autocast(self._precision, text.tokens.device):
-            scores: tuple[torch.Tensor, torch.Tensor] = network(
-                text.tokens, text.segments, text.present, text.places
-            )
-        return scores
-
     def _words(self, network: nn.Module, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._scores(network, batch)[0].flatten(0, 1), batch.labels.flatten()
+        words, _ = self._run(network, *batch[:4])
+        return words.flatten(0, 1), batch.labels.flatten()
 
 
 def _cross_entropy(scores: torch.Tensor, classes: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
