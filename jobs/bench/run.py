@@ -18,7 +18,7 @@ from collectives.traffic import lower_bound, step_limit, upper_bound
 from data.command import show
 from jobs.bench.contestants import contestants, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, command_line, document, not_held
+from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
 from jobs.bench.floors import ENTRY_BYTES
 from jobs.bench.gpu.table import chosen
 from jobs.bench.libraries import leave_nccl
@@ -28,24 +28,11 @@ from jobs.bench.options import Options, parse, parser
 from jobs.bench.summary import summarize
 from jobs.bench.tables import cells_table, document_tables
 from jobs.cluster.agreement import check_launch, decide_on_root, decide_together, require, say
-from jobs.run.provenance import mpi_library
 from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
 FAULTS = (BenchError, ValueError, OSError, MemoryError)
 """What ends a bench with a message where it happens before the first step."""
-
-
-def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """The document of runs on these ranks; on rank 0."""
-    content = document(kind, runs, mpi_library(), command_line(comm.size, options.module))
-    if content["commit"] is None and options.commit:
-        content |= {"commit": options.commit, "commit_as_told": True}
-    if options.device == "cuda":
-        from jobs.bench.gpu.device import gpu_facts
-
-        content["gpu"] = gpu_facts()
-    return content
 
 
 def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -240,7 +227,12 @@ def run_all(todo: Callable[[], tuple[str, Sequence[Measure]]], options: Options,
             if comm.rank != 0:
                 continue
             runs.append({**result, "seconds_taken": time.monotonic() - began})
-            content = written(kind, runs, options, comm) | {"cells": len(measures)}
+            content = document(kind, runs, comm.size, options.module, options.commit)
+            content["cells"] = len(measures)
+            if options.device == "cuda":
+                from jobs.bench.gpu.device import gpu_facts
+
+                content["gpu"] = gpu_facts()
             if not options.quiet:
                 show("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
             if output is not None:
