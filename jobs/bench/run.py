@@ -16,11 +16,10 @@ from collectives.cuda.environment import gpu_problem
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from data.command import show
-from jobs.bench.contestants import contestants, make_reducer, takes_part
+from jobs.bench.contestants import chosen, contestants, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
 from jobs.bench.floors import ENTRY_BYTES
-from jobs.bench.gpu.table import chosen
 from jobs.bench.libraries import leave_nccl
 from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from jobs.bench.contestants import Cell, chosen
 from jobs.bench.device import DrawnGradients
 from jobs.bench.document import BenchError, read
-from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.libraries import require_nccl, torch_problem
 from jobs.bench.options import parse
 from jobs.bench.run import main as run

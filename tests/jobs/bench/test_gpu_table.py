@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from jobs.bench.contestants import Cell, chosen
 from jobs.bench.document import BenchError, read
-from jobs.bench.gpu.table import Cell, chosen
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
 from jobs.bench.run import measure_run, run_all
@@ -83,6 +83,6 @@ def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
 
 def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
     missing = ("matplotlib", "sklearn", "pydantic", "h5py", "torch", "cupy")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.gpu.table"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.contestants"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
