@@ -89,19 +89,8 @@ class Run(RunRecord):
         return np.asarray(self.steps["step"] * self.samples_per_step * per_sample, np.float64)
 
     @property
-    def local_k(self) -> int:
-        """Entries that each rank was to select, after both warm-ups."""
-        k, method = self.info.k, self.info.method
-        return METHODS[method].local_k(k, self.info.ranks) if method in METHODS else k
-
-    @property
-    def lower_bound(self) -> float | None:
-        """2k(P-1)/P words per step; None where no step was of the run's own density, or nothing is sent."""
-        return lower_bound(self.info.k, self.info.ranks) or None if self.warmed_up.any() else None
-
-    @property
     def upper_bound(self) -> float | None:
-        """6k(P-1)/P words per step, which only Ok-Topk promises; None as for lower_bound."""
+        """6k(P-1)/P words per step, which only Ok-Topk promises; None where there is no such step."""
         promised = self.info.method == "oktopk" and self.warmed_up.any()
         return upper_bound(self.info.k, self.info.ranks) or None if promised else None
 
@@ -220,7 +209,9 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     balance of regions are of measured ones of these.
     """
     warmed_up = run.warmed_up
-    words = _mean(run.steps["words"])
+    words, k, ranks = _mean(run.steps["words"]), run.info.k, run.info.ranks
+    # entries that each rank was to select, after both warm-ups
+    local_k = METHODS[run.info.method].local_k(k, ranks) if run.info.method in METHODS else k
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
     xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
@@ -230,10 +221,10 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "run": run.stem,
         "method": run.info.method,
         "status": run.status,
-        "ranks": run.info.ranks,
+        "ranks": ranks,
         "steps": run.count,
         "length": run.info.length,
-        "k": run.info.k,
+        "k": k,
         "dense_steps": int((run.steps["dense"] == 1).sum()),
         "denser_steps": int((run.sparse & ~warmed_up).sum()),
         "skipped_steps": int((run.steps["skipped"] == 1).sum()),
@@ -246,18 +237,18 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "control_words": _mean(run.steps["control_words"]),
         "messages": _mean(run.steps["messages"]),
         "rounded": _mean(run.steps["rounded"][warmed_up]) or None,
-        "lower_bound_words": run.lower_bound,
+        "lower_bound_words": lower_bound(k, ranks) or None if warmed_up.any() else None,
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
         "megabytes": None if volume is None else volume / 1e6,
         "share_of_bfloat16_ring": volume / ring if volume is not None and ring else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
-        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.local_k - 1)[warmed_up]),
+        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / local_k - 1)[warmed_up]),
         "fill_in": _mean(fill_in),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,
-        "xi_share_not_below_ranks": _mean(xi >= run.info.ranks),
+        "xi_share_not_below_ranks": _mean(xi >= ranks),
         "region_balance": _mean(balance),
         "region_balance_largest": float(balance.max()) if len(balance) else None,
         "words_balance": float(busiest.mean() / sent.mean()) if len(sent) and sent.mean() else None,
