@@ -1,19 +1,23 @@
-"""Training batches of one rank, one at a time or cut in blocks on a device."""
+"""Batches of one rank, cut from a split on a device, one at a time or many together."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from data import DataError
-from data.sharding import ShardedBatches, epoch_draws
+from data.sharding import ShardedBatches, epoch_draws, evaluation_batches
 
 Batch = TypeVar("Batch")
+Samples = NDArray[np.int64]
+"""int64[batch], samples of a split."""
+Draws = NDArray[np.uint64] | None
+"""uint64[batch], a random number for each sample of a batch; None where they get none."""
 
 
 class HeldOutPlace(TypedDict):
@@ -30,20 +34,36 @@ class Place(HeldOutPlace):
     seed: int
 
 
-class Resident:
-    """Tensors of a split that lie on one device together; on the host they may be mapped.
+class Source(ABC, Generic[Batch]):
+    """A split, from which batches are cut. Its tensors lie on one device; on the host they may be mapped.
 
     Args:
+        count: samples of the split.
         what: they are, for messages.
+        where: the split is, for messages.
+
+    Attributes:
+        stream: of the random numbers that samples get, see data.sharding; None where they get none.
+        block: samples that are cut together in training, and those of one batch at least. More than those of one batch only where
+            a batch is a named tuple of tensors; batches are then pieces of the block, not to be changed.
     """
 
     device = torch.device("cpu")
+    stream: int | None = None
+    block = 1
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, count: int, what: str, where: str = "") -> None:
+        self._count, self._what, self._where = count, what, where
+
+    def __len__(self) -> int:
+        return self._count
+
+    @abstractmethod
+    def cut(self, samples: Samples, draws: Draws = None) -> Batch:
+        """A batch, on the device; of speech and images that are held out without draws."""
 
     def to(self, device: torch.device) -> None:
-        """Move all of them. Raises DataError: they do not fit."""
+        """Move all tensors. Raises DataError: they do not fit."""
         try:
             for name, value in vars(self).items():
                 if isinstance(value, torch.Tensor):
@@ -51,6 +71,26 @@ class Resident:
         except torch.OutOfMemoryError as error:
             raise DataError(f"{self._what} do not fit on {device}: {error}") from error
         self.device = device
+
+    def placed(self, values: NDArray[np.int64]) -> torch.Tensor:
+        """A plan on the device."""
+        plan = torch.from_numpy(values)
+        # from pageable memory the copy would wait for a GPU
+        return plan.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else plan
+
+    def training(self, **place: Unpack[Place]) -> EpochLoader[Batch]:
+        """One rank's training batches. Raises DataError: fewer samples than ranks, or than one step of all ranks needs."""
+        return EpochLoader(self, ShardedBatches(len(self), where=self._where, **place))
+
+    def held_out(self, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> HeldOut[Batch]:
+        """One rank's part of the split in order, every sample once over all ranks, always with the same random numbers.
+
+        Args:
+            most: so many samples at most, spread evenly over the split, the same on any number of ranks; 0: all.
+            place: of this rank.
+        """
+        draws = None if self.stream is None else epoch_draws(len(self), 0, 0, self.stream)
+        return HeldOut(self, evaluation_batches(len(self), most=most, **place), draws)
 
 
 class HeldOut(Generic[Batch]):
@@ -60,12 +100,17 @@ class HeldOut(Generic[Batch]):
 
     Args:
         source: what batches are cut from.
-        cut: plan -> batch.
-        plans: of all batches.
+        batches: the samples of each.
+        draws: a random number for each sample of the source.
     """
 
-    def __init__(self, source: Resident, cut: Callable[[Any], Batch], plans: Iterable[Any]) -> None:
-        self.source, self._cut, self._plans = source, cut, list(plans)
+    def __init__(
+        self,
+        source: Source[Batch],
+        batches: Iterable[Samples],
+        draws: Draws = None,
+    ) -> None:
+        self.source, self._batches, self._draws = source, list(batches), draws
 
     def to(self, device: torch.device) -> Self:
         """Cut batches there from now on. Raises DataError: the samples do not fit."""
@@ -73,78 +118,64 @@ class HeldOut(Generic[Batch]):
         return self
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._cut, self._plans)
+        for samples in self._batches:
+            yield self.source.cut(samples, None if self._draws is None else self._draws[samples])
 
 
-class EpochLoader(ABC, Generic[Batch]):
+class EpochLoader(Generic[Batch]):
     """Training batches, shuffled anew in every epoch; each is a function of (seed, epoch, step, rank).
 
     So asking for a batch again, in another order, or after a restart gives the same bytes. What is drawn for a sample depends on
     (seed, epoch, sample) only: a run on another number of ranks with as many samples per step in total sees the same.
 
     Args:
+        source: what batches are cut from.
         shards: which samples a batch has.
-        stream: of the random numbers that samples get, see data.sharding.
     """
 
-    def __init__(self, shards: ShardedBatches, stream: int) -> None:
-        self.shards, self._stream = shards, stream
+    def __init__(self, source: Source[Batch], shards: ShardedBatches) -> None:
+        self.source, self.shards = source, shards
         self._drawn: tuple[int, NDArray[np.uint64]] | None = None
+        self._block: tuple[tuple[int, int], Any] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch, equal on all ranks and at least 1."""
         return self.shards.steps_per_epoch
 
-    def draws(self, epoch: int) -> NDArray[np.uint64]:
-        """uint64[samples]: a random number for each of them in an epoch."""
-        if self._drawn is None or self._drawn[0] != epoch:
-            self._drawn = (epoch, epoch_draws(self.shards.count, self.shards.seed, epoch, self._stream))
-        return self._drawn[1]
-
-    @abstractmethod
-    def to(self, device: torch.device) -> object:
+    def to(self, device: torch.device) -> Self:
         """Cut batches there from now on. Raises DataError: the split does not fit."""
+        self.source.to(device)
+        self._block = None
+        return self
 
-    @abstractmethod
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of one step, 0 <= step < steps_per_epoch."""
+        size = self.shards.batch_size
+        if (steps := self.source.block // size) < 2:
+            return self._cut(epoch, step, step + 1)
+        first = step - step % steps
+        if self._block is None or self._block[0] != (epoch, first):
+            self._block = None  # before the next one takes as much
+            self._block = (epoch, first), self._cut(epoch, first, min(first + steps, self.steps_per_epoch))
+        block: Any = self._block[1]
+        here = slice((step - first) * size, (step - first + 1) * size)
+        batch: Batch = type(block)(*(tensor[here] for tensor in block))
+        return batch
+
+    def _cut(self, epoch: int, first: int, stop: int) -> Batch:
+        """The samples of some steps."""
+        samples = np.concatenate([self.shards.indices(epoch, step) for step in range(first, stop)])
+        return self.source.cut(samples, self._draws(epoch, samples))
+
+    def _draws(self, epoch: int, samples: Samples) -> Draws:
+        if self.source.stream is None:
+            return None
+        if self._drawn is None or self._drawn[0] != epoch:
+            draws = epoch_draws(self.shards.count, self.shards.seed, epoch, self.source.stream)
+            self._drawn = (epoch, draws)
+        return self._drawn[1][samples]
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
         return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
-
-
-class BlockLoader(EpochLoader[Batch]):
-    """Batches that are cut many at a time, so that all of a block share the launches of small kernels.
-
-    Batches are pieces of the block, not to be changed.
-
-    Args:
-        shards, stream: as EpochLoader. `_begin` comes before the first batch.
-    """
-
-    def _begin(self, samples: int) -> None:
-        """Forget what was cut; from here on so many samples are cut at a time, and those of one batch at least."""
-        self._steps_per_block = max(1, samples // self.shards.batch_size)
-        self._planned: tuple[int, torch.Tensor] | None = None
-        self._block: tuple[tuple[int, int], tuple[torch.Tensor, ...]] | None = None
-
-    @abstractmethod
-    def _plan(self, epoch: int) -> torch.Tensor:
-        """int64[rows, samples] on the device: what `_cut` needs of each sample, in this rank's order of the epoch."""
-
-    @abstractmethod
-    def _cut(self, plan: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The samples of some columns of the plan."""
-
-    def _pieces(self, epoch: int, step: int) -> tuple[torch.Tensor, ...]:
-        size, first = self.shards.batch_size, step - step % self._steps_per_block
-        if self._block is None or self._block[0] != (epoch, first):
-            self._block = None  # before the next one takes as much
-            if self._planned is None or self._planned[0] != epoch:
-                self._planned = (epoch, self._plan(epoch))
-            stop = min(first + self._steps_per_block, self.steps_per_epoch)
-            self._block = (epoch, first), self._cut(self._planned[1][:, first * size : stop * size])
-        here = slice((step - first) * size, (step - first + 1) * size)
-        return tuple(tensor[here] for tensor in self._block[1])

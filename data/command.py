@@ -32,7 +32,7 @@ def show(text: object, *, file: IO[str] | None = None, flush: bool = False) -> N
 
 
 def command_parser(
-    name: str, description: str, *examples: str, program: str = "python -m"
+    name: str, description: str, *examples: str, program: str = "python -m", further: str = ""
 ) -> argparse.ArgumentParser:
     """A parser whose help ends with examples.
 
@@ -40,11 +40,12 @@ def command_parser(
         name: module that `program` runs.
         description: of the command, a sentence.
         examples: what follows the module's name, or a whole line that holds it.
+        further: stands above the examples.
     """
     lines = [line if f"-m {name} " in line else f"python -m {name} {line}" for line in examples]
     return argparse.ArgumentParser(
         prog=f"{program} {name}",
         description=description,
-        epilog="\n  ".join(["examples:", *lines]),
+        epilog=further + "\n  ".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -23,27 +23,22 @@ from data import DataError
 from data.command import command_parser, show
 from data.durable import exclusive
 from data.images import cifar10
-from data.images.dataset import ImageSet
-from data.images.file import open_image_file, write_image_file
+from data.images.file import ImageSet, open_image_file, write_image_file
 from data.prepared_file import already_there
 from data.speech import an4
-from data.speech.dataset import RATE, SpeechSet
-from data.speech.file import open_speech_file, write_speech_file
+from data.speech.file import RATE, SpeechSet, open_speech_file, write_speech_file
 from data.text.file import MOST_WORDS, SPECIAL, open_text_file
 from data.text.prepare import Recipe, prepare_text
 from data.text.prepare import description as text_description
 from data.text.prepare import origin as text_origin
 
 
-def prepare_cifar10(source: Path, output: Path) -> str:
+def prepare_cifar10(source: Path, output: Path) -> None:
     """Write CIFAR-10 from its official binary layout.
 
     Args:
         source: archive of the binary version, or its folder.
         output: HDF5 file to write, in place of one that is there.
-
-    Returns:
-        What was done, in a line.
 
     Raises:
         DataError: a source that is missing, incomplete or damaged.
@@ -65,7 +60,6 @@ def prepare_cifar10(source: Path, output: Path) -> str:
             shape=cifar10.SHAPE,
             counts=counts,
         )
-    return f"{output}: wrote {description(*cifar10.open_cifar10(output))}"
 
 
 def cifar10_origin(source: Path) -> dict[str, str]:
@@ -88,13 +82,13 @@ def description(train: ImageSet, test: ImageSet) -> str:
     return f"{train.name!r} of {len(train)} training and {len(test)} test images, {channels}x{height}x{width}"
 
 
-def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> str:
+def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> None:
     """Write AN4 from its published layout.
 
     Args:
         source: directory with etc/ and wav/.
         partial: accept fewer utterances than 948 + 130.
-        output: as prepare_cifar10; result and errors too.
+        output: as prepare_cifar10; errors too.
     """
     found = an4.find_utterances(source)
     for split, count in an4.COUNTS.items():
@@ -111,7 +105,6 @@ def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> str:
         labels={split: [each.labels for each in found[split]] for split in found},
         samples=lambda split: an4.read_utterances(found[split]),
     )
-    return f"{output}: wrote {speech_description(*an4.open_an4(output))}"
 
 
 def an4_origin(source: Path, found: Mapping[str, Sequence[an4.Utterance]]) -> dict[str, str]:
@@ -211,7 +204,11 @@ def _prepared(options: argparse.Namespace) -> str:
         recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
         parts = open_text_file, text_description, text_origin(source, recipe)
         prepare = partial(prepare_text, source, output, recipe)
-    return already_there(output, *parts) if output.exists() and not options.force else prepare()
+    if output.exists() and not options.force:
+        return already_there(output, *parts)
+    prepare()
+    opened, described, _ = parts
+    return f"{output}: wrote {described(*opened(output))}"
 
 
 if __name__ == "__main__":

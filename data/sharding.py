@@ -81,12 +81,6 @@ class ShardedBatches:
         start = (step * self.size + self.rank) * self.batch_size
         return self.order(epoch)[start : start + self.batch_size]
 
-    def all_indices(self, epoch: int) -> NDArray[np.int64]:
-        """int64[steps_per_epoch * batch_size]: this rank's samples in all steps of an epoch, step after step."""
-        steps, parts = self.steps_per_epoch, (self.steps_per_epoch, self.size, self.batch_size)
-        used = self.order(epoch)[: steps * self.size * self.batch_size]
-        return used.reshape(parts)[:, self.rank].reshape(-1)
-
 
 def evaluation_shard(count: int, *, rank: int, size: int) -> range:
     """This rank's part of a set of which every sample is to be seen exactly once; fewer samples than ranks leave some with none.

@@ -26,7 +26,7 @@ def fill_in(app: object, page: str, source: list[str]) -> None:
 def configuration() -> str:
     """A table for each section of a training run's configuration."""
     from jobs.config.config import Config
-    from jobs.config.show import bounds, to_toml, type_name
+    from jobs.config.file import bounds, to_toml, type_name
 
     pages = []
     for section, field in Config.model_fields.items():

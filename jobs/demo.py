@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.command import command_parser, show
@@ -113,25 +111,21 @@ def _over_links(ranks: int, arguments: Sequence[str], patience: float) -> str:
     count = str(ranks)
     command = ["bash", str(LINK_SCRIPT), "--hosts", count, "--ranks", count, "--rate", "1gbit"]
     command += ["--python", sys.executable, "--mpiexec", os.path.abspath(find_mpiexec())]
-    with subprocess.Popen(
-        [*command, "--module", "jobs.train", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as job:
-        try:
-            _, output = job.communicate(timeout=patience)
-        except subprocess.TimeoutExpired:
-            return f"more than {patience:.0f} s"
-        finally:
-            # the script ends everything that it started
-            job.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                job.wait(timeout=10)
-            job.kill()
-    lines = [line.strip() for line in output.replace("\r", "\n").splitlines() if line.strip()]
+    try:
+        # when the script is killed, the kernel ends everything that it started
+        job = subprocess.run(
+            [*command, "--module", "jobs.train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=patience,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"more than {patience:.0f} s"
+    lines = [line.strip() for line in job.stderr.replace("\r", "\n").splitlines() if line.strip()]
     # a launcher adds lines of its own below
     own = [line for line in lines if line.startswith(("bench-net:", "jobs.train:"))] or lines
     return f"status {job.returncode}: {(own or ['no message'])[-1][:300]}" if job.returncode else ""
@@ -147,22 +141,19 @@ def in_short(groups: Sequence[Group], where: str, only: str = "") -> list[str]:
     dense, ours = (next((g for g in groups if g.method == method), None) for method in METHODS)
     if dense is None or ours is None:
         return []
-    forms: dict[str, tuple[str, Callable[[float], str]]] = {
-        "words": ("Ok-Topk sends {} words a rank and step, dense {}.", "{:,.0f}".format),
+    sentences = {
+        "words": ("Ok-Topk sends {:,.0f} words a rank and step, dense {:,.0f}.", 1.0),
         "held_out_accuracy": (
-            "Ok-Topk gets {} of the held-out images right, dense {}; one seed.",
-            "{:.1%}".format,
+            "Ok-Topk gets {:.1%} of the held-out images right, dense {:.1%}; one seed.",
+            1.0,
         ),
-        "step_seconds": (
-            f"A step takes {{}} with Ok-Topk {where}, dense {{}}.",
-            lambda seconds: f"{1e3 * seconds:.1f} ms",
-        ),
+        "step_seconds": (f"A step takes {{:.1f}} ms with Ok-Topk {where}, dense {{:.1f}} ms.", 1e3),
     }
     found = []
-    for figure, (sentence, form) in forms.items():
+    for figure, (sentence, scale) in sentences.items():
         own, other = ours.mean(figure), dense.mean(figure)
         if only in ("", figure) and own is not None and other is not None:
-            found.append(sentence.format(form(own), form(other)))
+            found.append(sentence.format(scale * own, scale * other))
     return found
 
 

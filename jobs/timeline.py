@@ -32,8 +32,7 @@ from data.command import command_parser, show
 from data.durable import replaced
 from jobs.run.columns import BETWEEN, BUCKET, TIMELINE_COLUMNS, Columns
 from jobs.run.file import RunFileError
-from jobs.run.probe import check_readable
-from jobs.run.reader import DAMAGE, RunReader
+from jobs.run.reader import DAMAGE, RunReader, check_readable
 
 
 def read_timeline(path: Path) -> tuple[Columns, str]:

@@ -249,7 +249,7 @@ def group(comm: MPI.Intracomm) -> Iterator[Any]:
     """torch's default process group among the same ranks; while it is there, it is what `comm=None` means."""
     import torch
 
-    from jobs.train.reduce.background import start_process_group, stop_process_group
+    from jobs.train.reduce.process_group import start_process_group, stop_process_group
 
     start_process_group(comm, torch.device("cpu"), "gloo", "")
     yield torch.distributed.group.WORLD

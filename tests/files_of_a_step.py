@@ -84,7 +84,7 @@ def hook() -> Callable[[], Any]:
     from mpi4py import MPI
     from torch.nn.parallel import DistributedDataParallel
 
-    from jobs.train.reduce.background import start_process_group
+    from jobs.train.reduce.process_group import start_process_group
     from oktopk.torch import OkTopkState, ddp_hook
 
     start_process_group(MPI.COMM_WORLD, torch.device("cpu"), "gloo", "")

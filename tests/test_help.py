@@ -31,7 +31,7 @@ COMMANDS = (
     "tests.run",
 )
 # files that make the parser of a command that is in another file
-PARSERS_OF = {"jobs/bench/options.py": "jobs.bench", "jobs/experiment/options.py": "jobs.experiment"}
+PARSERS_OF = {"jobs/bench/options.py": "jobs.bench", "jobs/experiment/__main__.py": "jobs.experiment"}
 
 
 class _ParsedError(Exception):

@@ -240,7 +240,7 @@ exec(sys.argv[1])
         "from oktopk import GradientAllreduce; GradientAllreduce(None, 10)",
         "import oktopk.torch.optimizer, torch; oktopk.average_buffers(torch.nn.BatchNorm1d(3))",
         "import jobs.train.__main__",
-        "import jobs.bench.job",
+        "import jobs.bench.run",
         "from jobs.bench.__main__ import main; main(['--help'])",
         "import oktopk.doctor.probe as probe; probe.main(['host', 'nowhere'])",
         "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/collectives/test_traffic.py'])",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.speech.dataset import ALPHABET, RATE, SpeechSet, encoded
+from data.speech.file import ALPHABET, RATE, SpeechSet, encoded
 
 TONE = 1600
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.images.dataset import ImageSet, check_labels
-from data.images.file import open_image_file
+from data.images.file import ImageSet, check_labels, open_image_file
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.images.dataset import ImageSet, channel_statistics
+from data.images.file import ImageSet, channel_statistics
 from data.sharding import ORDER, epoch_draws
 
 CLASSES = tuple(str(digit) for digit in range(10))

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from data import DataError
-from data.images.dataset import ImageSet, channel_statistics
+from data.images.file import ImageSet, channel_statistics
 from data.sharding import SYNTHETIC, epoch_draws
 
 CELLS = 8

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.speech.dataset import RATE, SpeechSet, encoded
-from data.speech.file import open_speech_file
+from data.speech.file import RATE, SpeechSet, encoded, open_speech_file
 
 COUNTS = {"train": 948, "test": 130}
 LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")

@@ -1,4 +1,4 @@
-"""HDF5 layout of speech sets: written atomically, read through a memory map.
+"""Utterances with their transcripts, and their HDF5 layout: written atomically, read through a memory map.
 
 /               attributes: format, version, name, source, alphabet
 /train, /test   attribute: crc32, of all arrays' bytes in the order below
@@ -10,6 +10,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -18,14 +19,106 @@ from numpy.typing import NDArray
 
 from data import DataError
 from data.prepared_file import SPLITS, Layout, mapped
-from data.speech.dataset import ALPHABET, SpeechSet
 
+ALPHABET = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
+"""Label -> character; label 0 is CTC's blank, which no transcript has."""
+RATE = 16_000
 LAYOUT = Layout(
     "speech",
     "oktopk-speech",
     1,
     {"samples": "<i2", "offsets": "<i8", "labels": "|u1", "label_offsets": "<i8"},
 )
+
+
+@dataclass(frozen=True)
+class SpeechSet:
+    """One split of a speech data set.
+
+    Args:
+        samples: int16[total], 16 kHz, one utterance after the other.
+        offsets: int64[utterances + 1], where each begins in samples.
+        labels: uint8[total], the transcripts one after the other, labels of ALPHABET.
+        label_offsets: int64[utterances + 1], where each begins in labels.
+        names: of the utterances.
+        name: of the data set.
+        source: where it comes from, in words.
+
+    Raises:
+        DataError: arrays that do not fit together, an utterance or a transcript of length zero, a label out of bounds.
+    """
+
+    samples: NDArray[np.int16]
+    offsets: NDArray[np.int64]
+    labels: NDArray[np.uint8]
+    label_offsets: NDArray[np.int64]
+    names: tuple[str, ...]
+    name: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise DataError("0 utterances are not at least 1")
+        _check_offsets(self.offsets, len(self.samples), self.names, "samples")
+        _check_offsets(self.label_offsets, len(self.labels), self.names, "labels")
+        wrong = np.flatnonzero((self.labels < 1) | (self.labels >= len(ALPHABET)))
+        if len(wrong):
+            which = int(np.searchsorted(self.label_offsets, wrong[0], "right")) - 1
+            raise DataError(
+                f"utterance {self.names[which]}: label {self.labels[wrong[0]]} is not in [1, {len(ALPHABET)})"
+            )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64[utterances], samples of each."""
+        return np.diff(self.offsets)
+
+    @property
+    def label_lengths(self) -> NDArray[np.int64]:
+        """int64[utterances], labels of each."""
+        return np.diff(self.label_offsets)
+
+    def transcript(self, number: int) -> str:
+        return decoded(self.labels[self.label_offsets[number] : self.label_offsets[number + 1]])
+
+
+def encoded(transcript: str, where: str) -> NDArray[np.uint8]:
+    """uint8[characters], in [1, len(ALPHABET)): a transcript as labels; runs of white space count as one space.
+
+    Raises:
+        DataError, which begins with `where`: it is empty, or has another character than letters, apostrophes and spaces.
+    """
+    text = " ".join(transcript.split())
+    if not text:
+        raise DataError(f"{where}: the transcript is empty")
+    # one by one: in upper case some letters are two, which are none
+    labels = [ALPHABET.find(upper, 1) if len(upper) == 1 else -1 for upper in map(str.upper, text)]
+    if -1 in labels:
+        raise DataError(
+            f"{where}: {text[labels.index(-1)]!r} in the transcript {text!r} is not one of {ALPHABET[1:]!r}"
+        )
+    return np.array(labels, np.uint8)
+
+
+def decoded(labels: NDArray[np.integer]) -> str:
+    """Labels, none of them the blank, as text."""
+    return "".join(ALPHABET[label] for label in labels)
+
+
+def _check_offsets(offsets: NDArray[np.int64], total: int, names: tuple[str, ...], what: str) -> None:
+    if offsets.shape != (len(names) + 1,):
+        raise DataError(
+            f"{len(offsets)} offsets of {what} are not {len(names) + 1}, one per utterance and the end"
+        )
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise DataError(f"offsets of {what} from {offsets[0]} to {offsets[-1]} are not from 0 to {total}")
+    short = np.flatnonzero(np.diff(offsets) < 1)
+    if len(short):
+        length = offsets[short[0] + 1] - offsets[short[0]]
+        raise DataError(f"utterance {names[short[0]]}: {length} {what} are not at least 1")
 
 
 def write_speech_file(

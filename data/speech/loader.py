@@ -7,16 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place, Resident
-from data.sharding import (
-    ORDER,
-    TEMPO,
-    ShardedBatches,
-    epoch_draws,
-    evaluation_batches,
-    evaluation_shard,
-)
-from data.speech.dataset import SpeechSet
+from data.batches import Draws, EpochLoader, HeldOut, HeldOutPlace, Place, Samples, Source
+from data.sharding import ORDER, TEMPO, ShardedBatches, epoch_draws, evaluation_batches
+from data.speech.file import SpeechSet
 
 SPREAD = 0.2
 """The random factor on lengths is uniform in [1, 1 + SPREAD), so that company changes from epoch to epoch."""
@@ -77,64 +70,43 @@ class LengthBuckets(ShardedBatches):
         return self._bucketed[1]
 
 
-class Utterances(Resident):
-    """A split's recordings and transcripts, from which batches are cut; on the host mapped, on a device resident.
+class Utterances(Source[SpeechBatch]):
+    """A split's recordings and transcripts; on the host mapped.
 
     Args:
         speech: the split.
     """
 
+    stream = TEMPO
+
     def __init__(self, speech: SpeechSet) -> None:
-        super().__init__(f"{len(speech)} utterances")
+        super().__init__(len(speech), f"{len(speech)} utterances")
         self.speech = speech
         self._samples = torch.from_numpy(speech.samples)
         self._labels = torch.from_numpy(speech.labels.astype(np.int64))
 
-    def batch(self, indices: NDArray[np.int64], draws: NDArray[np.uint64] | None = None) -> SpeechBatch:
-        """Some utterances of the split, at least one."""
+    def cut(self, samples: Samples, draws: Draws = None) -> SpeechBatch:
         speech = self.speech
-        spans = zip(speech.offsets[indices].tolist(), speech.offsets[indices + 1].tolist(), strict=True)
+        spans = zip(speech.offsets[samples].tolist(), speech.offsets[samples + 1].tolist(), strict=True)
         labels = zip(
-            speech.label_offsets[indices].tolist(), speech.label_offsets[indices + 1].tolist(), strict=True
+            speech.label_offsets[samples].tolist(), speech.label_offsets[samples + 1].tolist(), strict=True
         )
         return SpeechBatch(
             samples=torch.nn.utils.rnn.pad_sequence(
                 [self._samples[start:stop] for start, stop in spans], batch_first=True
             ),
-            lengths=torch.from_numpy(speech.lengths[indices]),
+            lengths=torch.from_numpy(speech.lengths[samples]),
             targets=torch.cat([self._labels[start:stop] for start, stop in labels]),
-            target_lengths=torch.from_numpy(speech.label_lengths[indices]),
-            indices=indices,
+            target_lengths=torch.from_numpy(speech.label_lengths[samples]),
+            indices=samples,
             draws=draws,
         )
 
+    def training(self, **place: Unpack[Place]) -> EpochLoader[SpeechBatch]:
+        return EpochLoader(self, LengthBuckets(self.speech.lengths, **place))
 
-class SpeechTrainingLoader(EpochLoader[SpeechBatch]):
-    """One rank's training batches.
-
-    Args:
-        speech: the training split.
-        place: of this rank, with the errors of ShardedBatches.
-    """
-
-    def __init__(self, speech: SpeechSet, **place: Unpack[Place]) -> None:
-        super().__init__(LengthBuckets(speech.lengths, **place), TEMPO)
-        self.utterances = Utterances(speech)
-
-    def to(self, device: torch.device) -> None:
-        self.utterances.to(device)
-
-    def batch(self, epoch: int, step: int) -> SpeechBatch:
-        indices = self.shards.indices(epoch, step)
-        return self.utterances.batch(indices, self.draws(epoch)[indices])
-
-
-class SpeechEvaluationLoader(HeldOut[SpeechBatch]):
-    """One rank's part of a test split, every utterance once over all ranks, those of like length together."""
-
-    def __init__(self, speech: SpeechSet, **place: Unpack[HeldOutPlace]) -> None:
-        shard = np.array(evaluation_shard(len(speech), rank=place["rank"], size=place["size"]), np.int64)
-        by_length = shard[np.argsort(speech.lengths[shard], kind="stable")]
-        batches = evaluation_batches(len(shard), batch_size=place["batch_size"], rank=0, size=1)
-        self.utterances = Utterances(speech)
-        super().__init__(self.utterances, self.utterances.batch, (by_length[each] for each in batches))
+    def held_out(self, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> HeldOut[SpeechBatch]:
+        """As Source.held_out, a rank's utterances of like length together."""
+        heard = np.concatenate([np.zeros(0, np.int64), *evaluation_batches(len(self), most=most, **place)])
+        by_length, size = heard[np.argsort(self.speech.lengths[heard], kind="stable")], place["batch_size"]
+        return HeldOut(self, (by_length[start : start + size] for start in range(0, len(heard), size)))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.speech.dataset import RATE
+from data.speech.file import RATE
 
 WINDOW = RATE // 50
 HOP = RATE // 100

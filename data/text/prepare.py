@@ -23,7 +23,6 @@ from data.text.file import (
     SPECIAL,
     TextSet,
     check_vocabulary,
-    open_text_file,
     write_text_file,
 )
 from data.text.packing import Frame, Packer, Sequences, contiguous
@@ -86,16 +85,13 @@ class Recipe:
                 yield document, SPLITS[apart], nbytes
 
 
-def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
+def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> None:
     """Write a folder of plain text as packed sequences.
 
     Args:
         source: folder or file of UTF-8 text; a blank line ends a document.
         output: HDF5 file to write, in place of one that is there.
         recipe: how.
-
-    Returns:
-        What was done, in a line.
 
     Raises:
         DataError: a source or vocabulary that cannot be used; too little text.
@@ -136,7 +132,6 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> str:
                 for _ in range(blocks)
             ),
         )
-    return f"{output}: wrote {description(*open_text_file(output))}"
 
 
 def origin(source: Path, recipe: Recipe) -> dict[str, str]:

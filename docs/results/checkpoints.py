@@ -20,9 +20,8 @@ from jobs.config.file import ConfigError, add_overrides, load
 from jobs.config.sections import CheckpointConfig
 from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import list_sets
-from jobs.restart.signals import SignalNote, leave
+from jobs.restart.signals import SignalNote, Watchdog, leave
 from jobs.restart.state import Position, capture, model_digest
-from jobs.restart.watchdog import Watchdog
 from jobs.train.batches import BatchStream
 from jobs.train.setup import set_up
 

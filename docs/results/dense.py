@@ -23,7 +23,7 @@ from collectives.cuda.dense_algorithms import ALGORITHMS
 from collectives.cuda.dense_p2p import DenseP2P
 from collectives.cuda.device import Device
 from collectives.limit import Limit
-from jobs.bench.nccl import join, leave
+from jobs.bench.libraries import join_nccl, leave_nccl
 from jobs.render.table import Column, shown, table
 from jobs.restart import signals
 
@@ -116,7 +116,7 @@ def main(comm=MPI.COMM_WORLD):
         return 2
     torch.cuda.set_device(comm.rank)
     cupy.cuda.Device(comm.rank).use()
-    join(comm)
+    join_nccl(comm)
     transport, stream = connect(comm, Limit("docs.results.dense", 60.0)), torch.cuda.Stream()
     dense = DenseP2P(transport, Device(cupy.cuda.ExternalStream(stream.cuda_stream)), 60.0)
     torch.manual_seed(comm.rank)
@@ -157,7 +157,7 @@ def main(comm=MPI.COMM_WORLD):
     if comm.rank == 0:
         print(table(columns, rows).markdown())
         print("\n" + ", ".join(f"{name}: error {far:.2g}" for name, (far, _) in checked.items()))
-    leave()
+    leave_nccl()
     return 0
 
 

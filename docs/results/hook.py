@@ -30,15 +30,15 @@ from tqdm import tqdm
 
 from jobs.bench.bandwidth import bandwidth
 from jobs.bench.document import BenchError, read
-from jobs.bench.job import run_all
 from jobs.bench.options import parse
+from jobs.bench.run import run_all
 from jobs.cluster.agreement import Refused, say
+from jobs.render.chart import colour_of
 from jobs.render.draw import FILE_WIDTH, PAGE, write
-from jobs.render.style import colour_of
 from jobs.restart.signals import leave
 from jobs.train.placement import find_placement
-from jobs.train.reduce.background import WireError, ring_traffic, start_process_group, stop_process_group
 from jobs.train.reduce.powersgd import EPSILON, low_rank, reduce_low_rank
+from jobs.train.reduce.process_group import WireError, ring_traffic, start_process_group, stop_process_group
 from oktopk.settings import entries_kept
 from oktopk.torch import OkTopkState, ddp_hook
 

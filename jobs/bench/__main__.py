@@ -9,19 +9,8 @@ Rank 0 prints the tables and writes the JSON, which jobs.report prints again and
 Exit status: 0; 2 when what was asked for cannot be done, with one message and before anything is measured.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-from jobs.bench.job import run
+from jobs.bench.run import main
 from jobs.restart.signals import leave
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Bench as the command line says. Collective; returns the exit status, the same on all ranks."""
-    return run(list(sys.argv[1:] if argv is None else argv))
-
 
 if __name__ == "__main__":
     leave(main())

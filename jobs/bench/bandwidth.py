@@ -14,9 +14,8 @@ import numpy as np
 
 from data.command import command_parser, show
 from jobs.bench.document import BENCHES, HOST_ROWS, UNSHAPED, BenchError, Run, bits_per_second, read
-from jobs.render.chart import Axis, Chart, Line
+from jobs.render.chart import COLOURS, DASHES, OURS, Axis, Chart, Line, colour_of, title_of
 from jobs.render.draw import save
-from jobs.render.style import COLOURS, DASHES, OURS, colour_of, title_of
 
 TITLES = {
     "mpi": "MPI's own",
@@ -26,7 +25,7 @@ TITLES = {
     "nccl-bf16": "NCCL bf16",
     "oktopk-mpi": "Ok-Topk, MPI alone",
 }
-"""Of rows that are no method; those of methods are in jobs.render.style."""
+"""Of rows that are no method; those of methods are in jobs.render.chart."""
 _WIRES = dict(
     zip(("plain", "float32", "bfloat16", "int8", "int4"), (COLOURS[i] for i in (5, 0, 2, 4, 3)), strict=True)
 )

@@ -1,19 +1,19 @@
-"""Who takes part in a run: from a method's name to the reducer that is measured."""
+"""Who takes part in a run, from a method's name to the reducer that is measured; and the runs of the table of GPUs."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
+from jobs.bench.libraries import ALGORITHMS, MpiAllreduce, NcclAllreduce, require_nccl
 from jobs.bench.measure import Contestant, Reducer
-from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
-from jobs.bench.nccl import NcclAllreduce, require_nccl
 from jobs.bench.options import OVER_MPI, Options
-from oktopk import METHODS, GradientAllreduce, StepReport
+from oktopk import METHODS, GradientAllreduce
 
 
 def contestants(options: Options, ranks: int) -> list[Contestant]:
@@ -72,31 +72,6 @@ def takes_part(
     return present, left_out
 
 
-class FromBuffer:
-    """Ok-Topk in two levels whose gradient lies in `gradient_buffer` when a step begins, as DistributedOptimizer's does.
-
-    Args:
-        reducer: in two levels.
-    """
-
-    def __init__(self, reducer: GradientAllreduce) -> None:
-        self.reducer = reducer
-
-    @property
-    def update(self) -> Any:
-        return self.reducer.update
-
-    def load(self, gradient: Any) -> Any:
-        self.reducer.gradient_buffer[:] = gradient  # type: ignore[index]
-        return self.reducer.gradient_buffer
-
-    def step(self, gradient: Any) -> StepReport:
-        return self.reducer.step(gradient)
-
-    def close(self) -> None:
-        self.reducer.close()
-
-
 def make_reducer(
     contestant: Contestant, options: Options, length: int, device: Device, comm: MPI.Intracomm
 ) -> Reducer:
@@ -106,10 +81,7 @@ def make_reducer(
         BenchError, ValueError: it cannot be made; on every rank alike.
     """
     if contestant.method in ALGORITHMS:
-        try:
-            return MpiAllreduce(comm, length, contestant.method)
-        except AlgorithmError as error:
-            raise BenchError(str(error)) from None
+        return MpiAllreduce(comm, length, contestant.method)
     if contestant.method in NCCL_ROWS:
         return NcclAllreduce(comm, length, contestant.method)
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}
@@ -118,7 +90,7 @@ def make_reducer(
     arguments = dict(contestant.arguments)
     if settings.get("levels") == "hosts" and comm.allreduce(device.sharers, MPI.MAX) > 1:
         arguments.setdefault("peer_memory", True)  # else ranks that share a GPU are refused
-    reducer = GradientAllreduce(
+    return GradientAllreduce(
         comm,
         length,
         contestant.method,
@@ -127,6 +99,56 @@ def make_reducer(
         **arguments,
         **settings,
     )
-    if reducer.gradient_buffer is not None:
-        return FromBuffer(reducer)
-    return reducer
+
+
+class Cell(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        length: n.
+        threshold_interval: as in training with a model of this length.
+        steps: measured; a multiple of the interval, so that exact steps have their share in the mean.
+    """
+
+    length: int
+    density: float
+    threshold_interval: int
+    steps: int
+
+
+CELLS = (
+    Cell(14_728_266, 0.02, 32, 256),
+    Cell(14_728_266, 0.01, 32, 256),
+    Cell(27_569_568, 0.02, 32, 256),
+    Cell(133_547_324, 0.01, 128, 256),
+    Cell(133_547_324, 0.001, 128, 256),
+)
+"""VGG-16, VGG-16, LSTM, BERT-base, BERT-base: lengths and intervals as in the paper's experiments."""
+
+TYPES = ("float32", "bfloat16")
+
+
+def chosen(options: Options, cells: tuple[Cell, ...] = CELLS) -> list[Options]:
+    """The options of each cell that was asked for, in the order in which they run.
+
+    Raises:
+        BenchError: a row's number is out of range.
+    """
+    for number in options.rows:
+        if number > len(cells):
+            raise BenchError(f"--rows {number} is not in [1, {len(cells)}]")
+    kinds = (options.gradient_type,) if options.gradient_type else TYPES
+    return [
+        replace(
+            options,
+            lengths=(cell.length,),
+            density=cell.density,
+            steps=cell.steps,
+            dense_steps=cell.steps,
+            warmup=round(2 / cell.density),  # error feedback settles
+            settings={"threshold_interval": cell.threshold_interval, "boundary_interval": 64},
+            gradient_type=kind,
+        )
+        for cell in ([cells[number - 1] for number in options.rows] or cells)
+        for kind in kinds
+    ]

@@ -75,22 +75,28 @@ def bits_per_second(text: str) -> float | None:
     return float(found[1]) * _BITS[found[2]]
 
 
-def command_line(ranks: int, module: str) -> str:
-    """The command line of a module of the bench, or of a script."""
-    return shlex.join(["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py", "-m", module, *sys.argv[1:]])
+def document(
+    kind: str, runs: Sequence[dict[str, Any]], ranks: int, module: str, commit: str = ""
+) -> dict[str, Any]:
+    """The whole, with where and when; on one process.
 
-
-def document(kind: str, runs: Sequence[dict[str, Any]], mpi: str, command: str) -> dict[str, Any]:
-    """The whole, with where and when; on one process."""
+    Args:
+        ranks: that were started; module: that they ran, of the bench, or a script.
+        commit: for the record where git names none.
+    """
+    found = provenance.checkout()
+    if found["commit"] is None and commit:
+        found |= {"commit": commit, "commit_as_told": True}
+    command = ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py", "-m", module, *sys.argv[1:]]
     return {
         "format": FORMAT,
         "kind": kind,
-        "command": command,
+        "command": shlex.join(command),
         "date": provenance.now(),
-        **provenance.checkout(),
+        **found,
         "machine": provenance.machine(),
         "versions": provenance.versions(),
-        "mpi": mpi,
+        "mpi": provenance.mpi_library(),
         "environment": provenance.environment(),
         "runs": list(runs),
     }

@@ -42,11 +42,7 @@ class Speeds:
 def measure_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
     """Measure on all ranks at once. Collective. Takes 2n words while it runs."""
     memory = 12 * length * _REPEATS / best_seconds(comm, 5, _adder(length))
-    if comm.size == 1:
-        return Speeds(memory, math.inf, 0.0)
-    long = ring_exchange(comm, np.zeros(_WIRE_BYTES, np.uint8), np.empty(_WIRE_BYTES, np.uint8))
-    wire = best_seconds(comm, 3, lambda: [long() for _ in range(_REPEATS)]) / _REPEATS
-    return Speeds(memory, _WIRE_BYTES / wire, message_seconds(comm))
+    return ring_speeds(comm, memory, _WIRE_BYTES, *host_buffers(_WIRE_BYTES))
 
 
 def _adder(length: int) -> Callable[[], None]:
@@ -59,12 +55,24 @@ def _adder(length: int) -> Callable[[], None]:
     return add
 
 
-def message_seconds(comm: MPI.Intracomm) -> float:
-    """An 8-byte message's share of a ring of host messages. Collective."""
+def host_buffers(nbytes: int) -> tuple[Any, Any]:
+    """What a rank sends in a ring, and what it receives into."""
+    return np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+
+
+def ring_speeds(comm: MPI.Intracomm, memory: float, nbytes: int, outgoing: Any, incoming: Any) -> Speeds:
+    """Measure a ring of long messages, and one of short ones of host memory. Collective.
+
+    Args:
+        memory: as that of Speeds.
+        nbytes: of a long message; outgoing, incoming: as `ring_exchange`.
+    """
     if comm.size == 1:
-        return 0.0
-    ring = ring_exchange(comm, np.zeros(8, np.uint8), np.empty(8, np.uint8))
-    return best_seconds(comm, 3, lambda: [ring() for _ in range(_ROUNDS)]) / _ROUNDS
+        return Speeds(memory, math.inf, 0.0)
+    long, short = ring_exchange(comm, outgoing, incoming), ring_exchange(comm, *host_buffers(8))
+    wire = best_seconds(comm, 3, lambda: [long() for _ in range(_REPEATS)]) / _REPEATS
+    message = best_seconds(comm, 3, lambda: [short() for _ in range(_ROUNDS)]) / _ROUNDS
+    return Speeds(memory, nbytes / wire, message)
 
 
 def ring_exchange(comm: MPI.Intracomm, outgoing: Any, incoming: Any) -> Callable[[], None]:

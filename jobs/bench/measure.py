@@ -10,16 +10,17 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from jobs.bench.device import Device, Growth
-from jobs.bench.gradients import GradientSource
+from collectives.dense_allreduce import dense_words
+from jobs.bench.device import Device, GradientSource, Growth
 from oktopk import GradientAllreduce, StepReport
 
 FIELDS = (
@@ -43,33 +44,64 @@ DENSE_WARMUP = 2
 """Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
 
 
-def dense_report(step: int, method: str, length: int, words: float, seconds: float) -> StepReport:
-    """The report of a library's dense allreduce, whose messages are not seen."""
-    report = StepReport(step, method, length, length, {"allreduce": seconds}, local_exact=True)
-    report.local_nnz = report.global_nnz = length
-    report.words = round(words)
-    return report
+class LibraryAllreduce(ABC):
+    """A library's dense allreduce, in the shape of `oktopk.GradientAllreduce`, without its checks.
 
+    Args:
+        comm: intracommunicator. Collective: every rank must construct.
+        length: elements of the gradient (n).
+        method: that it is, in reports.
 
-class Reducer(Protocol):
-    """What is measured: oktopk.GradientAllreduce, or anything of its shape.
-
-    One that overwrites the gradient has `load(gradient)` besides: it copies the gradient to where it is overwritten, and returns
-    that; called outside the timed region.
+    Attributes:
+        update: [n], the last step's result.
+        width: words that an element takes.
     """
 
-    @property
-    def update(self) -> Any:
-        """[n], the last step's result."""
-        ...
+    update: Any
+    width = 1.0
+
+    def __init__(self, comm: MPI.Intracomm, length: int, method: str) -> None:
+        self.length, self.method = length, method
+        self._words, self._steps = dense_words(length, comm.size), 0
+
+    @abstractmethod
+    def _reduce(self, gradient: Any) -> None:
+        """Reduce a gradient into `update`; collective."""
 
     def step(self, gradient: Any) -> StepReport:
-        """Reduce one gradient; collective."""
-        ...
+        """Reduce one gradient; collective.
 
+        The library does not say what it sends: words are `collectives.dense_allreduce.dense_words`, not counted.
+        """
+        began = time.perf_counter()
+        self._reduce(gradient)
+        seconds, n = {"allreduce": time.perf_counter() - began}, self.length
+        report = StepReport(self._steps, self.method, n, n, seconds, True, local_nnz=n, global_nnz=n)
+        report.words = round(self._words * self.width)
+        self._steps += 1
+        return report
+
+    @abstractmethod
     def close(self) -> None:
-        """Free what MPI holds; collective."""
-        ...
+        """Free what was set up; collective."""
+
+
+Reducer = GradientAllreduce | LibraryAllreduce
+"""What is measured, see `loaded`."""
+
+
+def loaded(reducer: Reducer, gradient: Any) -> Any:
+    """The gradient where `reducer.step` overwrites it, as after a backward pass; itself where it is only read.
+
+    That is where its `load(gradient)` says, or in its `gradient_buffer`, as DistributedOptimizer's is.
+    """
+    if load := getattr(reducer, "load", None):
+        return load(gradient)
+    buffer = getattr(reducer, "gradient_buffer", None)
+    if buffer is None:
+        return gradient
+    buffer[:] = gradient
+    return buffer
 
 
 @dataclass(frozen=True)
@@ -78,7 +110,7 @@ class Contestant:
 
     Attributes:
         name: unique in a run.
-        method: a name in oktopk.METHODS, jobs.bench.mpi.ALGORITHMS or jobs.bench.document.NCCL_ROWS.
+        method: a name in oktopk.METHODS, jobs.bench.libraries.ALGORITHMS or jobs.bench.document.NCCL_ROWS.
         settings: keywords of oktopk.Settings in which it differs from the others.
         arguments: keywords of oktopk.GradientAllreduce itself, likewise.
         sparse: leaves entries behind, so that it must settle before it is measured.
@@ -192,12 +224,7 @@ def measure(
     finally:
         gc.enable()
     for contestant, reducer in contestants:
-        # over messages no stage is timed on the device
-        if (
-            device.asynchronous
-            and isinstance(reducer, GradientAllreduce)
-            and not reducer.p2p_unavailable_reason
-        ):
+        if device.asynchronous and isinstance(reducer, GradientAllreduce):
             logs[contestant.name].on_device = stages_on_device(reducer, source, device)
         logs[contestant.name].checksum = device.digest(reducer.update)
     everyone = comm.gather(logs)
@@ -216,8 +243,7 @@ def _one_step(
     counted: bool,
 ) -> None:
     """One step of one contestant: watched for what it allocates, or timed."""
-    load: Callable[[Any], Any] = getattr(reducer, "load", lambda gradient: gradient)
-    given = load(gradient)
+    given = loaded(reducer, gradient)
     device.finish()
     if watched:
         with device.watch() as growth:
@@ -277,8 +303,10 @@ _STAGE_STEPS = (
 def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device: Device) -> dict[str, float]:
     """Seconds on this rank's device by stage, the median of some regular steps. Collective.
 
-    Empty where the reducer cannot tell.
+    Empty where no stage is timed on the device, as over messages and in two levels.
     """
+    if reducer.p2p_unavailable_reason or reducer.gradient_buffer is not None:
+        return {}
     reducer.time_stages = True
     found: dict[str, list[float]] = {}
     for _ in range(_STAGE_STEPS):

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives.sparse import check_length
-from jobs.bench.device import DEVICES
+from jobs.bench.device import DEVICES, PROFILES
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
-from jobs.bench.gradients import PROFILES
-from jobs.bench.mpi import ALGORITHMS
+from jobs.bench.libraries import ALGORITHMS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE

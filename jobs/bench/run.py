@@ -1,8 +1,12 @@
-"""Measures one run of the bench on the ranks of an mpiexec."""
+"""Measures the runs of the bench on the ranks of an mpiexec."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -11,32 +15,23 @@ from tqdm import tqdm
 from collectives.cuda.environment import gpu_problem
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
-from jobs.bench.contestants import contestants, make_reducer, takes_part
+from data.command import show
+from jobs.bench.contestants import chosen, contestants, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, command_line, document, not_held
+from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
 from jobs.bench.floors import ENTRY_BYTES
+from jobs.bench.libraries import leave_nccl
 from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
-from jobs.bench.options import Options
+from jobs.bench.options import Options, parse, parser
 from jobs.bench.summary import summarize
-from jobs.cluster.agreement import decide_together, require, say
-from jobs.run.provenance import mpi_library
+from jobs.bench.tables import cells_table, document_tables
+from jobs.cluster.agreement import check_launch, decide_on_root, decide_together, require, say
+from oktopk import NonFiniteGradientError
 from oktopk.settings import entries_kept
 
 FAULTS = (BenchError, ValueError, OSError, MemoryError)
 """What ends a bench with a message where it happens before the first step."""
-
-
-def written(kind: str, runs: list[dict[str, Any]], options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
-    """The document of runs on these ranks; on rank 0."""
-    content = document(kind, runs, mpi_library(), command_line(comm.size, options.module))
-    if content["commit"] is None and options.commit:
-        content |= {"commit": options.commit, "commit_as_told": True}
-    if options.device == "cuda":
-        from jobs.bench.gpu.device import gpu_facts
-
-        content["gpu"] = gpu_facts()
-    return content
 
 
 def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
@@ -186,3 +181,74 @@ def no_gpu() -> str:
 
 def _with_option(problem: str) -> str:
     return problem and f"--device cuda cannot be used: {problem}"
+
+
+def main(argv: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD) -> int:
+    """Measure what rank 0's command line asks for; collective. Returns the exit status, the same on all ranks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if comm.bcast(bool({"-h", "--help"} & {*words})):
+        say(comm, parser().format_help(), sys.stdout)
+        return 0
+    try:
+        options = decide_on_root(comm, lambda: parse(words), (BenchError,), BenchError)
+    except BenchError as error:
+        say(comm, f"jobs.bench: {error}")
+        return 2
+    status = run_all(partial(_todo, options, comm), options, comm)
+    leave_nccl()  # not after an exception: a rank that is alone would wait for the others
+    return status
+
+
+Measure = Callable[[], dict[str, Any]]
+"""Measures one run, collectively, and returns it as it stands in the document, on rank 0."""
+
+
+def run_all(todo: Callable[[], tuple[str, Sequence[Measure]]], options: Options, comm: MPI.Intracomm) -> int:
+    """Measure runs, print their tables and write the document, for the bench and for scripts beside results. Collective.
+
+    Args:
+        todo: gives the kind of the document, and its runs; may raise BenchError on every rank alike.
+        options: of these json, quiet, commit, device and module are read.
+
+    Returns:
+        The exit status, the same on all ranks: 0, or 2 with one message.
+    """
+    path, output = options.json, None
+    try:
+        check_launch(comm, raises=BenchError)
+        if path is not None:
+            output = decide_on_root(comm, lambda: Output(path), FAULTS, BenchError)
+        kind, measures = todo()
+        runs: list[dict[str, Any]] = []
+        for measure_one in measures:
+            began = time.monotonic()
+            result = measure_one()
+            if comm.rank != 0:
+                continue
+            runs.append({**result, "seconds_taken": time.monotonic() - began})
+            content = document(kind, runs, comm.size, options.module, options.commit)
+            content["cells"] = len(measures)
+            if options.device == "cuda":
+                from jobs.bench.gpu.device import gpu_facts
+
+                content["gpu"] = gpu_facts()
+            if not options.quiet:
+                show("\n" * (len(runs) > 1) + document_tables(content | {"runs": runs[-1:]}), flush=True)
+            if output is not None:
+                output.write(content)  # after each, so that what is done stays when the job is cut off
+        if kind == "gpu table" and len(runs) > 1 and not options.quiet:
+            show(f"\n{cells_table({'runs': runs})}", flush=True)
+    except (BenchError, NonFiniteGradientError) as error:
+        say(comm, f"{options.module}: {error}")
+        return 2
+    return 0
+
+
+def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
+    """The kind of the document, and its runs."""
+    if options.table == "gpu":
+        return "gpu table", [partial(measure_run, own, comm) for own in chosen(options)]
+    if options.ablate and comm.size == 1:
+        raise BenchError("--ablate is not for one rank, which sends nothing: start two or more")
+    each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
+    return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]

@@ -64,7 +64,7 @@ def summarize(
         "control_messages": _traffic(fields["control_messages"]),
         "formulas": formulas(contestant.method, k, length, ranks),
         "nnz": _nnz(fields, k, contestant.method),
-        "memory": _memory(samples, length),
+        "memory": {kind: _growth(samples.growth[kind == "exact"], length) for kind in ("regular", "exact")},
         "series": {
             "seconds": slowest.tolist(),
             "exact": exact.tolist(),
@@ -153,17 +153,10 @@ def _nnz(fields: dict[str, NDArray[np.float64]], k: int, method: str) -> dict[st
     }
 
 
-def _memory(samples: Samples, length: int) -> dict[str, Any]:
-    """Bytes that steps allocated; of the worst rank and step."""
-    return {
-        "regular": _growth(samples.growth[False], length),
-        "exact": _growth(samples.growth[True], length),
-    }
-
-
 def _growth(growth: list[Growth], length: int) -> dict[str, Any] | None:
-    """Largest growth of the watched steps; None without any. `resident` is None where the system does not tell.
+    """Bytes that steps allocated: largest growth of the watched ones on any rank; None without any.
 
+    `resident` is None where the system does not tell.
     `synchronizations`, the most waits of a step, is missing where there is no device to wait for.
     """
     if not growth:

@@ -144,41 +144,36 @@ def traffic_table(methods: list[Run]) -> Table:
 
 def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     """Milliseconds of each stage: mean over the ranks / the rank that took least (floor, mean / floor)."""
-    form = f"{{:.{digits}f}}"
-    blocks = []
-    if on_device := [method for method in methods if method.get("device_stages")]:
-        columns = [Column("regular steps on the device, ms (floor)", str)]
-        columns += [
-            Column(method["name"], functools.partial(_on_device, form=form, method=method))
-            for method in on_device
-        ]
-        stages = dict.fromkeys(stage for method in on_device for stage in method["device_stages"])
-        blocks.append(table(columns, stages))
-    for kind in ("regular", "exact"):
-        stages = dict.fromkeys(stage for method in methods for stage in method["stages"][kind] or {})
-        if not stages:
-            continue
 
-        def cell(stage: str, method: Run, kind: str = kind) -> str:
-            found, floor = at(method, f"stages.{kind}.{stage}"), at(method, f"floors.{stage}.seconds")
-            if found is None:
-                return MISSING
-            text = f"{shown(found['mean'], form, 1e3)} / {shown(found['least'], form, 1e3)}"
-            floors = "" if not floor else f", {found['mean'] / floor:.1f}x"
-            return text if floor is None else f"{text} ({shown(floor, form, 1e3)}{floors})"
+    def ms(seconds: float | None) -> str:
+        return shown(seconds, f"{{:.{digits}f}}", 1e3)
 
-        floors = " (floor, mean / floor)" if any(method.get("floors") for method in methods) else ""
-        title = f"{kind} steps, ms: mean / least rank{floors}"
+    def on_device(method: Run, stage: str) -> str:
+        found = at(method, f"device_stages.{stage}") or {}
+        floor = found.get("floor")
+        return ms(found.get("seconds")) + ("" if floor is None else f" ({ms(floor)})")
+
+    def on_host(kind: str, method: Run, stage: str) -> str:
+        found, floor = at(method, f"stages.{kind}.{stage}"), at(method, f"floors.{stage}.seconds")
+        if found is None:
+            return MISSING
+        text = f"{ms(found['mean'])} / {ms(found['least'])}"
+        times = f", {found['mean'] / floor:.1f}x" if floor else ""
+        return text if floor is None else f"{text} ({ms(floor)}{times})"
+
+    def by_method(title: str, cell: Callable[[Run, str], str], each: list[Run], path: str) -> list[Table]:
+        stages = dict.fromkeys(stage for method in each for stage in at(method, path) or {})
         columns = [Column(title, str)]
-        columns += [Column(method["name"], functools.partial(cell, method=method)) for method in methods]
-        blocks.append(table(columns, ordered(stages)))
+        columns += [Column(method["name"], functools.partial(cell, method)) for method in each]
+        return [table(columns, ordered(stages))] if stages else []
+
+    timed = [method for method in methods if method.get("device_stages")]
+    blocks = by_method("regular steps on the device, ms (floor)", on_device, timed, "device_stages")
+    floors = " (floor, mean / floor)" if any(method.get("floors") for method in methods) else ""
+    for kind in ("regular", "exact"):
+        title = f"{kind} steps, ms: mean / least rank{floors}"
+        blocks += by_method(title, functools.partial(on_host, kind), methods, f"stages.{kind}")
     return blocks
-
-
-def _on_device(stage: str, form: str, method: Run) -> str:
-    found = at(method, f"device_stages.{stage}") or {}
-    floor = found.get("floor")
-    return shown(found.get("seconds"), form, 1e3) + ("" if floor is None else f" ({shown(floor, form, 1e3)})")
 
 
 def memory_table(methods: list[Run]) -> Table:

@@ -77,13 +77,9 @@ def require(comm: MPI.Intracomm, problem: Callable[[], str], raises: type[Except
 
     def check() -> None:
         if text := problem():
-            raise _Problem(text)
+            raise raises(text)
 
-    decide_together(comm, check, (_Problem,), raises)
-
-
-class _Problem(Exception):  # noqa: N818
-    pass
+    decide_together(comm, check, (raises,), raises)
 
 
 def check_launch(

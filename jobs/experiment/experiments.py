@@ -1,14 +1,18 @@
-"""The experiments of jobs/configs/experiments.toml: the runs of each table of results, and its targets."""
+"""The experiments of jobs/configs/experiments.toml: targets and runs of each table of results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from jobs.config.file import read_toml
+from jobs.config.modes import DENSE_OVLP
+from oktopk import METHODS, Settings
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -23,7 +27,7 @@ class Value(Model):
     """A figure, and how it is written.
 
     Attributes:
-        value: "METHOD.FIGURE", divided by others or numbers, or less them, from left to right; jobs.experiment.targets has both.
+        value: "METHOD.FIGURE", divided by others or numbers, or less them, from left to right; jobs.experiment.report has both.
         measured: a text in which {value} and {METHOD.FIGURE} are figures. {also} is `Target.also`, "" where it was not measured.
     """
 
@@ -115,3 +119,118 @@ def _experiments() -> dict[str, Experiment]:
 
 EXPERIMENTS = _experiments()
 """Name -> experiment, of each table of results."""
+
+
+SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
+KINDS = ("train", "sweep", "speed")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an experiment.
+
+    Attributes:
+        name: of its run file.
+        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; or "speed", some steps.
+        settings: "section.key" -> value, on top of everything else.
+    """
+
+    name: str
+    kind: str
+    method: str
+    ranks: int
+    seed: int
+    settings: Mapping[str, Any]
+
+
+def trials(
+    experiment: Experiment, options: argparse.Namespace, usual: Mapping[str, Any] | None = None
+) -> list[Trial]:
+    """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
+
+    Args:
+        experiment: an entry of EXPERIMENTS.
+        options: the command line, as jobs.experiment.__main__.parse returns it.
+        usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
+            trained with again. None: nothing is swept.
+    """
+    elsewhere, asked = (
+        not options.no_gpu_methods,
+        options.methods or (*experiment.methods, *experiment.rivals),
+    )
+    overlapped: dict[str, Any] = {"reduction.method": "nccl" if elsewhere else "dense"}
+    overlapped |= {"reduction.overlap": True, "reduction.deferred": False}
+    ways: dict[str, Mapping[str, Any]] = {
+        **{name: {"reduction.method": name} for name in (*experiment.methods, *experiment.fast)},
+        DENSE_OVLP: overlapped,
+        **experiment.rivals,
+    }
+    usable = [name for name, way in ways.items() if elsewhere or way["reduction.method"] in METHODS]
+    own = [name for name in experiment.methods if name in asked and name in usable]
+    rivals = [name for name in experiment.rivals if name in asked and name in usable]
+    fast = [name for name in experiment.fast if name in usable and name in (*asked, *SUMMED_ELSEWHERE)]
+    methods = {name: name for name in ways} | {name: ways[name]["reduction.method"] for name in rivals}
+    seeds = {name: range(options.seeds if name in experiment.repeated else 1) for name in ways}
+
+    trained = [(name, seed) for seed in range(options.seeds) for name in own if seed in seeds[name]]
+    trained += [(name, seed) for name in rivals for seed in seeds[name]]
+    planned = [
+        _trial(f"{name}-{seed}", "train", methods[name], options.ranks, seed, ways[name])
+        for name, seed in trained
+    ]
+
+    timed = [(name, methods[name], ways[name]) for name in fast]
+    for name in rivals:
+        sizes = [(f"-{size:g}mb", {"reduction.bucket_mb": size}) for size in experiment.buckets] or [("", {})]
+        timed += [(f"{name}{size}", methods[name], {**ways[name], **bucket}) for size, bucket in sizes]
+    if experiment.staged and "oktopk" in fast:
+        timed.append(("oktopk-stages", "oktopk", {"run.time_stages": True}))
+    steps = options.speed_steps
+    for size in sorted(options.speed_ranks, reverse=True) if steps else ():
+        for batch in options.speed_batches or (None,):
+            on = f"speed-{size}" if batch is None else f"speed-{size}x{batch}"
+            alike = {} if batch is None else {"training.batch_size": batch}
+            for name, method, settings in timed:
+                planned.append(_speed_trial(f"{on}-{name}", method, size, steps, {**alike, **settings}))
+    if usual is not None and "oktopk" in asked:
+        for name, values in experiment.swept.items():
+            for value in values:
+                if value != usual[name]:
+                    called = f"sweep-{name.split('.')[-1]}-{value}"
+                    planned.append(_trial(called, "sweep", "oktopk", options.ranks, 0, {name: value}))
+    return planned
+
+
+def _speed_trial(name: str, method: str, ranks: int, steps: int, settings: Mapping[str, Any]) -> Trial:
+    """A run that is compared by its speed: what is measured is the method, not how it starts."""
+    short: dict[str, Any] = {
+        "training.steps": steps,
+        "training.epochs": 0,
+        "training.eval_every": steps,
+        # begun again rather than continued
+        "run.overwrite": True,
+        "checkpoint.enabled": False,
+        **settings,
+        "run.measure_every": 0,
+        "reduction.dense_warmup_steps": 0,
+        "reduction.density_warmup_steps": 0,
+        "reduction.first_density": Settings.first_density,
+    }
+    if method == "powersgd":
+        short["reduction.powersgd_start"] = 2  # the least
+    return _trial(name, "speed", method, ranks, 0, short)
+
+
+def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: Mapping[str, Any]) -> Trial:
+    every = {"reduction.method": method, "training.seed": seed, **settings}
+    if method not in METHODS:
+        every["run.measure_every"] = 0  # a way of summing all gradients has nothing of the kind
+    return Trial(name, kind, method, ranks, seed, every)
+
+
+def launches(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """The trials by their number of ranks, in order of appearance: those of one launch together."""
+    by_ranks: dict[int, list[Trial]] = {}
+    for trial in trials:
+        by_ranks.setdefault(trial.ranks, []).append(trial)
+    return list(by_ranks.values())

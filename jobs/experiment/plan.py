@@ -12,10 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from jobs.config.differences import differences
+from jobs.config.config import differences
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
-from jobs.experiment.experiments import CONFIGS, Experiment
-from jobs.experiment.trials import KINDS, Trial, launches, trials
+from jobs.experiment.experiments import CONFIGS, KINDS, Experiment, Trial, launches, trials
 from jobs.restart.start import other_data
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader

@@ -1,17 +1,207 @@
-"""Writes an experiment's report: page, CSV files, tables as Markdown."""
+"""Compares an experiment's targets with what was measured, and writes its report: page, CSV files, tables as Markdown.
+
+A figure that was not measured is NaN, and a target that needs one is open. A figure that was no number fails its target.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+import numpy as np
+
+from data import DataError
 from data.durable import replaced
-from jobs.experiment.experiments import Experiment
-from jobs.experiment.targets import Claim, verdicts
+from data.text.file import open_text_file
+from data.text.loader import MaskedText, frequency_loss
+from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.render.table import Column, Table, table
+from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.page import facts
+from jobs.report.summary import ON_THE_DEVICE
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
+
+BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the device
+_OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}
+
+
+class Claim(NamedTuple):
+    """Something that the runs were to show: "held", "failed", or "open" where it was not measured."""
+
+    text: str
+    verdict: Literal["held", "failed", "open"]
+    measured: str
+
+
+class Figures:
+    """The figures of one group as attributes, for a target's value and texts: those of methods.csv, and those of FIGURES.
+
+    Args:
+        group: None where there is none, whose figures were not measured.
+        own: figures that replace its own.
+    """
+
+    def __init__(self, group: Group | None, **own: float) -> None:
+        self._group, self._own = group, own
+
+    def __getattr__(self, name: str) -> float:
+        if name in self._own:
+            return self._own[name]
+        if self._group is not None and name in FIGURES:
+            return FIGURES[name](self._group)
+        return _figure(self._group, name)
+
+    def __str__(self) -> str:
+        return "" if self._group is None else self._group.label
+
+
+Names = Mapping[str, Figures | str]
+"""What a target's value and texts may name: figures by method, and words."""
+
+
+def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Group]) -> list[Claim]:
+    """Each target with its verdict and what was measured, in the experiment's order, those of speed by size of batches.
+
+    Args:
+        experiment: whose targets.
+        trained: groups that were trained to the end; fast: those that are compared by speed.
+    """
+    methods = [*dict.fromkeys((*experiment.methods, *experiment.fast, "nccl", "ddp"))]
+    names: dict[str, Figures | str] = {method: Figures(_only(trained, method)) for method in methods}
+    waiting = [_waiting_share(group) for group in trained if group.counted[0].complete]
+    names["largest"] = Figures(None, waiting_share=max(waiting, default=math.nan))
+    found = [
+        _verdict(target, own)
+        for target in experiment.targets
+        if target.of == "train"
+        for own in _of_training(target, trained, names)
+    ]
+    batches = divided(fast, "batch_size") or {0: []}
+    for batch, groups in batches.items():
+        widest = next(reversed(divided(groups, "ranks").values()), [])
+        names = {method: Figures(_only(widest, method)) for method in methods}
+        staged = (group for group in widest if group.method == "oktopk" and timed_by_stage(group))
+        names["staged"] = Figures(next((each for each in staged if each.counted[0].complete), None))
+        named = batch and (experiment.speed_batches or len(batches) > 1)
+        names["where"] = f", batches of {batch}" if named else ""
+        nccl = _only(widest, "nccl")
+        kind = "" if nccl is None else nccl.runs[0].config["reduction"].get("gradient_type") or "float32"
+        names["of_type"] = kind and f" of {kind}"
+        found += [_verdict(target, names) for target in experiment.targets if target.of == "speed"]
+    return found
+
+
+def _of_training(target: Target, groups: Sequence[Group], names: Names) -> Iterator[Names]:
+    """The names of a target, once for each time that it is compared with runs."""
+    if target.each:
+        for group in groups:
+            if group.method != "dense" and group.counted[0].complete:
+                yield {**names, "each": Figures(group)}
+    elif target.in_equal_time:
+        pair = {method: _only(groups, method) for method in target.in_equal_time}
+        seconds = min(_figure(group, "training_seconds") for group in pair.values())
+        yield dict(names) | {
+            method: Figures(group, seconds=seconds, held_out_loss=_loss_after(group, seconds))
+            for method, group in pair.items()
+        }
+    else:
+        yield names
+
+
+def _verdict(target: Target, names: Names) -> Claim:
+    text = target.text.format_map(names)
+    value, operands = _value(target, names)
+    finite = not any(map(math.isinf, operands))
+    if finite and math.isnan(value):
+        return Claim(text, "open", "not measured")
+    also = ""
+    if target.also is not None and not math.isnan(besides := _value(target.also, names)[0]):
+        also = target.also.measured.format_map({**names, "value": besides})
+    measured = target.measured.format_map({**names, "value": value, "also": also})
+    return Claim(text, "held" if finite and target.holds(value) else "failed", measured)
+
+
+def _value(of: Value, names: Names) -> tuple[float, list[float]]:
+    """The value, and the figures it is made of."""
+    first, *rest = of.value.split()
+    operands = [_operand(word, names) for word in (first, *rest[1::2])]
+    value = operands[0]
+    with np.errstate(all="ignore"):
+        for sign, operand in zip(rest[::2], operands[1:], strict=True):
+            value = float(_OPERATORS[sign](value, operand))
+    return value, operands
+
+
+def _operand(word: str, names: Names) -> float:
+    method, point, name = word.partition(".")
+    return float(getattr(names[method], name)) if point and method in names else float(word)
+
+
+def _only(groups: Sequence[Group], method: str) -> Group | None:
+    """The method's first group, if it has a complete run; none that was timed by stage."""
+    complete = [group for group in groups if group.method == method and group.counted[0].complete]
+    return next((group for group in complete if not timed_by_stage(group)), None)
+
+
+def _figure(group: Group | None, name: str) -> float:
+    """A figure as Group.total; NaN where it was not measured, and infinite where it was no number."""
+    value = None if group is None else group.total(name)
+    return math.nan if value is None else math.inf if math.isnan(value) else value
+
+
+def _waiting_share(group: Group) -> float:
+    return _figure(group, "part_data_seconds") / _figure(group, "step_seconds")
+
+
+def _frequency_loss(group: Group) -> float:
+    """Loss by word frequencies of the group's held-out words; NaN where the text is gone."""
+    data = group.runs[0].config.get("data", {})
+    try:
+        training, held_out = open_text_file(data.get("path", ""))
+    except DataError:
+        return math.nan
+    most = data.get("eval_sequences", 0)
+    return frequency_loss(training, MaskedText(held_out).held_out(batch_size=512, rank=0, size=1, most=most))
+
+
+def _loss_after(group: Group | None, seconds: float) -> float:
+    """The held-out loss after some training time, on a straight line between two evaluations; mean over the runs."""
+    runs = () if group is None else group.counted
+    if not runs or not all(len(run.evaluations["step"]) for run in runs):
+        return math.nan
+    losses = []
+    for run in runs:
+        times = run.at_steps(run.training_seconds, run.evaluations["step"])
+        losses.append(np.interp(seconds, times, run.evaluations["loss"]))
+    return float(np.mean(losses))
+
+
+def _after_selection_ms(group: Group) -> float:
+    """Milliseconds of the steps whose stages were timed on the device, mean over them; NaN where there are none."""
+    seconds: list[float] = []
+    for run in group.counted:
+        if ON_THE_DEVICE in run.stages:
+            after = [values for name, values in run.stages.items() if name not in BEFORE_EXCHANGE]
+            on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
+            seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
+    return 1e3 * float(np.mean(seconds)) if seconds else math.nan
+
+
+FIGURES: dict[str, Callable[[Group], float]] = {
+    "ranks": lambda group: group.ranks,
+    "word_error_rate": lambda group: 1 - _figure(group, "held_out_accuracy"),
+    "accuracy_points": lambda group: 100 * _figure(group, "held_out_accuracy"),
+    "waiting_share": _waiting_share,
+    "frequency_loss": _frequency_loss,
+    "reduction_ms": lambda group: 1e3 * _figure(group, "reduction_seconds"),
+    "after_selection_ms": _after_selection_ms,
+}
+"""Figures of a group besides those of methods.csv: what it makes of them, milliseconds, and the loss by word frequencies."""
+
 
 TABLES = "results.md"
 

@@ -29,7 +29,7 @@ from jobs.config.file import ConfigError, validate
 from jobs.restart.signals import EXIT_STATUS, Interrupted, heed_again, leave
 from jobs.restart.start import checkpoint_folder
 from jobs.train.job import FAULTS, train
-from jobs.train.reduce.background import stop_process_group
+from jobs.train.reduce.process_group import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.images import load_images
 

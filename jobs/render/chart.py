@@ -1,4 +1,4 @@
-"""The data of a picture, which jobs.render.draw draws and a CSV file holds."""
+"""The data of a picture, which jobs.render.draw draws, and how methods look in all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,73 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.render.style import GREY
+# Okabe and Ito's palette, but for its yellow, which is too light for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
+GREY = "#555555"
+
+OURS = "oktopk"
+"""The method that stands out beside others."""
+
+METHODS: dict[str, tuple[str, str, int]] = {
+    "dense": ("Dense", COLOURS[6], 0),
+    "dense-ovlp": ("DenseOvlp", COLOURS[0], 1),
+    "oktopk": ("Ok-Topk", COLOURS[1], 0),
+    "oktopk-updates": ("Ok-Topk of updates", "#661100", 2),
+    "topka": ("TopkA", COLOURS[2], 0),
+    "topkdsa": ("TopkDSA", COLOURS[3], 1),
+    "gtopk": ("gTopk", COLOURS[4], 0),
+    "gaussiank": ("Gaussiank", COLOURS[5], 2),
+    "union": ("Union", "#332288", 3),
+    "union-updates": ("Union of updates", "#DDCC77", 1),
+    "nccl": ("NCCL", "#999999", 0),
+    "ddp": ("DDP", "#882255", 1),
+    "powersgd": ("PowerSGD", "#117733", 2),
+    "sparseloco": ("SparseLoCo", "#AA4499", 3),
+}
+"""Method -> title, colour, which of DASHES; in the order in which they are listed.
+
+Methods that compute the same lie on one line: broken ones let the one below show through.
+"""
+
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.labelpad": 7,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    # text as outlines, so that it looks the same everywhere, and equal pictures as equal bytes
+    "svg.fonttype": "path",
+    "svg.hashsalt": "oktopk",
+    # a label may be a file's name
+    "text.parse_math": False,
+}
+
+
+def title_of(method: str) -> str:
+    """Title of a method."""
+    return METHODS[method][0] if method in METHODS else method
+
+
+def colour_of(method: str) -> str:
+    """The method's colour in all pictures; grey for one that is not known."""
+    return METHODS[method][1] if method in METHODS else GREY
+
+
+def dashes_of(method: str, before: int = 0) -> Any:
+    """Dashes of the method's line; before: number of its lines drawn already."""
+    first = METHODS[method][2] if method in METHODS else 0
+    return DASHES[(first + before) % len(DASHES)]
+
+
+def order_of(method: str) -> int:
+    """The method's number in a list; unknown ones last."""
+    return list(METHODS).index(method) if method in METHODS else len(METHODS)
+
 
 Vector = NDArray[np.float64]
 

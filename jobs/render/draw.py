@@ -25,8 +25,7 @@ from matplotlib.ticker import (
 )
 
 from data.durable import replaced
-from jobs.render.chart import Axis, Chart, Level
-from jobs.render.style import GREY, STYLE
+from jobs.render.chart import GREY, STYLE, Axis, Chart, Level
 
 # Inches. On a telephone a picture shrinks to 0.65 of this: letters of 12 points stay readable.
 WIDTH, HEIGHT = 5.8, 4.1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.render.style import colour_of, dashes_of, order_of, title_of
+from jobs.render.chart import colour_of, dashes_of, order_of, title_of
 from jobs.report.summary import Run, figures
 
 STAGED = "run.time_stages"  # which makes a run slower
@@ -90,7 +90,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Put runs together that differ in their seed alone, in the order of jobs.render.style.METHODS."""
+    """Put runs together that differ in their seed alone, in the order of jobs.render.chart.METHODS."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)

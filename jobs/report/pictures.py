@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.render.chart import Axis, Chart, Level, Line
-from jobs.render.style import OURS
+from jobs.render.chart import OURS, Axis, Chart, Level, Line
 from jobs.report.groups import Group, reads_text
 from jobs.report.summary import Run
 

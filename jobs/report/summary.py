@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import WORD_BYTES, lower_bound, upper_bound
 from data.command import escaped, escaped_values
-from jobs.run.columns import PHASES, Columns
-from jobs.run.file import RunFileError, RunInfo
+from jobs.run.columns import PHASES
+from jobs.run.file import RunFileError, RunRecord
 from jobs.run.reader import DAMAGE, RunReader
 from oktopk.methods import METHODS
 
@@ -37,21 +37,11 @@ WARM_STEPS = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """Content of a run file when it was read.
-
-    stem, the file's name without its suffix, tells this run from the others of a report. The rest is what RunReader gives.
-    """
+class Run(RunRecord):
+    """A run; stem, the file's name without its suffix, tells it from the others of a report."""
 
     stem: str
     path: Path
-    info: RunInfo
-    status: str
-    steps: Columns
-    stages: dict[str, NDArray[np.float64]]
-    evaluations: Columns
-    measures: Columns
-    segments: Columns
 
     @property
     def complete(self) -> bool:
@@ -78,11 +68,6 @@ class Run:
         return self.sparse & (self.steps["k"] == self.info.k)
 
     @property
-    def words_sent(self) -> NDArray[np.float64]:
-        """float64[count]: payload words sent per rank from the first step on."""
-        return np.cumsum(self.steps["words"])
-
-    @property
     def bytes_sent(self) -> NDArray[np.float64]:
         """float64[count]: bytes sent per rank from the first step on: payload, rows and control messages, mean over the ranks.
 
@@ -104,19 +89,8 @@ class Run:
         return np.asarray(self.steps["step"] * self.samples_per_step * per_sample, np.float64)
 
     @property
-    def local_k(self) -> int:
-        """Entries that each rank was to select, after both warm-ups."""
-        k, method = self.info.k, self.info.method
-        return METHODS[method].local_k(k, self.info.ranks) if method in METHODS else k
-
-    @property
-    def lower_bound(self) -> float | None:
-        """2k(P-1)/P words per step; None where no step was of the run's own density, or nothing is sent."""
-        return lower_bound(self.info.k, self.info.ranks) or None if self.warmed_up.any() else None
-
-    @property
     def upper_bound(self) -> float | None:
-        """6k(P-1)/P words per step, which only Ok-Topk promises; None as for lower_bound."""
+        """6k(P-1)/P words per step, which only Ok-Topk promises; None where there is no such step."""
         promised = self.info.method == "oktopk" and self.warmed_up.any()
         return upper_bound(self.info.k, self.info.ranks) or None if promised else None
 
@@ -220,20 +194,11 @@ def _unique(name: str, others: Sequence[str]) -> str:
 
 def _read(path: Path, others: Sequence[Run]) -> Run:
     with RunReader(path) as reader:
-        info = reader.info
-        for text in (info.config, info.hardware, info.versions):
-            dict(json.loads(text))
-        return Run(
-            stem=_unique(escaped(path.stem), [run.stem for run in others]),
-            path=path,
-            info=info,
-            status=reader.status,
-            steps=reader.steps(),
-            stages=reader.stages(),
-            evaluations=reader.evaluations(),
-            measures=reader.measures(),
-            segments=reader.segments(),
-        )
+        record = reader.record()
+    for text in (record.info.config, record.info.hardware, record.info.versions):
+        dict(json.loads(text))
+    stem = _unique(escaped(path.stem), [run.stem for run in others])
+    return Run(**vars(record), stem=stem, path=path)
 
 
 def figures(run: Run) -> dict[str, float | int | str | None]:
@@ -244,7 +209,9 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     balance of regions are of measured ones of these.
     """
     warmed_up = run.warmed_up
-    words = _mean(run.steps["words"])
+    words, k, ranks = _mean(run.steps["words"]), run.info.k, run.info.ranks
+    # entries that each rank was to select, after both warm-ups
+    local_k = METHODS[run.info.method].local_k(k, ranks) if run.info.method in METHODS else k
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
     xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
@@ -254,10 +221,10 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "run": run.stem,
         "method": run.info.method,
         "status": run.status,
-        "ranks": run.info.ranks,
+        "ranks": ranks,
         "steps": run.count,
         "length": run.info.length,
-        "k": run.info.k,
+        "k": k,
         "dense_steps": int((run.steps["dense"] == 1).sum()),
         "denser_steps": int((run.sparse & ~warmed_up).sum()),
         "skipped_steps": int((run.steps["skipped"] == 1).sum()),
@@ -270,18 +237,18 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "control_words": _mean(run.steps["control_words"]),
         "messages": _mean(run.steps["messages"]),
         "rounded": _mean(run.steps["rounded"][warmed_up]) or None,
-        "lower_bound_words": run.lower_bound,
+        "lower_bound_words": lower_bound(k, ranks) or None if warmed_up.any() else None,
         "upper_bound_words": run.upper_bound,
         "dense_words": run.dense_words,
         "share_of_dense": words / run.dense_words if words is not None and run.dense_words else None,
         "megabytes": None if volume is None else volume / 1e6,
         "share_of_bfloat16_ring": volume / ring if volume is not None and ring else None,
         "global_nnz_deviation": _mean(np.abs(run.steps["global_nnz"] / run.steps["k"] - 1)[warmed_up]),
-        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / run.local_k - 1)[warmed_up]),
+        "local_nnz_deviation": _mean(np.abs(run.steps["local_nnz"] / local_k - 1)[warmed_up]),
         "fill_in": _mean(fill_in),
         "xi": _mean(xi),
         "xi_largest": float(xi.max()) if len(xi) else None,
-        "xi_share_not_below_ranks": _mean(xi >= run.info.ranks),
+        "xi_share_not_below_ranks": _mean(xi >= ranks),
         "region_balance": _mean(balance),
         "region_balance_largest": float(balance.max()) if len(balance) else None,
         "words_balance": float(busiest.mean() / sent.mean()) if len(sent) and sent.mean() else None,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from jobs.config.modes import OVERLAPPED_MODES
-from jobs.render.style import OURS
+from jobs.render.chart import OURS
 from jobs.render.table import MISSING, Cell, Column, Form, Table, beside, figure, milliseconds, shown, table
 from jobs.report.groups import Group, differences, divided, group_runs, in_words, reads_text, timed_by_stage
 from jobs.report.summary import REST

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from data.command import escaped
 from data.durable import own_folder, replaced
 from jobs.render.table import Table, write_columns, write_rows
@@ -114,7 +116,7 @@ def tables(groups: Groups, target: float | None) -> list[Table]:
 
 def _write_series(run: Run, folder: Path) -> None:
     stages = {f"stage_{name}": values[: run.count] for name, values in run.stages.items()}
-    further = {"words_sent": run.words_sent, "training_seconds": run.training_seconds}
+    further = {"words_sent": np.cumsum(run.steps["words"]), "training_seconds": run.training_seconds}
     write_columns(folder / f"{run.stem}-steps.csv", {**run.steps, **further, **stages})
     for name, series in (("evaluations", run.evaluations), ("measures", run.measures)):
         if len(series["step"]):

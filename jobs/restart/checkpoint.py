@@ -26,8 +26,7 @@ from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
 from jobs.restart.files import Manifest, Part
 from jobs.restart.packing import Snapshot
-from jobs.restart.signals import Interrupted, SignalNote
-from jobs.restart.watchdog import Phase, Watchdog
+from jobs.restart.signals import Interrupted, Phase, SignalNote, Watchdog
 
 State = Mapping[str, Any]
 

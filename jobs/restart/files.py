@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -123,6 +123,28 @@ def read_part(path: Path) -> dict[str, Any]:
             return unpack(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
     except (LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         raise BadCheckpointError(f"{path.name} holds no state: {type(error).__name__} {error}") from error
+
+
+class Found(NamedTuple):
+    """A set that has been checked, as one rank sees it.
+
+    Attributes:
+        path: its folder.
+        step: steps done.
+        ranks: that wrote it.
+    """
+
+    path: Path
+    step: int
+    ranks: int
+
+    def common(self) -> dict[str, Any]:
+        """State that is equal on all ranks."""
+        return read_part(self.path / COMMON)
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """State of one rank."""
+        return read_part(self.path / rank_file(rank))
 
 
 def seal(folder: Path, manifest: Manifest, keep: int) -> None:

@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 from data.durable import take_lock
 from data.prepared_file import data_checksum
-from jobs.config.config import Config
-from jobs.config.differences import differences
+from jobs.config.config import Config, differences
 from jobs.run import provenance
 from jobs.run.file import RunFileError, RunInfo, check_creatable
-from jobs.run.probe import check_readable
-from jobs.run.reader import RunReader
+from jobs.run.reader import RunReader, check_readable
 
 # What may differ between a run and its continuation: nothing that it computes depends on these; on `deferred` only what becomes
 # of the few steps that need the host's help; between flat steps and two levels the sum of the residuals is kept.

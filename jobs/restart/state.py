@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from jobs.cluster.agreement import decide_together
 from jobs.restart import files
-from jobs.restart.files import BadCheckpointError
-from jobs.restart.resume import Found
+from jobs.restart.files import BadCheckpointError, Found
 from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
 from oktopk import MissingRanksError

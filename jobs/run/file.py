@@ -78,13 +78,14 @@ class RunInfo:
     data: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
-    """All columns of a run file, as the reader returns them."""
+    """Content of a run file when it was read, as RunReader gives it."""
 
-    started: str
+    info: RunInfo
+    status: str
     steps: Columns
-    stages: Mapping[str, NDArray[np.float64]]
+    stages: Columns
     evaluations: Columns
     measures: Columns
     segments: Columns
@@ -112,7 +113,7 @@ class RunFile:
                     _check_room(draft, _ROOM + (self.path.stat().st_size if self.path.exists() else 0))
                     self._file = h5py.File(draft, "w", libver="latest", locking="best-effort")
                     on_error.callback(self._abandon)
-                    self._create(info if earlier is None else replace(info, started=earlier.started))
+                    self._create(info if earlier is None else replace(info, started=earlier.info.started))
                     self._begin(info, earlier)
                 on_error.pop_all()
         except (OSError, RuntimeError) as error:

@@ -1,13 +1,21 @@
-"""Reads a run file, also one whose writer is at work or was killed."""
+"""Reads a run file, also one whose writer is at work or was killed.
+
+python -m jobs.run.reader FILE      tries to, as HDF5 may hang or crash on a damaged one: status 0; else 1, with what is wrong
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import h5py
 import numpy as np
@@ -141,6 +149,12 @@ class RunReader:
     segments = partialmethod(columns, "segments")
     timeline = partialmethod(columns, "timeline")
 
+    def record(self) -> RunRecord:
+        """All of it."""
+        groups = {group: self.columns(group) for group in GROUPS}
+        # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
+        return RunRecord(info=self.info, status=self.status, stages=self.stages(), **groups)
+
     def _values(self, name: str, dimensions: int) -> NDArray[Any]:
         dataset = self._file[name]
         # a damaged shape could ask for all memory there is
@@ -156,27 +170,77 @@ def read_record(path: str | Path, done: int) -> RunRecord:
 
     Raises:
         RunFileError: no such file, or not a run file.
-        ValueError: a column is of another type, or the steps do not ascend.
+        ValueError: a column is of another type, the steps do not ascend, or the status is none.
     """
     with RunReader(path) as reader:
-        groups = {group: reader.columns(group) for group in GROUPS}
-        stages, started = reader.stages(), reader.info.started
+        record = reader.record()
     for group, known in GROUPS.items():
         for name, column in known.items():
-            found = groups[group][name].dtype
+            found = getattr(record, group)[name].dtype
             if (found.kind == "S") != (np.dtype(column.dtype).kind == "S"):
                 raise ValueError(f"its {group}/{name} is {found}, not {column.dtype}")
-    steps = groups["steps"]
+    steps, stages = record.steps, record.stages
     if np.any(steps["step"][1:] <= steps["step"][:-1]):
         raise ValueError("its steps do not ascend")
     count = int(np.searchsorted(steps["step"], done, side="right"))
-    # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
     count = min(count, *map(len, stages.values())) if stages else count
-    kept = {
-        group: {name: values[columns["step"] <= done] for name, values in columns.items()}
-        for group, columns in groups.items()
-    }
-    kept["steps"] = {name: values[:count] for name, values in steps.items()}
-    return RunRecord(
-        started=started, stages={name: seconds[:count] for name, seconds in stages.items()}, **kept
+    kept: dict[str, Any] = {"steps": {name: values[:count] for name, values in steps.items()}}
+    kept["stages"] = {name: seconds[:count] for name, seconds in stages.items()}
+    for group in GROUPS.keys() - {"steps"}:
+        columns = getattr(record, group)
+        kept[group] = {name: values[columns["step"] <= done] for name, values in columns.items()}
+    return replace(record, **kept)
+
+
+SECONDS = 3
+"""That reading may take, and one more for every 20 MB; 0.05 s are usual."""
+_ROOT = Path(__file__).parents[2]
+
+
+def check_readable(path: Path) -> None:
+    """Read a run file to its end in a child process.
+
+    Raises:
+        RunFileError: no run file, a damaged one, or one that HDF5 crashes on or does not finish in time.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", "jobs.run.reader", str(path.absolute())],
+        cwd=_ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
+    if child.returncode < 0:
+        ending = signal.Signals(-child.returncode).name
+        why = "HDF5 does not come to its end" if ending == "SIGALRM" else f"HDF5 crashed on it ({ending})"
+        raise RunFileError(f"{path} is not a whole run file: {why}")
+    if child.returncode:
+        raise RunFileError(child.stderr.strip())
+
+
+def problem(path: Path) -> str:
+    """What is wrong with a run file, in this process: a line that names it, "" for nothing."""
+    try:
+        with RunReader(path) as reader:
+            if not all(isinstance(section, dict) for section in reader.config.values()):
+                raise ValueError("its configuration has no sections")
+        read_record(path, 0)
+    except RunFileError as error:
+        return str(error)
+    except Exception as error:
+        return f"{path} is not a whole run file: {' '.join(str(error).split()) or type(error).__name__}"
+    return ""
+
+
+def main(path: Path) -> NoReturn:
+    """Look at a run file; the process ends when the time is up."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(SECONDS + (path.stat().st_size if path.exists() else 0) // 20_000_000)
+    sys.exit(problem(path) or 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -23,11 +23,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from data.command import show
+from data.command import command_parser, show
 from data.durable import create
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
-from jobs.config.file import ConfigError, add_overrides, load, shown
-from jobs.config.show import commented_toml
+from jobs.config.file import ConfigError, add_overrides, commented_toml, load, shown
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
 from jobs.run.file import RunFileError
@@ -81,17 +80,16 @@ def main(
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace | int:
-    parser = argparse.ArgumentParser(
-        prog="mpiexec -n RANKS python -m mpi4py -m jobs.train",
-        description="Train a network on many ranks, gradients reduced by oktopk.",
-        epilog="A network of your own takes the place of model.name in CONFIG.toml: [model] factory =\n"
+    parser = command_parser(
+        "jobs.train",
+        "Train a network on many ranks, gradients reduced by oktopk.",
+        "mpiexec -n 4 python -m mpi4py -m jobs.train jobs/configs/digits.toml --set reduction.method=dense training.steps=100",
+        "--show-config",
+        program="mpiexec -n RANKS python -m mpi4py -m",
+        further="A network of your own takes the place of model.name in CONFIG.toml: [model] factory =\n"
         "'my_package.my_module:build', and [model.arguments] hidden = 256 if it takes such a keyword. The callable returns a\n"
         "torch.nn.Module. data.name decides what is trained: images need logits[batch, classes];\n"
-        "speech (an4) and text need what LSTM.forward and BERT.forward in models/ take and return.\n\n"
-        "examples:\n"
-        "  mpiexec -n 4 python -m mpi4py -m jobs.train jobs/configs/digits.toml --set reduction.method=dense training.steps=100\n"
-        "  python -m jobs.train --show-config",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "speech (an4) and text need what LSTM.forward and BERT.forward in models/ take and return.\n\n",
     )
     add = parser.add_argument
     add("config", metavar="CONFIG.toml", nargs="?", help="Configuration of the run, as in jobs/configs")

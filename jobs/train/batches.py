@@ -20,7 +20,9 @@ class BatchStream:
         per_epoch: batches of an epoch, at most the workload's: with several to a step some may be left over.
     """
 
-    def __init__(self, workload: Workload, samples_per_batch: int, start: Position, per_epoch: int) -> None:
+    def __init__(
+        self, workload: Workload[Any], samples_per_batch: int, start: Position, per_epoch: int
+    ) -> None:
         self._workload, self._samples, self._per_epoch = workload, samples_per_batch, per_epoch
         self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
         self._batches = self._rest_of_epoch()

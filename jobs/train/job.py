@@ -16,9 +16,8 @@ from jobs.config.config import Config
 from jobs.config.modes import row_of
 from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.session import Session
-from jobs.restart.signals import Interrupted
+from jobs.restart.signals import Interrupted, Watchdog
 from jobs.restart.state import Progress
-from jobs.restart.watchdog import Watchdog
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from jobs.train.agreement import NonFiniteLossError, RanksDiverged

@@ -6,17 +6,16 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from torch import nn
 from tqdm import tqdm
 
 from collectives.dense_allreduce import dense_words
-from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer
@@ -26,14 +25,13 @@ from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.batches import BatchStream
+from jobs.train.optimizers import learning_rate_factor
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import agreed, apply, reduce
-from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
 from oktopk import average_buffers
-from oktopk.torch.dense import DenseAllreduce
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
@@ -47,21 +45,6 @@ def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
     return min(
         limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
     )
-
-
-def peer_allreduce(model: nn.Module, comm: MPI.Intracomm) -> DenseAllreduce | None:
-    """Sums of a model's buffers through peer memory. Collective.
-
-    None where MPI sums them: with one rank or more than 8, with ranks that share a GPU or are on several hosts, with no buffer of
-    floating point, or with one on the host.
-    """
-    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if comm.size == 1 or not floating or not all(buffer.is_cuda for buffer in floating):
-        return None
-    try:
-        return DenseAllreduce(comm)
-    except (NoPeerMemoryError, ValueError):  # on every rank alike; the latter for more ranks than it takes
-        return None
 
 
 class TrainingLoop:
@@ -103,7 +86,6 @@ class TrainingLoop:
         if config.training.cuda_graph:
             start = self.optimizer.eager_start if isinstance(self.optimizer, DdpTraining) else None
             self.passes = CapturedPasses(workload, share, self.optimizer.overlapped, start)
-        self._allreduce = peer_allreduce(workload.model, comm)  # of its buffers
         self.figures: dict[str, str] = {}
         self.bar: tqdm[Any] = tqdm(
             total=self.steps,
@@ -134,8 +116,6 @@ class TrainingLoop:
             self._run()
         finally:
             self.passes.close()
-        if self._allreduce is not None:  # collective: not after an error, which may be one rank's alone
-            self._allreduce.close()
 
     def _run(self) -> None:
         with self.bar:
@@ -220,7 +200,7 @@ class TrainingLoop:
         if self.config.reduction.nonfinite == "raise":
             self._check_losses(measured)
         gathered = gather(self.comm, measured)
-        decide_on_root(self.comm, lambda: self._record(gathered), (RunFileError,), RunFileError)
+        self._on_root(lambda file: self._record(file, gathered))
         shown = [step for step in measured if self.config.run.in_timeline(step.report.step + 1)]
         if shown or self.between:  # on all ranks alike
             self._write_timeline(shown)
@@ -230,14 +210,11 @@ class TrainingLoop:
         columns = timeline(steps, self.between, self.comm.rank, self.began_on_root)
         self.between.clear()
         every = self.comm.gather(columns) or []
-
-        def record() -> None:
-            if self.file is not None:
-                self.file.append_timeline(
-                    {name: np.concatenate([rank[name] for rank in every]) for name in columns}
-                )
-
-        decide_on_root(self.comm, record, (RunFileError,), RunFileError)
+        self._on_root(
+            lambda file: file.append_timeline(
+                {name: np.concatenate([rank[name] for rank in every]) for name in columns}
+            )
+        )
 
     def _note(self, name: str, done: int, began: float) -> None:
         """Note work between two steps that ends now, for the timeline."""
@@ -245,12 +222,16 @@ class TrainingLoop:
             depth = int(name != BETWEEN[0])
             self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
 
-    def _record(self, gathered: Gathered | None) -> None:
+    def _on_root(self, write: Callable[[RunFile], None]) -> None:
+        """Write into the run file, on rank 0. Collective. Raises RunFileError, on every rank."""
+        action = functools.partial(write, self.file) if self.file else lambda: None
+        decide_on_root(self.comm, action, (RunFileError,), RunFileError)
+
+    def _record(self, file: RunFile, gathered: Gathered | None) -> None:
         """Write what the ranks gathered into the run file and the progress bar; on rank 0."""
-        if gathered is None or self.file is None:
-            return
-        self.file.append_steps(gathered.steps, gathered.stages)
-        self.file.append_measures(gathered.measures)
+        assert gathered is not None
+        file.append_steps(gathered.steps, gathered.stages)
+        file.append_measures(gathered.measures)
         columns = gathered.steps
         words = float(columns["words"].mean())
         dense = dense_words(self.optimizer.length, self.comm.size)
@@ -270,7 +251,7 @@ class TrainingLoop:
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
-        average_buffers(self.workload.model, self.comm, allreduce=self._allreduce)
+        average_buffers(self.workload.model, self.comm)
         with agreed(self.optimizer):
             check_same_parameters(self.workload.model, self.comm, done)
             score = self.workload.score()
@@ -286,12 +267,7 @@ class TrainingLoop:
             "character_error_rate": character_errors / characters if characters else math.nan,
             "seconds": time.perf_counter() - began,
         }
-        decide_on_root(
-            self.comm,
-            lambda: self.file.append_evaluation(**evaluation) if self.file is not None else None,
-            (RunFileError,),
-            RunFileError,
-        )
+        self._on_root(lambda file: file.append_evaluation(**evaluation))
         self._note("evaluation", done, began)
         if not math.isfinite(loss):
             problem = f"the held-out loss after step {done} is {loss}"

@@ -56,7 +56,7 @@ class EagerPasses:
         share: of a batch in its step's loss, a scalar on the device.
     """
 
-    def __init__(self, workload: Workload, share: Tensor) -> None:
+    def __init__(self, workload: Workload[Any], share: Tensor) -> None:
         self._workload, self._share = workload, share
         self._loss: Tensor | None = None
 
@@ -94,7 +94,7 @@ class CapturedPasses:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Workload[Any],
         share: Tensor,
         overlapped: Overlapped | None = None,
         start: EagerStart | None = None,
@@ -150,7 +150,7 @@ class _Capture:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Workload[Any],
         batch: Sequence[Tensor],
         parameters: Sequence[Tensor],
         share: Tensor,
@@ -194,7 +194,7 @@ def _recording(overlapped: Overlapped | None) -> AbstractContextManager[Any]:
 
 
 def _warm_up(
-    workload: Workload,
+    workload: Workload[Any],
     batch: Any,
     parameters: Sequence[Tensor],
     share: Tensor,

@@ -27,16 +27,14 @@ class Placement:
     Attributes:
         device: torch's name of it.
         description: of the hardware, in words.
-        fused: whether torch's fused optimizers are the fast ones.
         process_group: torch.distributed's backend for it.
-        captures: whether it has CUDA graphs.
+        on_gpu: it is a GPU, with CUDA graphs, where fused optimizers are the fast ones.
         unit: a name that no other device in the world has.
     """
 
     device = torch.device("cpu")
-    fused = False
     process_group = "gloo"
-    captures = False
+    on_gpu = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
@@ -66,9 +64,8 @@ class CudaPlacement(Placement):
         Refused: it cannot be used; on every rank alike.
     """
 
-    fused = True
     process_group = "nccl"
-    captures = True
+    on_gpu = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         if deterministic:

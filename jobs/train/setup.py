@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -23,7 +24,7 @@ from jobs.train.tasks.text import build_language
 from oktopk import broadcast_parameters
 
 
-def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload:
+def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload[Any]:
     """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
 
     Args:
@@ -33,16 +34,13 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    if config.task == "speech":
-        return build_speech(config, rank=rank, size=size)
-    if config.task == "text":
-        return build_language(config, rank=rank, size=size)
-    if config.task == "embeddings":
-        return build_embeddings(config, rank=rank, size=size)
-    return build_images(config, rank=rank, size=size, load=load)
+    if config.task == "images":
+        return build_images(config, rank=rank, size=size, load=load)
+    others = {"speech": build_speech, "text": build_language, "embeddings": build_embeddings}
+    return others[config.task](config, rank=rank, size=size)
 
 
-Build = Callable[..., Workload]
+Build = Callable[..., Workload[Any]]
 """What makes the workload of a rank, as build_workload(config, rank=, size=)."""
 
 
@@ -61,7 +59,7 @@ class Setup:
     config: Config
     comm: MPI.Intracomm
     placement: Placement
-    workload: Workload
+    workload: Workload[Any]
     optimizer: ReducingOptimizer
 
 
@@ -72,14 +70,14 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
         Refused: on every rank: the data, the device or this MPI do not allow it.
     """
     placement = find_placement(config.training.device, comm, deterministic=config.training.deterministic)
-    if config.training.cuda_graph and not placement.captures:
+    if config.training.cuda_graph and not placement.on_gpu:
         raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
     inner = build_optimizer(
         config.optimizer,
         workload.model.parameters(),
-        fused=placement.fused and not (config.task == "embeddings" and config.model.sparse),
+        fused=placement.on_gpu and not (config.task == "embeddings" and config.model.sparse),
         # updates ask of which kind the optimizer is, and hand it other groups
         captured=config.training.cuda_graph and config.reduction.sends == "gradients",
     )
@@ -89,8 +87,8 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     return Setup(config, comm, placement, workload, optimizer)
 
 
-def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload:
-    def build_here() -> Workload:
+def _build_workload(config: Config, comm: MPI.Intracomm, build: Build, placement: Placement) -> Workload[Any]:
+    def build_here() -> Workload[Any]:
         workload = build(config, rank=comm.rank, size=comm.size)
         workload.move_to(placement)
         if workload.steps_per_epoch < config.training.accumulate:

@@ -13,8 +13,7 @@ import pytest
 from data import DataError
 from data.prepare import main
 from data.speech.an4 import open_an4
-from data.speech.dataset import ALPHABET, encoded
-from data.speech.file import open_speech_file
+from data.speech.file import ALPHABET, encoded, open_speech_file
 from tests.utterances import spoken, write_an4, write_wave
 
 TRAIN, TEST = ["YES", "GO ON", "C'EST A"], ["NO"]

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.images.dataset import Augment, DataError, ImageSet, channel_statistics
-from data.images.loader import Batch, EvaluationLoader, Pixels, TrainingLoader
+from data import DataError
+from data.batches import EpochLoader
+from data.images.file import ImageSet, channel_statistics
+from data.images.loader import Augment, Batch, Pixels
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -27,7 +29,7 @@ def image_set(count: int, seed: int = 0, size: int = 8) -> ImageSet:
 
 
 def whole(images: ImageSet) -> Batch:
-    return Pixels(images).cut(torch.arange(len(images))[None])
+    return Pixels(images).cut(np.arange(len(images)))
 
 
 def same(mine: Batch, theirs: Batch) -> bool:
@@ -75,10 +77,9 @@ def test_augmented_images_equal_a_loop_over_windows_and_mirrors(
     images = ImageSet(pixels, labels, (0.0, 0.0), (1 / 255, 1 / 255), tuple("abcdefg"))
     draws = random.integers(0, 2**64, count, dtype=np.uint64)
     samples = random.integers(0, 7, count)
-    plan = torch.from_numpy(np.vstack([samples, Augment(crop, flip).places(draws)])).to(device)
-    resident = Pixels(images, crop=crop)
+    resident = Pixels(images, Augment(crop, flip))
     resident.to(device)
-    augmented, found_labels = resident.cut(plan)
+    augmented, found_labels = resident.cut(samples, draws)
     assert np.array_equal(pixels, before)
     assert found_labels.tolist() == samples.tolist()
     for image, draw, found in zip(pixels[samples], draws.tolist(), augmented.cpu().numpy(), strict=True):
@@ -96,10 +97,10 @@ def test_every_offset_and_both_directions_occur() -> None:
     assert not Augment(crop=0, flip=False).places(draws).any()
 
 
-def loaders(images: ImageSet, size: int, batch_size: int, seed: int = 3) -> list[TrainingLoader]:
+def loaders(images: ImageSet, size: int, batch_size: int, seed: int = 3) -> list[EpochLoader[Batch]]:
     augment = Augment(crop=2, flip=True)
     return [
-        TrainingLoader(images, batch_size=batch_size, rank=rank, size=size, seed=seed, augment=augment)
+        Pixels(images, augment).training(batch_size=batch_size, rank=rank, size=size, seed=seed)
         for rank in range(size)
     ]
 
@@ -137,7 +138,7 @@ def test_a_sample_is_augmented_anew_in_every_epoch() -> None:
 
 def test_without_augmentation_the_pixels_are_the_images() -> None:
     images = image_set(20)
-    loader = TrainingLoader(images, batch_size=4, rank=1, size=2, seed=0)
+    loader = Pixels(images).training(batch_size=4, rank=1, size=2, seed=0)
     pixels, labels = loader.batch(0, 1)
     expected, expected_labels = (each[loader.shards.indices(0, 1).copy()] for each in whole(images))
     assert torch.equal(pixels, expected)
@@ -150,7 +151,7 @@ def test_blocks_of_batches_change_nothing(device: torch.device) -> None:
     for rank in range(2):
         alone, blocks = (loaders(images, 2, 7)[rank] for _ in range(2))
         blocks.to(device)
-        blocks._begin(30)
+        blocks.source.block = 30
         last = alone.steps_per_epoch - 1
         for epoch, step in ((0, 0), (0, 3), (0, 4), (1, last), (5, 2), (0, 4)):
             assert same(blocks.batch(epoch, step), alone.batch(epoch, step))
@@ -168,7 +169,7 @@ def test_images_that_do_not_fit_are_a_data_error(monkeypatch: pytest.MonkeyPatch
 
 def test_a_crop_wider_than_half_the_image_is_refused() -> None:
     with pytest.raises(ValueError, match=r"crop 5 is not in \[0, 4\]"):
-        TrainingLoader(image_set(10), batch_size=1, rank=0, size=1, seed=0, augment=Augment(crop=5))
+        Pixels(image_set(10), Augment(crop=5))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -176,7 +177,7 @@ def test_a_crop_wider_than_half_the_image_is_refused() -> None:
 def test_evaluation_over_all_ranks_sees_every_image_once(count: int, device: torch.device) -> None:
     images = image_set(23)
     part = ImageSet(images.images[:count], images.labels[:count], images.mean, images.std, images.classes)
-    ranks = [EvaluationLoader(part, batch_size=3, rank=rank, size=4).to(device) for rank in range(4)]
+    ranks = [Pixels(part).held_out(batch_size=3, rank=rank, size=4).to(device) for rank in range(4)]
     batches = [batch for loader in ranks for batch in loader]
     assert sum(len(labels) for _, labels in batches) == count
     expected, labels = whole(part)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.speech.dataset import SpeechSet
-from data.speech.loader import LengthBuckets, SpeechEvaluationLoader, SpeechTrainingLoader
+from data.speech.file import SpeechSet
+from data.speech.loader import LengthBuckets, Utterances
 from data.speech.spectrogram import BINS, HOP, WINDOW, change_tempo, frame_count, log_spectrograms, played
 from tests.utterances import speech_set, spoken
 
@@ -84,7 +84,7 @@ def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() 
 
 
 def test_a_resumed_epoch_goes_on_with_the_same_batches() -> None:
-    loaders = [SpeechTrainingLoader(some_speech(), batch_size=2, rank=1, size=2, seed=5) for _ in range(2)]
+    loaders = [Utterances(some_speech()).training(batch_size=2, rank=1, size=2, seed=5) for _ in range(2)]
     whole, rest = list(loaders[0].epoch(4)), list(loaders[1].epoch(4, 3))
     assert len(rest) == len(whole) - 3 > 0
     for left, right in zip(whole[3:], rest, strict=True):
@@ -94,7 +94,7 @@ def test_a_resumed_epoch_goes_on_with_the_same_batches() -> None:
 
 def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
     speech = some_speech()
-    (batch, *_) = SpeechTrainingLoader(speech, batch_size=5, rank=0, size=1, seed=0).epoch(0)
+    (batch, *_) = Utterances(speech).training(batch_size=5, rank=0, size=1, seed=0).epoch(0)
     start = 0
     for row, index in enumerate(batch.indices.tolist()):
         length, labels = int(batch.lengths[row]), int(batch.target_lengths[row])
@@ -109,8 +109,6 @@ def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 30])
 def test_evaluation_hears_each_utterance_once_over_all_ranks(size: int) -> None:
-    loaders = [
-        SpeechEvaluationLoader(some_speech(), batch_size=4, rank=rank, size=size) for rank in range(size)
-    ]
+    loaders = [Utterances(some_speech()).held_out(batch_size=4, rank=rank, size=size) for rank in range(size)]
     heard = [index for loader in loaders for batch in loader for index in batch.indices.tolist()]
     assert sorted(heard) == list(range(23))

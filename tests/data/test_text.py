@@ -14,11 +14,9 @@ from data.prepare import main
 from data.text import prepare as text
 from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
-from data.text.frequencies import frequency_loss
-from data.text.masking import IGNORED, TextEvaluationLoader, TextTrainingLoader
+from data.text.loader import IGNORED, MaskedText, NextTokens, frequency_loss
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
-from data.text.tokens import TokenEvaluationLoader, TokenTrainingLoader
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)
 WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
@@ -152,7 +150,7 @@ def test_contiguous_sequences_are_the_text_and_each_token_is_told_the_next() -> 
         token for row, end in zip(packed.tokens.tolist(), ends, strict=True) for token in row[:end]
     ] == text
     texts = TextSet(packed, WORDS, "made.h5")
-    shares = [b for rank in (0, 1) for b in TokenEvaluationLoader(texts, batch_size=2, rank=rank, size=2)]
+    shares = [b for rank in (0, 1) for b in NextTokens(texts).held_out(batch_size=2, rank=rank, size=2)]
     tokens, labels = (torch.cat(parts) for parts in zip(*shares, strict=True))
     assert tokens.tolist() == packed.tokens.tolist()
     for row, told, end in zip(tokens.tolist(), labels.tolist(), ends, strict=True):
@@ -160,7 +158,7 @@ def test_contiguous_sequences_are_the_text_and_each_token_is_told_the_next() -> 
     seen = {
         tuple(batch.tokens[0].tolist())
         for rank in range(3)
-        for batch in TokenTrainingLoader(texts, batch_size=1, rank=rank, size=3, seed=1).epoch(0)
+        for batch in NextTokens(texts).training(batch_size=1, rank=rank, size=3, seed=1).epoch(0)
     }
     assert seen == set(map(tuple, packed.tokens.tolist()))
     # a word that is left over has none behind it
@@ -306,7 +304,7 @@ def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
     texts = random_set(count=600, length=128)
     fates = np.zeros(3)
     told = words = 0
-    for batch in TextTrainingLoader(texts, batch_size=8, rank=0, size=1, seed=1).epoch(0):
+    for batch in MaskedText(texts).training(batch_size=8, rank=0, size=1, seed=1).epoch(0):
         asked = batch.labels != IGNORED
         assert asked.any(1).all()
         here = batch.tokens.gather(1, batch.places)[asked]
@@ -321,7 +319,7 @@ def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
 
 def test_outside_of_the_places_nothing_changes() -> None:
     texts = random_set()
-    loader = TextTrainingLoader(texts, batch_size=4, rank=0, size=1, seed=1)
+    loader = MaskedText(texts).training(batch_size=4, rank=0, size=1, seed=1)
     for step, batch in enumerate(loader.epoch(3)):
         original = torch.from_numpy(texts.sequences.tokens[loader.shards.indices(3, step)].astype(np.int64))
         told = torch.where(batch.labels != IGNORED, batch.labels, batch.tokens.gather(1, batch.places))
@@ -335,8 +333,8 @@ def test_outside_of_the_places_nothing_changes() -> None:
 
 def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() -> None:
     texts = random_set()
-    alone = TextTrainingLoader(texts, batch_size=6, rank=0, size=1, seed=1)
-    ranks = [TextTrainingLoader(texts, batch_size=2, rank=rank, size=3, seed=1) for rank in range(3)]
+    alone = MaskedText(texts).training(batch_size=6, rank=0, size=1, seed=1)
+    ranks = [MaskedText(texts).training(batch_size=2, rank=rank, size=3, seed=1) for rank in range(3)]
     for step in (1, 0):
         whole = alone.batch(2, step)
         parts = [rank.batch(2, step) for rank in ranks]
@@ -344,7 +342,7 @@ def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() ->
             assert torch.equal(tensor, torch.cat([part[column] for part in parts]))
 
     def masked(epoch: int, seed: int) -> dict[int, list[int]]:
-        loader = TextTrainingLoader(texts, batch_size=1, rank=0, size=1, seed=seed)
+        loader = MaskedText(texts).training(batch_size=1, rank=0, size=1, seed=seed)
         return {
             int(loader.shards.indices(epoch, step)[0]): sorted(batch.places[0].tolist())
             for step, batch in enumerate(loader.epoch(epoch))
@@ -357,9 +355,9 @@ def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() ->
 
 def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = random_set()
-    whole = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
-    monkeypatch.setattr("data.text.masking.BLOCK", 12 * texts.length)
-    pairs = TextTrainingLoader(texts, batch_size=5, rank=0, size=1, seed=1)
+    whole = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
+    monkeypatch.setattr("data.text.loader.BLOCK", 12 * texts.length)
+    pairs = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
     last = whole.steps_per_epoch - 1
     assert last % 2 == 0, "the last block must be a short one"
     for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
@@ -370,8 +368,8 @@ def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pyte
 
 def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
     texts = random_set()
-    whole = list(TextEvaluationLoader(texts, batch_size=7, rank=0, size=1))
-    parts = [b for rank in range(3) for b in TextEvaluationLoader(texts, batch_size=2, rank=rank, size=3)]
+    whole = list(MaskedText(texts).held_out(batch_size=7, rank=0, size=1))
+    parts = [b for rank in range(3) for b in MaskedText(texts).held_out(batch_size=2, rank=rank, size=3)]
     for column in range(6):
         left, right = (torch.cat([batch[column] for batch in batches]) for batches in (whole, parts))
         assert torch.equal(left, right)
@@ -381,12 +379,12 @@ def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
         some = [
             b
             for rank in range(size)
-            for b in TextEvaluationLoader(texts, batch_size=4, rank=rank, size=size, most=len(texts) // 2)
+            for b in MaskedText(texts).held_out(batch_size=4, rank=rank, size=size, most=len(texts) // 2)
         ]
         chosen = np.arange(len(texts) // 2) * len(texts) // (len(texts) // 2)
         tokens = torch.cat([batch.tokens for batch in whole])[chosen]
         assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
-    beyond = TextEvaluationLoader(texts, batch_size=7, rank=0, size=1, most=10**6)
+    beyond = MaskedText(texts).held_out(batch_size=7, rank=0, size=1, most=10**6)
     assert sum(len(batch.tokens) for batch in beyond) == len(texts)
 
 
@@ -396,20 +394,20 @@ def test_word_frequencies_alone_give_their_entropy() -> None:
     texts = TextSet(packed, WORDS, "")
     # all held-out words are the rare one; what the training text lacks counts once
     rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
-    loss = frequency_loss(texts, TextEvaluationLoader(rare, batch_size=3, rank=0, size=1))
+    loss = frequency_loss(texts, MaskedText(rare).held_out(batch_size=3, rank=0, size=1))
     assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
 
 
 def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:
     texts = random_set(count=3)
     with pytest.raises(DataError, match=rf"made\.h5: {len(texts)} samples are fewer than 100 ranks"):
-        TextTrainingLoader(texts, batch_size=1, rank=0, size=100, seed=0)
+        MaskedText(texts).training(batch_size=1, rank=0, size=100, seed=0)
 
 
 def test_words_beyond_the_signed_range_come_back() -> None:
     tokens = np.array([[2, 65_535, 40_000, 7, 9, 11, 13, 3]], np.uint16)
     packed = Sequences(tokens, np.array([[8, 8]], np.uint16), np.array([-1], np.int8))
     vocabulary = (*SPECIAL, *map(str, range(65_531)))
-    batch = next(iter(TextEvaluationLoader(TextSet(packed, vocabulary, ""), batch_size=1, rank=0, size=1)))
+    batch = next(iter(MaskedText(TextSet(packed, vocabulary, "")).held_out(batch_size=1, rank=0, size=1)))
     told = torch.where(batch.labels != IGNORED, batch.labels, batch.tokens.gather(1, batch.places))
     assert batch.tokens.scatter(1, batch.places, told)[0].tolist() == tokens[0].tolist()

@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "warmup-step",
-        "jobs/train/schedule.py",
+        "jobs/train/optimizers.py",
         "risen = min(1.0, (step + 1) / warmup)",
         "risen = min(1.0, step / warmup)",
         "off by one: a warm-up ends a step late",
@@ -254,9 +254,9 @@ MUTANTS = (
     ),
     Mutant(
         "next-token",
-        "data/text/tokens.py",
-        "tokens.roll(-1, dims=1)",
-        "tokens.roll(-2, dims=1)",
+        "data/text/loader.py",
+        "TokenBatch(tokens, tokens.roll(-1, dims=1)",
+        "TokenBatch(tokens, tokens.roll(-2, dims=1)",
         "off by one: a token is told the one after the next",
         f"{_ALONE} tests/data/test_text.py",
     ),

@@ -28,7 +28,7 @@ TIMEOUT = 6.0
 @pytest.fixture
 def nccl(comm: MPI.Intracomm) -> Any:
     """A process group of NCCL's, for collectives in flight."""
-    from jobs.train.reduce.background import start_process_group, stop_process_group
+    from jobs.train.reduce.process_group import start_process_group, stop_process_group
 
     if gpus() < comm.size:
         pytest.skip("a GPU a rank")

@@ -22,8 +22,8 @@ from docs.results.rows.volume import SKEWS, RowSource
 from docs.results.rows.ways import dense, ways
 from jobs.bench.device import Device
 from jobs.bench.document import BenchError
-from jobs.bench.job import run_all
 from jobs.bench.options import Options
+from jobs.bench.run import run_all
 from jobs.restart.signals import leave
 from oktopk.rows import RowSparseAllreduce
 from oktopk.torch.interop import memory_of

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from jobs.train.reduce.background import ring_traffic
+from jobs.train.reduce.process_group import ring_traffic
 
 
 def coalesced(table, rows, values):

@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from jobs.render.style import COLOURS, GREY, STYLE
+from jobs.render.chart import COLOURS, GREY, STYLE
 
 HERE = Path(__file__).parent
 TITLES = {

@@ -1,1 +1,1 @@
-"""The bench on GPUs: the device, its speeds, and the table of targets."""
+"""The bench on GPUs: the device and its speeds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import re
 import socket
@@ -24,9 +23,8 @@ import collectives.cuda.device
 from collectives.cuda.launch import compiled
 from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi_cuda import select_device
-from jobs.bench.device import Device, Growth
-from jobs.bench.floors import Speeds, best_seconds, message_seconds, ring_exchange
-from jobs.bench.gradients import GradientSource
+from jobs.bench.device import Device, GradientSource, Growth
+from jobs.bench.floors import Speeds, host_buffers, ring_speeds
 from jobs.run.provenance import versions
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -68,7 +66,6 @@ def convert(source: Any, out: Any) -> None:
 
 
 _WIRE_BYTES = 64 << 20
-_WIRE_REPEATS = 4
 _COPY_BYTES = 512 << 20
 _TRIES = 11
 
@@ -92,27 +89,6 @@ def copy_bandwidth(comm: MPI.Intracomm) -> float:
         ended.synchronize()
         spent.append(cupy.cuda.get_elapsed_time(began, ended) / 1e3)
     return 2 * _COPY_BYTES / comm.allreduce(statistics.median(spent[1:]), MPI.MAX)
-
-
-def measure_device_speeds(comm: MPI.Intracomm, length: int) -> Speeds:
-    """Copy bandwidth; the bandwidth of a ring of 64 MB messages between GPUs; the latency of one through host memory. Collective.
-
-    A small message between GPUs takes MPI longer than one through host memory, and writing into a peer's memory need not: the
-    floor is the lower one. Takes 1.7 GB while it runs.
-    """
-    memory = copy_bandwidth(comm)
-    if comm.size == 1:
-        return Speeds(memory, math.inf, 0.0)
-    if device_memory_problem():
-        long = ring_exchange(comm, np.zeros(_WIRE_BYTES, np.uint8), np.empty(_WIRE_BYTES, np.uint8))
-    else:
-        device = collectives.cuda.device.Device()  # its memory is what the library sends from
-        buffers = [device.allocate(_WIRE_BYTES, np.uint8) for _ in range(2)]
-        buffers[0].fill(0)
-        device.synchronize()
-        long = ring_exchange(comm, *([_raw(buffer), MPI.BYTE] for buffer in buffers))
-    wire = best_seconds(comm, 3, lambda: [long() for _ in range(_WIRE_REPEATS)]) / _WIRE_REPEATS
-    return Speeds(memory, _WIRE_BYTES / wire, message_seconds(comm))
 
 
 def _raw(array: Any) -> MPI.buffer:
@@ -213,7 +189,19 @@ class Cuda(Device):
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        return measure_device_speeds(comm, length)
+        """The speeds of copies, of a ring of 64 MB messages between GPUs, and of small ones through host memory. Collective.
+
+        A small message between GPUs takes MPI longer than one through host memory, and writing into a peer's memory need not: the
+        floor is the lower one. Takes 1.7 GB while it runs.
+        """
+        memory = copy_bandwidth(comm)
+        if device_memory_problem():
+            return ring_speeds(comm, memory, _WIRE_BYTES, *host_buffers(_WIRE_BYTES))
+        device = collectives.cuda.device.Device()  # its memory is what the library sends from
+        buffers = [device.allocate(_WIRE_BYTES, np.uint8) for _ in range(2)]
+        buffers[0].fill(0)
+        device.synchronize()
+        return ring_speeds(comm, memory, _WIRE_BYTES, *([_raw(buffer), MPI.BYTE] for buffer in buffers))
 
     def release(self) -> None:
         gc.collect()

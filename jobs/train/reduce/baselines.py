@@ -1,4 +1,4 @@
-"""Dense reduction as a mode of training: by NCCL, in one piece or in buckets behind the backward pass, or by torch's own DDP.
+"""Dense reduction as a mode of training: by NCCL in one piece, or by torch's DDP in buckets behind the backward pass.
 
 They are what a sparse method is to be compared with, and are shaped like `oktopk.DistributedOptimizer` for the loop.
 """
@@ -9,23 +9,20 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
-from collectives.transport import refuse
 from jobs.train.passes import EagerStart, Overlapped, on_stream
-from jobs.train.reduce.background import TorchWire, ring_traffic, stop_process_group
+from jobs.train.reduce.process_group import ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import GradientsInPlace
-from oktopk.torch.interop import TensorMemory
-from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 from oktopk.torch.states import load_state
 
 
@@ -118,83 +115,50 @@ class DenseTraining(ABC):
 
 
 class NcclTraining(DenseTraining):
-    """Gradients in one flat vector, reduced by torch.distributed: after the backward pass, or in buckets while it goes on.
+    """Gradients in one flat vector, averaged by torch.distributed after the backward pass.
 
     Args:
         inner, clip_norm: as DenseTraining.
         dtype: that gradients travel and are summed in.
-        bucket_mb: size of a bucket, see `oktopk.torch.overlap.BucketLayout`; inf for one.
-        overlapped: start in the backward pass, else after it.
-        order: as DistributedOptimizer's; None: that of the groups.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        clip_norm: float,
-        dtype: torch.dtype,
-        *,
-        bucket_mb: float = math.inf,
-        overlapped: bool = False,
-        order: Iterable[Tensor] | None = None,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, clip_norm: float, dtype: torch.dtype) -> None:
         super().__init__(inner, clip_norm)
-        if order is not None:
-            trained = set(map(id, self._parameters))
-            self._parameters = [p for p in order if id(p) in trained]
-        layout, kind = BucketLayout(self._parameters, bucket_mb), self._parameters[0].dtype
-        self._gradients = GradientsInPlace(
-            self._parameters, kind, (), layout.ranges, layout.starts, layout.length
-        )
-        self._wire = TorchWire(dtype)
-        self._buckets = BackwardBuckets(
-            self._parameters, self._gradients, layout, self._wire, _Tensors(), overlapped
-        )
-        self.overlapped = self if overlapped else None
-        self._captured, self._was_replayed = Traffic(), False
+        self._gradients = GradientsInPlace(self._parameters, self._parameters[0].dtype)
+        vector = self._gradients.filled
+        self._sent = vector if vector.dtype == dtype else torch.empty_like(vector, dtype=dtype)
+        averages = dist.get_backend() == dist.Backend.NCCL  # gloo only sums
+        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._scale = 1.0 if averages else 1.0 / dist.get_world_size()
 
     def zero_grad(self) -> None:
         self._gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._buckets.no_sync()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around a backward pass that is captured, or precedes it: what it began is waited for at its end, and captured too."""
-        yield
-        self._captured = self._end()
-
-    def replayed(self, marks: None) -> None:
-        """The pass was replayed, and with it its reduction, which `reduce` only accounts for."""
-        self._was_replayed = True
+        return nullcontext()
 
     def _finish(self) -> Traffic:
-        replayed, self._was_replayed = self._was_replayed, False
-        traffic = self._captured if replayed else self._end()
+        vector, sent = self._gradients.collect(), self._sent
+        if sent is not vector:
+            sent.copy_(vector)
+        dist.all_reduce(sent, self._operation)
+        if sent is not vector:
+            vector.copy_(sent)
+        if self._scale != 1.0:
+            vector.mul_(self._scale)
         for parameter, mean in zip(self._parameters, self._gradients.views, strict=True):
             parameter.grad = mean
-        return traffic
-
-    def _end(self) -> Traffic:
-        # a parameter that got no gradient held its bucket, and all after it, back
-        for vector, more in self._buckets.rest():
-            refuse(more.get("problem", ""))
-            self._wire.start(vector)
-        return self._wire.finish()
+        return ring_traffic(sent.nbytes // 4, dist.get_world_size(), 1)
 
     def close(self) -> None:
-        self._buckets.remove()
         stop_process_group()
 
 
-class _Tensors(TensorMemory):
-    """Tensors as they are."""
-
-    def array(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
+_COMPRESSED = {
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
+}
+"""Type that gradients travel in -> torch's hook."""
 EAGER_STEPS = 11
 """Of DistributedDataParallel before a capture, as torch asks for: in the first ten it times itself, and waits for the GPU."""
 
@@ -210,7 +174,7 @@ class DdpTraining(DenseTraining):
         network: a module with the parameters of `inner`.
         ranks: in the process group.
         bucket_mb: size of a bucket, in 1e6 bytes.
-        compressed: reduce in bfloat16.
+        dtype: that gradients travel and are summed in: float32, bfloat16 or float16.
         captured: CUDA graphs will replay it, on GPUs: it is made on the stream that they are captured on, as autograd asks for.
 
     Attributes:
@@ -225,14 +189,14 @@ class DdpTraining(DenseTraining):
         ranks: int,
         *,
         bucket_mb: float,
-        compressed: bool,
+        dtype: torch.dtype = torch.float32,
         captured: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
         self._ranks = ranks
         self._stream = torch.cuda.Stream() if captured else None
         self.overlapped = self
-        self._elements_per_word = 2 if compressed else 1
+        self._elements_per_word = 4 // dtype.itemsize
         self._pieces = math.ceil(
             4 * self.length / (bucket_mb * 1e6)
         )  # about: torch cuts the first one smaller
@@ -245,8 +209,8 @@ class DdpTraining(DenseTraining):
                 broadcast_buffers=False,  # batch-norm statistics are averaged before an evaluation
                 gradient_as_bucket_view=True,
             )
-        if compressed:
-            self.network.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        if dtype in _COMPRESSED:
+            self.network.register_comm_hook(None, _COMPRESSED[dtype])
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from collectives.traffic import Traffic
 from jobs.train.passes import EagerStart
-from jobs.train.reduce.background import ring_traffic
 from jobs.train.reduce.baselines import DdpTraining
+from jobs.train.reduce.process_group import ring_traffic
 
 LEAST_RATE = 2
 """A parameter is approximated where that divides its elements by more than this: torch's default."""
@@ -151,9 +151,7 @@ class PowerSgdTraining(DdpTraining):
             raise ValueError(
                 f"powersgd takes parameters of at least one dimension, and {', '.join(scalars)} has none"
             )
-        super().__init__(
-            inner, clip_norm, network, ranks, bucket_mb=bucket_mb, compressed=False, captured=captured
-        )
+        super().__init__(inner, clip_norm, network, ranks, bucket_mb=bucket_mb, captured=captured)
         self._start = start
         self._powersgd = PowerSGDState(
             None,

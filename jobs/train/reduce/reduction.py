@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +14,9 @@ from collectives.launchers import LauncherError
 from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.reduce.background import WireError, allow_p2p, start_process_group
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.powersgd import PowerSgdTraining
+from jobs.train.reduce.process_group import WireError, allow_p2p, start_process_group
 from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB
@@ -71,8 +70,8 @@ def build_reduction(
 
     Args:
         config: a run's.
-        network: what losses are computed with. For "ddp" and "powersgd" DistributedDataParallel is wrapped around it: see
-            DdpTraining.network.
+        network: what losses are computed with. For "ddp", "powersgd" and "nccl" with overlap DistributedDataParallel is
+            wrapped around it: see DdpTraining.network.
         inner: the torch optimizer that owns its parameters.
         placement: this rank's device.
         comm: the ranks that train together.
@@ -111,7 +110,7 @@ def _build_mode(
 ) -> DenseTraining:
     """As build_reduction, of TRAINING_MODES. Raises WireError."""
     settings, clip_norm = config.reduction, config.optimizer.clip_norm
-    method, kind, on_gpus = settings.method, settings.gradient_type, placement.process_group == "nccl"
+    method, kind, on_gpus = settings.method, settings.gradient_type, placement.on_gpu
     if method == "nccl" and not on_gpus:
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
@@ -125,18 +124,13 @@ def _build_mode(
         allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
     bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
-    if method == "nccl":
-        bucket_mb = bucket_mb if settings.overlap else math.inf
-        dtype = getattr(torch, kind or "float32")
-        order = network.parameters() if settings.overlap else None
-        return NcclTraining(
-            inner, clip_norm, dtype, bucket_mb=bucket_mb, overlapped=settings.overlap, order=order
-        )
+    dtype = getattr(torch, kind or "float32")
+    if method == "nccl" and not settings.overlap:
+        return NcclTraining(inner, clip_norm, dtype)
     if method == "sparseloco":
         return SparseLocoTraining(inner, clip_norm, comm.size, settings.sparseloco_steps)
     common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
-    if method == "ddp":
-        compressed = kind == "bfloat16"
-        return DdpTraining(inner, clip_norm, network, comm.size, compressed=compressed, **common)
+    if method in ("nccl", "ddp"):  # whose buckets NCCL sums behind the backward pass
+        return DdpTraining(inner, clip_norm, network, comm.size, dtype=dtype, **common)
     rank, start = settings.powersgd_rank, settings.powersgd_start
     return PowerSgdTraining(inner, clip_norm, network, comm.size, rank=rank, start=start, **common)

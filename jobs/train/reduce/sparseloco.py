@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives.traffic import Traffic
-from jobs.train.reduce.background import stop_process_group
 from jobs.train.reduce.baselines import DenseTraining
+from jobs.train.reduce.process_group import stop_process_group
 from oktopk.torch.states import load_state
 
 CHUNK = 4096

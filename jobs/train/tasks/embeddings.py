@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from data.text.contexts import ContextBatch, ContextEvaluationLoader, Contexts, ContextTrainingLoader
 from data.text.file import open_text_file
-from data.text.frequencies import word_counts
+from data.text.loader import ContextBatch, Contexts, word_counts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Task, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, naming
 from models.skipgram import SkipGram
 
 
-class Embeddings(Task[ContextBatch]):
+class Embeddings(Workload[ContextBatch]):
     """Words beside word pairs are told from words drawn at random.
 
     The loss of a pair is the sum of 1 + negatives binary cross entropies. A score's samples are pairs. One is right where the
@@ -25,8 +24,7 @@ class Embeddings(Task[ContextBatch]):
         return self._losses(self._scores(self.network, batch)).sum() / max(1, len(batch.centers))
 
     def _scores(self, network: nn.Module, batch: ContextBatch) -> torch.Tensor:
-        with autocast(self._precision, batch.centers.device):
-            scores: torch.Tensor = network(*batch)
+        scores: torch.Tensor = self._run(network, *batch)
         return scores.float()
 
     def _losses(self, scores: torch.Tensor) -> torch.Tensor:
@@ -47,18 +45,14 @@ def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
         DataError: text that is missing, broken, or too little for the ranks.
         WorkloadError: a table that cannot be made.
     """
-    settings, training = config.model, config.training
+    settings = config.model
     texts, held_out = open_text_file(config.data.path)
     counts = word_counts(texts)
     contexts, apart = (
         Contexts(split, counts, rows=settings.rows, window=settings.window, negatives=settings.negatives)
         for split in (texts, held_out)
     )
-    with naming("data"):
-        loader = ContextTrainingLoader(contexts, **training_place(training, rank, size))
-    place = held_out_place(training, rank, size)
-    held_out_loader = ContextEvaluationLoader(apart, most=config.data.eval_sequences, **place)
-    torch.manual_seed(training.seed)
+    torch.manual_seed(config.training.seed)
     with naming("model"):
         model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)
-    return Embeddings(model, loader, held_out_loader, training.precision)
+    return Embeddings(model, contexts, apart, config, rank=rank, size=size)

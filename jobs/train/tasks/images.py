@@ -8,43 +8,35 @@ import torch
 from torch import nn
 
 from data.images.cifar10 import open_cifar10
-from data.images.dataset import Augment, ImageSet
 from data.images.digits import load_digits
-from data.images.file import open_image_file
-from data.images.loader import Batch, EvaluationLoader, TrainingLoader
+from data.images.file import ImageSet, open_image_file
+from data.images.loader import Augment, Batch, Pixels
 from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
-from jobs.config.sections import DataConfig, TrainingConfig
+from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
 Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
-class Classification(Task[Batch]):
+class Classification(Workload[Batch]):
     """Images into classes by cross entropy.
 
     Args:
         model: images -> logits[batch, classes].
-        training, held_out: as Task.
-        config: precision, memory layout, and smoothing of labels.
-        resize: pixels per side that the network sees; 0: those of the images.
+        training, held_out, config, place: as Workload.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        training: TrainingLoader,
-        held_out: EvaluationLoader,
-        config: TrainingConfig,
-        resize: int = 0,
+        self, model: nn.Module, training: Pixels, held_out: Pixels, config: Config, **place: int
     ) -> None:
-        super().__init__(model, training, held_out, config.precision)
-        self._smoothing, self._resize = config.label_smoothing, resize
-        self._format = torch.channels_last if config.channels_last else torch.contiguous_format
+        super().__init__(model, training, held_out, config, **place)
+        self._smoothing, self._resize = config.training.label_smoothing, config.data.resize
+        channels_last = config.training.channels_last
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -62,9 +54,7 @@ class Classification(Task[Batch]):
             images = nn.functional.interpolate(
                 images, (self._resize, self._resize), mode="bilinear", align_corners=False
             )
-        images = images.contiguous(memory_format=self._format)
-        with autocast(self._precision, images.device):
-            logits: torch.Tensor = network(images)
+        logits: torch.Tensor = self._run(network, images.contiguous(memory_format=self._format))
         return logits
 
     def _counts(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -88,11 +78,9 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     training, held_out = (load or load_images)(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
-        loader = TrainingLoader(training, augment=augment, **training_place(config.training, rank, size))
-    held_out_loader = EvaluationLoader(held_out, **held_out_place(config.training, rank, size))
-    return Classification(
-        build_model(config, training), loader, held_out_loader, config.training, config.data.resize
-    )
+        pixels = Pixels(training, augment)
+    model = build_model(config, training)
+    return Classification(model, pixels, Pixels(held_out), config, rank=rank, size=size)
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:

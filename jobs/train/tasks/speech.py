@@ -1,27 +1,27 @@
-"""Speech recognition by CTC: a Workload."""
+"""Speech recognition by CTC: a Workload, decoding, and errors between texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jiwer
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from data import DataError
 from data.speech.an4 import open_an4
-from data.speech.dataset import ALPHABET, SpeechSet
-from data.speech.loader import SpeechBatch, SpeechEvaluationLoader, SpeechTrainingLoader
+from data.speech.file import ALPHABET, SpeechSet, decoded
+from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.decoding import count_errors, decode
-from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import Task, WorkloadError, autocast, held_out_place, naming, training_place
+from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
 from models.lstm import LSTM, output_lengths
 
 
-class Speech(Task[SpeechBatch]):
+class Speech(Workload[SpeechBatch]):
     """Recordings into characters by CTC.
 
     The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word
@@ -29,19 +29,19 @@ class Speech(Task[SpeechBatch]):
 
     Args:
         model: spectrograms, frames -> logits, output frames.
-        training, held_out: as Task.
-        config: of the run.
+        training, held_out, config, place: as Workload.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        training: SpeechTrainingLoader,
-        held_out: SpeechEvaluationLoader,
+        training: Utterances,
+        held_out: Utterances,
         config: Config,
+        **place: int,
     ) -> None:
-        super().__init__(model, training, held_out, config.training.precision)
-        self._tempo, self._said = config.data.tempo, held_out.utterances.speech
+        super().__init__(model, training, held_out, config, **place)
+        self._tempo, self._said = config.data.tempo, held_out.speech
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -62,8 +62,7 @@ class Speech(Task[SpeechBatch]):
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
         spectrograms, frames = spectrograms_of(batch, self._tempo)
-        with autocast(self._precision, spectrograms.device):
-            logits, outputs = network(spectrograms, frames)
+        logits, outputs = self._run(network, spectrograms, frames)
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
     def _ctc(self, scores: torch.Tensor, frames: torch.Tensor, batch: SpeechBatch) -> torch.Tensor:
@@ -97,9 +96,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    training = SpeechTrainingLoader(train, **training_place(config.training, rank, size))
-    evaluation = SpeechEvaluationLoader(held_out, **held_out_place(config.training, rank, size))
-    return Speech(build_model(config), training, evaluation, config)
+    model = build_model(config)
+    return Speech(model, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
 
 
 def build_model(config: Config) -> nn.Module:
@@ -142,3 +140,42 @@ def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int 
             f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network"
             f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the {wanted}"
         )
+
+
+BLANK = 0
+
+
+def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[int, int, int, int]:
+    """Compare texts, by the library jiwer.
+
+    Args:
+        references: what was said, one or more, none of them empty.
+        hypotheses: what was heard, one for each.
+
+    Returns:
+        Wrong words, words said, wrong characters, characters said. Errors are substitutions, deletions and insertions, which
+        together may be more than words.
+    """
+    counts = []
+    for compare in (jiwer.process_words, jiwer.process_characters):
+        errors = compare(list(references), list(hypotheses))
+        missed = errors.substitutions + errors.deletions
+        counts += [missed + errors.insertions, missed + errors.hits]
+    wrong_words, words, wrong_characters, characters = counts
+    return wrong_words, words, wrong_characters, characters
+
+
+def decode(log_probabilities: NDArray[np.float32]) -> str:
+    """The text of one utterance, without spaces at its ends.
+
+    Args:
+        log_probabilities: float32[frames, labels], of data.speech.file.ALPHABET.
+    """
+    return " ".join(decoded(np.array(greedy(log_probabilities), np.int64)).split())
+
+
+def greedy(log_probabilities: NDArray[np.float32]) -> list[int]:
+    """The likeliest label of each frame, repetitions merged, blanks dropped."""
+    best = log_probabilities.argmax(axis=1)
+    starts = np.flatnonzero(np.diff(best, prepend=-1))
+    return [int(label) for label in best[starts] if label != BLANK]

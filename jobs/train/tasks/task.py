@@ -1,20 +1,23 @@
-"""Interface of a training task: network, batches, loss, score."""
+"""Interface of a training task: network, batches, loss, score; the network of model.factory."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from data import DataError
-from data.batches import EpochLoader, HeldOut, HeldOutPlace, Place
-from jobs.config.sections import TrainingConfig
+from data.batches import Source
+from jobs.config.config import Config
 from jobs.train.placement import Placement
 
 Batch = TypeVar("Batch")
@@ -38,69 +41,68 @@ class Score:
     characters: int = 0
 
 
-class Workload(Protocol):
+class Workload(ABC, Generic[Batch]):
     """One rank's side of a training task. Nothing in it communicates.
 
-    Attributes:
+    Args:
         model: holds the parameters.
+        training, held_out: what its batches are cut from.
+        config: of the run.
+        rank, size: this rank's place.
+
+    Raises:
+        DataError: too little data for the ranks.
+
+    Attributes:
+        model: as given.
         network: what a loss is computed with: the model, or what was wrapped around it.
         steps_per_epoch: batches of an epoch.
     """
 
-    model: nn.Module
-    network: nn.Module
-    steps_per_epoch: int
+    def __init__(
+        self,
+        model: nn.Module,
+        training: Source[Batch],
+        held_out: Source[Batch],
+        config: Config,
+        *,
+        rank: int,
+        size: int,
+    ) -> None:
+        self.model = self.network = model
+        own = config.training
+        self._training = training.training(batch_size=own.batch_size, seed=own.seed, rank=rank, size=size)
+        self._held_out = held_out.held_out(
+            batch_size=own.eval_batch_size, most=config.data.eval_sequences, rank=rank, size=size
+        )
+        self.steps_per_epoch = self._training.steps_per_epoch
+        self._precision = own.precision
 
     def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
-        ...
-
-    def batches(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
-        ...
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Mean loss of a batch, to be differentiated."""
-        ...
-
-    def score(self) -> Score:
-        """This rank's share of the held-out samples, measured without training on them."""
-        ...
-
-
-class Task(ABC, Generic[Batch]):
-    """A Workload on loaders of this rank.
-
-    Args:
-        model: holds the parameters.
-        training: this rank's training batches.
-        held_out: this rank's part of the held-out samples.
-        precision: of the network's arithmetic, see `autocast`.
-    """
-
-    def __init__(
-        self, model: nn.Module, training: EpochLoader[Batch], held_out: HeldOut[Batch], precision: str
-    ) -> None:
-        self.model = self.network = model
-        self.steps_per_epoch = training.steps_per_epoch
-        self._training, self._held_out, self._precision = training, held_out, precision
-
-    def move_to(self, placement: Placement) -> None:
         self._training.to(placement.device)
         self._held_out.to(placement.device)
         self.model.to(placement.device)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, steps_per_epoch of them, or those from first_step on."""
         return self._training.epoch(epoch, first_step)
 
+    def _run(self, network: nn.Module, *inputs: torch.Tensor) -> Any:
+        """What a network makes of its inputs, in the precision of the run."""
+        with autocast(self._precision, inputs[0].device):
+            return network(*inputs)
+
     @abstractmethod
-    def loss(self, batch: Batch) -> torch.Tensor: ...
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean loss of a batch, to be differentiated."""
 
     @abstractmethod
     def _counts(self, batch: Batch) -> Iterable[torch.Tensor | int]:
         """The fields of Score for a held-out batch, in their order; the last two may be left out."""
 
     def score(self) -> Score:
+        """This rank's share of the held-out samples, measured without training on them."""
         device = next(self.model.parameters()).device
         # on the device, so that it is waited for once
         sums: list[Any] = [torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0, 0]
@@ -109,16 +111,6 @@ class Task(ABC, Generic[Batch]):
                 sums = [total + count for total, count in zip_longest(sums, self._counts(batch), fillvalue=0)]
         loss, *counts = sums
         return Score(float(loss), *map(int, counts))
-
-
-def training_place(config: TrainingConfig, rank: int, size: int) -> Place:
-    """What a rank trains on."""
-    return {"batch_size": config.batch_size, "rank": rank, "size": size, "seed": config.seed}
-
-
-def held_out_place(config: TrainingConfig, rank: int, size: int) -> HeldOutPlace:
-    """What a rank evaluates."""
-    return {"batch_size": config.eval_batch_size, "rank": rank, "size": size}
 
 
 @contextmanager
@@ -148,3 +140,51 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, precision))
+
+
+def call_factory(config: Config) -> nn.Module:
+    """What model.factory returns for the keywords of model.arguments; torch is seeded by training.seed before.
+
+    It must suit the data set, as the network that trains on it otherwise:
+
+        images: images[batch, channels, height, width] -> logits[batch, classes], see models.vgg.VGG16
+        speech: spectrograms, frames -> logits, output frames, see models.lstm.LSTM.forward
+        text: tokens, segments, present, places -> words, follows, see models.bert.BERT.forward
+
+    Raises:
+        WorkloadError: no such module or attribute, keywords that do not fit, a ValueError of the factory's own, or a result
+            that is no torch.nn.Module with parameters to train. Other errors inside the user's code keep their traceback.
+    """
+    name, arguments = config.model.factory, config.model.arguments
+    module = name.partition(":")[0]
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # of what the module imports
+        package = module.partition(".")[0]
+        raise WorkloadError(
+            f"model.factory {name!r}: {error}: put the folder that holds {package} on PYTHONPATH, or install it"
+        ) from error
+    try:
+        factory = pkgutil.resolve_name(name)
+    except AttributeError as error:
+        raise WorkloadError(f"model.factory {name!r}: {error}") from error
+    if not callable(factory):
+        raise WorkloadError(f"model.factory {name!r} is a {type(factory).__name__}, which cannot be called")
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise WorkloadError(f"model.arguments do not fit {name!r}: {error}") from error
+    torch.manual_seed(config.training.seed)
+    try:
+        network = factory(**arguments)
+    except ValueError as error:
+        raise WorkloadError(f"model.factory {name!r}: {error}") from error
+    if not isinstance(network, nn.Module):
+        raise WorkloadError(
+            f"model.factory {name!r} returned a {type(network).__name__}, not a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise WorkloadError(f"model.factory {name!r} returned a network without parameters to train")
+    return network

@@ -10,25 +10,15 @@ import torch
 from torch import nn
 
 from data.text.file import TextSet, open_text_file
-from data.text.masking import TextBatch, TextEvaluationLoader, TextTrainingLoader
+from data.text.loader import IGNORED, MaskedText, NextTokens, TextBatch, TokenBatch
 from data.text.packing import NO_PAIR
-from data.text.tokens import IGNORED, TokenBatch, TokenEvaluationLoader, TokenTrainingLoader
 from jobs.config.config import Config
-from jobs.train.tasks.factory import call_factory
-from jobs.train.tasks.task import (
-    Batch,
-    Task,
-    WorkloadError,
-    autocast,
-    held_out_place,
-    naming,
-    training_place,
-)
+from jobs.train.tasks.task import Batch, Workload, WorkloadError, call_factory, naming
 from models.bert import BERT
 from models.gpt import GPT
 
 
-class Language(Task[Batch]):
+class Language(Workload[Batch]):
     """Words to predict, by cross entropy. Held-out text is scored by these words: they are a Score's samples."""
 
     @abstractmethod
@@ -50,8 +40,7 @@ class NextToken(Language[TokenBatch]):
 
     def _words(self, network: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, labels = batch
-        with autocast(self._precision, tokens.device):
-            scores: torch.Tensor = network(tokens)
+        scores: torch.Tensor = self._run(network, tokens)
         return scores.flatten(0, 1), labels.flatten()
 
 
@@ -61,20 +50,14 @@ class MaskedLanguage(Language[TextBatch]):
     def loss(self, batch: Any) -> torch.Tensor:
         """Mean cross entropy of a batch's masked words, and that of its pairs of segments where there are any."""
         text = TextBatch(*batch)
-        words, follows = self._scores(self.network, text)
+        words, follows = self._run(self.network, *text[:4])  # tokens, segments, present, places
         pairs = _cross_entropy(follows, text.follows, reduction="sum")
         masked = _cross_entropy(words.flatten(0, 1), text.labels.flatten())
         return masked + pairs / (text.follows != IGNORED).sum().clamp(min=1)
 
-    def _scores(self, network: nn.Module, text: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        with autocast(self._precision, text.tokens.device):
-            scores: tuple[torch.Tensor, torch.Tensor] = network(
-                text.tokens, text.segments, text.present, text.places
-            )
-        return scores
-
     def _words(self, network: nn.Module, batch: TextBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._scores(network, batch)[0].flatten(0, 1), batch.labels.flatten()
+        words, _ = self._run(network, *batch[:4])
+        return words.flatten(0, 1), batch.labels.flatten()
 
 
 def _cross_entropy(scores: torch.Tensor, classes: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -90,18 +73,11 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     """
     training, held_out = open_text_file(config.data.path)
     model = call_factory(config) if config.model.factory else build_model(config, training)
-    place, most = held_out_place(config.training, rank, size), config.data.eval_sequences
-    own = training_place(config.training, rank, size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    with naming("data"):
-        if config.model.name == "gpt":
-            evaluated = TokenEvaluationLoader(held_out, most=most, **place)
-            return NextToken(
-                model, TokenTrainingLoader(training, **own), evaluated, config.training.precision
-            )
-        masked = TextEvaluationLoader(held_out, most=most, **place)
-        return MaskedLanguage(model, TextTrainingLoader(training, **own), masked, config.training.precision)
+    if config.model.name == "gpt":
+        return NextToken(model, NextTokens(training), NextTokens(held_out), config, rank=rank, size=size)
+    return MaskedLanguage(model, MaskedText(training), MaskedText(held_out), config, rank=rank, size=size)
 
 
 def build_model(config: Config, texts: TextSet) -> BERT | GPT:

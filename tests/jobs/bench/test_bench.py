@@ -15,10 +15,10 @@ from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
 from jobs.bench.contestants import variants
-from jobs.bench.document import read
-from jobs.bench.gradients import DrawnGradients
-from jobs.bench.job import run
-from jobs.bench.mpi import ALGORITHMS, AlgorithmError, MpiAllreduce
+from jobs.bench.device import DrawnGradients
+from jobs.bench.document import BenchError, read
+from jobs.bench.libraries import ALGORITHMS, MpiAllreduce
+from jobs.bench.run import main as run
 from oktopk import METHODS, Settings
 from tests.launched import PATIENCE, run_ranks
 
@@ -165,7 +165,7 @@ def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
     for method in ALGORITHMS:
         try:
             reducer = MpiAllreduce(MPI.COMM_SELF, 3, method)
-        except AlgorithmError as error:
+        except BenchError as error:
             assert "Open MPI" not in MPI.Get_library_version()
             assert repr(method) in str(error)
         else:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.document import BenchError, Output, read
-from jobs.bench.gpu.table import Cell, chosen
-from jobs.bench.gradients import DrawnGradients
-from jobs.bench.job import measure_all, run
-from jobs.bench.nccl import require_nccl, torch_problem
+from jobs.bench.contestants import Cell, chosen
+from jobs.bench.device import DrawnGradients
+from jobs.bench.document import BenchError, read
+from jobs.bench.libraries import require_nccl, torch_problem
 from jobs.bench.options import parse
-from jobs.bench.run import measure_run, open_device
+from jobs.bench.run import main as run
+from jobs.bench.run import measure_run, open_device, run_all
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
 
@@ -53,7 +53,7 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
     options = parse(["--table", "gpu", "--quiet"])
     todo = [partial(measure_run, own, comm) for own in chosen(options, TINY)]
-    measure_all("gpu table", todo, options, comm, Output(path) if comm.rank == 0 else None)
+    assert run_all(lambda: ("gpu table", todo), dataclasses.replace(options, json=path), comm) == 0
     if comm.rank:
         return
     found = read(path)
@@ -137,7 +137,7 @@ def test_waits_and_allocations_on_a_gpu_are_counted(comm: MPI.Intracomm) -> None
     ("method", "kind"), [("nccl", "float32"), ("nccl-bf16", "bfloat16"), ("nccl-bf16", "float32")]
 )
 def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: str) -> None:
-    from jobs.bench.nccl import NcclAllreduce, leave
+    from jobs.bench.libraries import NcclAllreduce, leave_nccl
 
     device = open_device("cuda", kind, comm)
     if comm.allreduce(device.sharers, MPI.MAX) > 1 or any(comm.allgather(torch_problem())):
@@ -153,4 +153,4 @@ def test_nccl_averages_what_was_loaded(comm: MPI.Intracomm, method: str, kind: s
     np.testing.assert_allclose(found, np.arange(1000) % 64 + (comm.size - 1) / 2, rtol=2**-8)
     assert (report.k, report.method) == (1000, method)
     reducer.close()
-    leave()
+    leave_nccl()

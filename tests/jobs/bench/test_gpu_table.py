@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.document import BenchError, Output, read
-from jobs.bench.gpu.table import Cell, chosen
-from jobs.bench.job import measure_all
+from jobs.bench.contestants import Cell, chosen
+from jobs.bench.document import BenchError, read
 from jobs.bench.measure import in_turn
 from jobs.bench.options import Options, parse
-from jobs.bench.run import measure_run
+from jobs.bench.run import measure_run, run_all
 from jobs.bench.tables import cells_table, document_tables
 
 ROOT = Path(__file__).parents[3]
@@ -59,10 +58,14 @@ def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
 ) -> None:
     path = tmp_path / "table.json"
     options = dataclasses.replace(
-        gpu_options("--gradient-type", "float32"), device="cpu", methods=("oktopk", "mpi"), quiet=False
+        gpu_options("--gradient-type", "float32"),
+        device="cpu",
+        methods=("oktopk", "mpi"),
+        quiet=False,
+        json=path,
     )
     todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
-    measure_all("gpu table", todo, options, MPI.COMM_SELF, Output(path))
+    assert run_all(lambda: ("gpu table", todo), options, MPI.COMM_SELF) == 0
     found = read(path)
     assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found)}\n")
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)
@@ -80,6 +83,6 @@ def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
 
 def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
     missing = ("matplotlib", "sklearn", "pydantic", "h5py", "torch", "cupy")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.gpu.table"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.contestants"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

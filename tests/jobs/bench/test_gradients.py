@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.bench.gradients import BLOCK, PROFILES, DrawnGradients
+from jobs.bench.device import BLOCK, PROFILES, DrawnGradients
 
 LENGTH = 300_000
 

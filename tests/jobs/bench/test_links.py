@@ -15,9 +15,9 @@ from jobs.bench import contestants
 from jobs.bench.contestants import Contestant, make_reducer
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, BenchError, bits_per_second, read
-from jobs.bench.job import run
 from jobs.bench.links import Links
 from jobs.bench.options import parse
+from jobs.bench.run import main as run
 from jobs.bench.tables import document_tables
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -141,8 +141,6 @@ def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
     asked: list[Any] = []
 
     class Reducer:
-        gradient_buffer = None
-
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             asked.append(keywords.get("peer_memory"))
 

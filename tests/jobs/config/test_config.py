@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from jobs.config.config import Config
-from jobs.config.file import ConfigError, apply_overrides, load, read_toml, shown, validate
+from jobs.config.file import (
+    ConfigError,
+    apply_overrides,
+    commented_toml,
+    key_comment,
+    load,
+    read_toml,
+    shown,
+    validate,
+)
 from jobs.config.sections import DataConfig, ModelConfig, ReductionConfig, ScheduleConfig
-from jobs.config.show import commented_toml, key_comment
-from jobs.train.schedule import learning_rate_factor
+from jobs.train.optimizers import learning_rate_factor
 from oktopk import Settings
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"

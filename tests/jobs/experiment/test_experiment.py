@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from data.prepared_file import data_checksum
-from jobs.experiment.__main__ import LEFT, main
-from jobs.experiment.options import parse
+from jobs.experiment.__main__ import LEFT, main, parse
 from jobs.experiment.plan import plan
 from jobs.run.reader import RunReader
 from tests.small_experiment import VGG, small

@@ -11,10 +11,9 @@ import pytest
 
 from data.prepared_file import data_checksum
 from jobs.config.file import ConfigError, validate
-from jobs.experiment.experiments import EXPERIMENTS
-from jobs.experiment.options import parse
+from jobs.experiment.__main__ import parse
+from jobs.experiment.experiments import EXPERIMENTS, KINDS, Trial
 from jobs.experiment.plan import describe, plan, planned_files, shortened
-from jobs.experiment.trials import KINDS, Trial
 from jobs.run.file import RunFile, RunFileError, RunInfo
 from tests.golden import same_as
 from tests.jobs.report.test_report import write_run

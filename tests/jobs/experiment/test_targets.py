@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jobs.experiment.experiments import EXPERIMENTS, Target
-from jobs.experiment.report import claims_table
-from jobs.experiment.targets import verdicts
+from jobs.experiment.report import claims_table, verdicts
 from jobs.report.groups import group_runs
 from jobs.report.summary import read_runs
 from tests.golden import same_as

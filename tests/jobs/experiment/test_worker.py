@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from jobs.config.config import Config
 from jobs.config.file import apply_overrides
-from jobs.experiment.options import parse
+from jobs.experiment.__main__ import parse
 from jobs.experiment.plan import plan
 from jobs.experiment.worker import main as work
 from jobs.train.setup import build_workload

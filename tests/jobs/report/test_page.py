@@ -16,9 +16,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
-from jobs.render.chart import Axis, Chart, Level, Line
+from jobs.render.chart import METHODS, Axis, Chart, Level, Line
 from jobs.render.draw import HEIGHT, PAGE, WIDTH, draw, svg
-from jobs.render.style import METHODS
 from jobs.render.table import Column, table
 from jobs.report import pictures
 from jobs.report.__main__ import main

@@ -19,9 +19,8 @@ from jobs.cluster.agreement import Refused
 from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
 from jobs.restart.checkpoint import Checkpointer, CheckpointError
-from jobs.restart.resume import Found, find
-from jobs.restart.signals import Interrupted, SignalNote
-from jobs.restart.watchdog import Watchdog
+from jobs.restart.session import Found, find
+from jobs.restart.signals import Interrupted, SignalNote, Watchdog
 
 IDENTITY = {"model": "abc", "method": "oktopk", "length": 1000}
 

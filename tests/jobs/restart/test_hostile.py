@@ -19,9 +19,9 @@ from torch import nn
 from jobs.restart import files
 from jobs.restart.files import Manifest
 from jobs.restart.packing import Snapshot
-from jobs.restart.resume import Found, find
+from jobs.restart.session import Found, find
 from jobs.restart.state import Position, Progress, capture, restore
-from jobs.train.reduce.background import start_process_group, stop_process_group
+from jobs.train.reduce.process_group import start_process_group, stop_process_group
 from jobs.train.reduce.reduction import agreed, apply, reduce
 from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import DistributedOptimizer

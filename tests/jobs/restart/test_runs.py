@@ -16,7 +16,7 @@ from mpi4py import MPI
 from jobs.restart import files
 from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
-from jobs.train.reduce.background import stop_process_group
+from jobs.train.reduce.process_group import stop_process_group
 from tests.launched import outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from jobs.restart.watchdog import EXIT_STATUS
+from jobs.restart.signals import HUNG_STATUS
 from oktopk.launch import launch_environment
 
 HANG = """
 import os, sys, time
 from mpi4py import MPI
-from jobs.restart import watchdog as module
-from jobs.restart.watchdog import Phase, Watchdog
+from jobs.restart import signals as module
+from jobs.restart.signals import Phase, Watchdog
 module.GRACE = 1.5
 {first}
 with Watchdog(MPI.COMM_WORLD, step={step}, around={around}) as watchdog:
@@ -56,7 +56,7 @@ def test_a_hang_is_ended_without_a_place_to_tell_of_it(first: str) -> None:
     process = start(first, "watchdog.enter(Phase.STEPPING); time.sleep(60)")
     said = process.communicate(timeout=150)[1]
     # 1: even MPI's own abort waited for stderr
-    assert process.returncode in ((1, EXIT_STATUS) if "dup2" in first else (EXIT_STATUS,)), said
+    assert process.returncode in ((1, HUNG_STATUS) if "dup2" in first else (HUNG_STATUS,)), said
     if first == "" or "tempfile" in first:
         assert "rank 0 of 1: no step for 0.5 s, 0 steps done" in said
         assert 'File "<string>"' in said
@@ -72,7 +72,7 @@ def test_an_evaluation_may_take_longer_than_a_step() -> None:
     assert (process.returncode, said) == (0, "")
     process = start("", "watchdog.tick(1); watchdog.enter(Phase.EVALUATING); time.sleep(60)")
     said = process.communicate(timeout=150)[1]
-    assert process.returncode == EXIT_STATUS
+    assert process.returncode == HUNG_STATUS
     assert "evaluating for 2 s, 1 steps done" in said
 
 

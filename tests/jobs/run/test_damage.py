@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from jobs.run.file import RunFile, RunFileError
-from jobs.run.probe import check_readable, problem
-from jobs.run.reader import read_record
+from jobs.run.reader import check_readable, problem, read_record
 from tests.jobs.run.test_file import INFO, columns, evaluation
 from tests.launched import ROOT
 

@@ -282,7 +282,7 @@ def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> Non
     assert record.stages["reduce"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
     assert record.segments["step"].tolist() == [0, 5]
     assert record.segments["ranks"].tolist() == [4, 2]
-    assert record.started == INFO.started
+    assert record.info.started == INFO.started
     assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
 
 

@@ -32,7 +32,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def gloo(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
     """A process group of torch's among the ranks, whose communicator it is."""
-    from jobs.train.reduce.background import start_process_group, stop_process_group
+    from jobs.train.reduce.process_group import start_process_group, stop_process_group
 
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch has no gloo")

@@ -12,14 +12,13 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.traffic import Traffic
-from jobs.train.reduce.background import (
-    TorchWire,
+from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
+from jobs.train.reduce.process_group import (
     WireError,
     ring_traffic,
     start_process_group,
     stop_process_group,
 )
-from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from tests.training import flat
 
 CPU = torch.device("cpu")
@@ -40,71 +39,9 @@ def mean_gradient(module: nn.Module) -> np.ndarray:
     return torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]).numpy().copy()
 
 
-def nccl_training(model: nn.Module, *, overlapped: bool = True, clip_norm: float = 0.0) -> NcclTraining:
+def nccl_training(model: nn.Module, *, clip_norm: float = 0.0) -> NcclTraining:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return NcclTraining(inner, clip_norm, torch.float32, bucket_mb=0.003, overlapped=overlapped)
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize("overlapped", [True, False])
-def test_buckets_start_in_the_backward_pass_where_they_overlap(overlapped: bool) -> None:
-    model = network()
-    training = nccl_training(model, overlapped=overlapped)
-    started: list[int] = []
-    # near the end of the backward pass
-    model[0].weight.register_hook(lambda gradient: started.append(training._wire.started))
-    for step in range(2):
-        training.zero_grad()
-        with training.no_sync():
-            backward(model, 0, step)
-        backward(model, 0, step + 5)
-        training.reduce()
-        training.apply()
-    assert started == [0, 1 if overlapped else 0] * 2
-    training.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.parametrize("ordered", [True, False])
-def test_buckets_follow_the_model_where_groups_part_weights_from_biases(ordered: bool) -> None:
-    model = network()
-    every = list(model.parameters())
-    groups = [{"params": [p for p in every if (p.dim() > 1) is decays]} for decays in (True, False)]
-    inner = torch.optim.SGD(groups, lr=0.05)
-    order = model.parameters() if ordered else None
-    training = NcclTraining(inner, 0.0, torch.float32, bucket_mb=0.003, overlapped=True, order=order)
-    started: list[int] = []
-
-    def look(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-        """When the backward pass comes to the first layer, none of whose gradients are there yet."""
-        output.register_hook(lambda gradient: started.append(training._wire.started))
-
-    model[0].register_forward_hook(look)
-    backward(model, 0, 0)
-    training.reduce()
-    assert started == [int(ordered)]
-    training.close()
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("gloo")
-def test_a_pass_that_was_replayed_is_accounted_for_and_others_are_waited_for() -> None:
-    model = network()
-    training = nccl_training(model)
-    words = []
-    for step, replayed in enumerate([False, True, False]):
-        training.zero_grad()
-        if replayed:  # as when its capture is replayed: no hook runs, and the sum is there
-            with training.recording() as marks:
-                backward(model, 0, step)
-            training.replayed(marks)
-        else:
-            backward(model, 0, step)
-        words.append(training.reduce().words)
-    assert len(set(words)) == 1
-    training.close()
+    return NcclTraining(inner, clip_norm, torch.float32)
 
 
 def torch_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
@@ -115,7 +52,7 @@ def torch_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
 def ddp_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
     start_process_group(comm, CPU, "gloo", "")
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DdpTraining(inner, 0.0, model, comm.size, bucket_mb=0.003, compressed=False)
+    return DdpTraining(inner, 0.0, model, comm.size, bucket_mb=0.003)
 
 
 MODES = {"torch": torch_training, "ddp": ddp_training}
@@ -223,12 +160,10 @@ def test_nccl_averages_in_either_type_or_says_that_it_needs_a_gpu_per_rank(
             start_process_group(comm, device, "nccl", place.unit)
         return
     start_process_group(comm, device, "nccl", place.unit)
-    vector = torch.full((100_000,), float(comm.rank), device=device)
-    pieces = [vector[60_000:], vector[:60_000]]
-    wire = TorchWire(dtype)
-    for piece in pieces:
-        wire.start(piece)
-    traffic = wire.finish()
-    assert torch.allclose(vector, torch.full_like(vector, (comm.size - 1) / 2))
-    assert traffic.words == ring_traffic(100_000 * dtype.itemsize // 4, comm.size, 2).words
-    stop_process_group()
+    parameter = nn.Parameter(torch.zeros(100_000, device=device))
+    training = NcclTraining(torch.optim.SGD([parameter], lr=0.1), 0.0, dtype)
+    parameter.grad = torch.full_like(parameter, float(comm.rank))
+    report = training.reduce()
+    assert torch.allclose(parameter.grad, torch.full_like(parameter, (comm.size - 1) / 2))
+    assert report.words == ring_traffic(100_000 * dtype.itemsize // 4, comm.size, 1).words
+    training.close()

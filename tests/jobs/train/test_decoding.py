@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.speech.dataset import ALPHABET, encoded
-from jobs.train.tasks.decoding import count_errors, decode, greedy
+from data.speech.file import ALPHABET, encoded
+from jobs.train.tasks.speech import count_errors, decode, greedy
 
 
 def test_greedy_merges_repetitions_and_keeps_what_a_blank_parts() -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from data.text.contexts import ContextBatch, Contexts, ContextTrainingLoader
+from data.batches import EpochLoader
 from data.text.file import TextSet, open_text_file
-from data.text.frequencies import word_counts
-from data.text.masking import POSITIVE, mixed
+from data.text.loader import POSITIVE, ContextBatch, Contexts, mixed, word_counts
 from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
@@ -41,9 +40,9 @@ TINY = [
 
 def loader(
     texts: TextSet, batch_size: int, rank: int = 0, size: int = 1, seed: int = 3
-) -> ContextTrainingLoader:
+) -> EpochLoader[ContextBatch]:
     contexts = Contexts(texts, word_counts(texts), rows=ROWS, window=WINDOW, negatives=NEGATIVES)
-    return ContextTrainingLoader(contexts, batch_size=batch_size, rank=rank, size=size, seed=seed)
+    return contexts.training(batch_size=batch_size, rank=rank, size=size, seed=seed)
 
 
 def equal(one: ContextBatch, other: ContextBatch) -> bool:

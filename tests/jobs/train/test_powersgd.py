@@ -16,13 +16,13 @@ from torch import nn
 from jobs.report.summary import read_runs
 from jobs.restart.packing import Snapshot, unpack
 from jobs.train.__main__ import main
-from jobs.train.reduce.background import (
+from jobs.train.reduce.baselines import EAGER_STEPS
+from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
+from jobs.train.reduce.process_group import (
     WireError,
     allow_p2p,
     ring_traffic,
 )
-from jobs.train.reduce.baselines import EAGER_STEPS
-from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
 from oktopk.elastic import redistribute
 from tests.jobs.train.test_baselines import backward, flat, mean_gradient, network
 from tests.launched import PATIENCE, outcome
@@ -241,7 +241,7 @@ def test_parameters_without_dimensions_are_refused() -> None:
 
 
 def test_nccl_is_kept_to_host_memory_for_a_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.train.reduce.background._p2p_allowed", [])
+    monkeypatch.setattr("jobs.train.reduce.process_group._p2p_allowed", [])
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
     allow_p2p(False)
     assert os.environ["NCCL_P2P_DISABLE"] == "1"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from mpi4py import MPI
 from torch import nn
 
@@ -17,12 +16,9 @@ from jobs.run.file import RunFile
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
 from jobs.train.agreement import RanksDiverged, check_same_parameters
-from jobs.train.loop import peer_allreduce
-from jobs.train.reduce.background import stop_process_group
+from jobs.train.reduce.process_group import stop_process_group
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.task import Workload
-from oktopk import average_buffers
-from tests.devices import torch_device
 from tests.launched import PATIENCE, outcome
 
 CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "digits.toml"
@@ -111,23 +107,6 @@ def test_parameters_that_differ_are_named_on_every_rank(comm: MPI.Intracomm) -> 
     nn.init.constant_(model.bias, 1.0 + (comm.rank == 1) * 1e-7)
     with pytest.raises(RanksDiverged, match=r"after step 8: \w+ on ranks \[0.*\]; \w+ on ranks \[1\]"):
         check_same_parameters(model, comm, 8)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_buffers_are_averaged_through_peer_memory_where_each_rank_has_a_gpu(comm: MPI.Intracomm) -> None:
-    place = torch_device("cuda", comm)
-    models = [nn.BatchNorm1d(300).to(place) for _ in range(2)]
-    for model in models:
-        model.running_mean.copy_(torch.arange(300.0) / (comm.rank + 3))  # type: ignore[union-attr, operator]
-    assert peer_allreduce(nn.Linear(3, 2).to(place), comm) is None
-    allreduce = peer_allreduce(models[0], comm)
-    own_gpu = 1 < comm.size <= torch.cuda.device_count()
-    assert (allreduce is not None) == own_gpu
-    average_buffers(models[0], comm, allreduce=allreduce)
-    average_buffers(models[1], comm)
-    assert torch.equal(models[0].running_mean, models[1].running_mean)  # type: ignore[arg-type]
-    if allreduce is not None:
-        allreduce.close()
 
 
 def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(comm: MPI.Intracomm, folder: Path) -> None:

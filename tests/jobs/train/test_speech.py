@@ -24,7 +24,7 @@ from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
-from jobs.train.schedule import learning_rate_factor
+from jobs.train.optimizers import learning_rate_factor
 from jobs.train.setup import Build, build_workload
 from jobs.train.tasks.speech import build_speech, check_lengths, spectrograms_of
 from jobs.train.tasks.task import Score, Workload, WorkloadError

@@ -14,9 +14,8 @@ from mpi4py import MPI
 from jobs.config.file import ConfigError, load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.optimizers import build_optimizer
+from jobs.train.optimizers import build_optimizer, learning_rate_factor
 from jobs.train.placement import find_placement
-from jobs.train.schedule import learning_rate_factor
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import MaskedLanguage, build_language
 from tests.devices import gpus

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
-from collectives.transport import NoPeerMemoryError
 from jobs.cluster.agreement import Refused
 from jobs.config.file import apply_overrides, read_toml, validate
 from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
-from jobs.train import loop
 from jobs.train.__main__ import check_launch, main
 from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
@@ -155,19 +150,3 @@ def test_a_launcher_of_another_mpi_is_noticed() -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         with pytest.raises(Refused, match="mpiexec started 4 ranks, but mpi4py's MPI sees 1"):
             check_launch(MPI.COMM_SELF, {name: "4"})
-
-
-@pytest.mark.parametrize(
-    ("raised", "passes"), [(NoPeerMemoryError, False), (ValueError, False), (RuntimeError, True)]
-)
-def test_only_what_all_ranks_raise_sends_buffers_through_mpi(
-    raised: type[Exception], passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object, **keywords: object) -> None:
-        raise raised("the reason")
-
-    monkeypatch.setattr(loop, "DenseAllreduce", refuse)
-    buffer = SimpleNamespace(is_floating_point=lambda: True, is_cuda=True)
-    model, comm = SimpleNamespace(buffers=lambda: [buffer]), SimpleNamespace(size=2)
-    with pytest.raises(raised) if passes else nullcontext():
-        assert loop.peer_allreduce(cast(Any, model), cast(Any, comm)) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from data.images.dataset import ImageSet
+from data.images.file import ImageSet
 from jobs.config.file import ConfigError, apply_overrides, load, read_toml, validate
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main

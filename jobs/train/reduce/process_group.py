@@ -1,77 +1,20 @@
-"""torch.distributed among the ranks of an MPI communicator, and its allreduce while the backward pass goes on."""
+"""torch.distributed among the ranks of an MPI communicator."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch import Tensor
 
 from collectives.traffic import WORD_BYTES, Traffic
 
 
 class WireError(RuntimeError):
     """A way to communicate that is not to be had here; on every rank alike."""
-
-
-class TorchWire:
-    """Sums vectors over the ranks, in place, by allreduces of torch.distributed, on a GPU on a stream of its own.
-
-    Args:
-        dtype: that they travel and are summed in.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._works: list[tuple[Tensor, Tensor, Any]] = []
-        self._sent: dict[int, Tensor] = {}  # by address: what goes in place of a vector of another type
-        self._ranks = dist.get_world_size()
-        averages = dist.get_backend() == dist.Backend.NCCL  # gloo only sums
-        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self._scale = 1.0 if averages else 1.0 / self._ranks
-
-    @property
-    def started(self) -> int:
-        """Vectors that were started since `finish`."""
-        return len(self._works)
-
-    def reads_tensors(self, number: int) -> bool:
-        """Never: a bucket is one vector."""
-        return False
-
-    def start(self, gradient: Tensor, ready: Callable[[Any], None] | None = None) -> None:
-        """Begin with a vector, once what was asked for before has filled it. Collective, in the same order on all ranks."""
-        vector = sent = gradient
-        if vector.dtype != self._dtype:
-            sent = self._sent.setdefault(vector.data_ptr(), torch.empty_like(vector, dtype=self._dtype))
-            sent.copy_(vector)
-        self._works.append((vector, sent, dist.all_reduce(sent, self._operation, async_op=True)))
-
-    def finish(self) -> Traffic:
-        """All that were started are their means over the ranks now, or before whatever a GPU is asked for next.
-
-        Words and messages are those of a ring.
-        """
-        words, messages = 0, len(self._works)
-        for vector, sent, work in self._works:
-            work.wait()
-            if sent is not vector:
-                vector.copy_(sent)
-            if self._scale != 1.0:
-                vector.mul_(self._scale)
-            words += sent.nbytes // 4
-        self._works.clear()
-        return ring_traffic(words, self._ranks, messages)
-
-    def abandon(self) -> None:
-        """As `finish`."""
-        self.finish()
 
 
 def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:
