@@ -68,8 +68,9 @@ class Settings:
         balanced_regions: regions of equal counts of selected entries, else of equal lengths; for comparison.
         rotate: in each round of split-and-reduce every rank sends to another one, else all send to the same; for comparison.
         wire: how entries of Ok-Topk and union travel; other methods send plain ones. "plain" is 8 bytes each; "float32" takes
-            fewer bits for indices, which union does on every wire; "bfloat16", "int8" and "int4" round values, too, and the residual keeps what was rounded
-            away. "auto" is plain where all ranks share a host, else float32. All but plain go over messages.
+            fewer bits for indices, as union does on every wire; "bfloat16", "int8" and "int4" round values, too, and the
+            residual keeps what was rounded away. "auto" is plain where all ranks share a host, else float32. All but plain go
+            over messages.
     """
 
     density: float = 0.01
