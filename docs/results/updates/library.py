@@ -6,7 +6,8 @@ kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same wi
   library's optimizer with that `sends`), alone (no exchange).
 keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
-TIMED (wait for the GPU in each step, and evaluate nothing).
+TIMED (wait for the GPU in each step, and evaluate nothing), EAGER (compile nothing).
+With more ranks than GPUs these share them, and messages go by gloo: start the Multi-Process Service (MPS) before.
 Batches, schedule, clipping and decay are those of sim.py.
 """
 
@@ -33,7 +34,7 @@ env = os.environ.get
 STEPS, BATCH = int(env("STEPS", "3000")), int(env("BATCH", "64"))
 T, V = int(env("T", "512")), int(env("V", "16384"))
 LAYERS, HIDDEN, EVAL = int(env("L", "12")), int(env("D", "768")), int(env("EVAL", "960"))
-TIMED = bool(env("TIMED"))  # wait for the GPU in each step
+TIMED, EAGER = bool(env("TIMED")), bool(env("EAGER"))  # wait for the GPU in each step; compile nothing
 DDP, LIBRARY = ("dense", "bfloat16", "powersgd"), ("updates", "gradients")
 LIMIT, BEGIN = float(env("LIMIT", "1e9")), time.time()
 
@@ -52,17 +53,18 @@ class WithLoss(nn.Module):
 
 def main(specs: list[str]) -> None:
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", local % gpus) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    dist.init_process_group("nccl" if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     folder = env("DATA", "gptdata")
     train = torch.from_numpy(np.load(f"{folder}/train.npy").astype(np.int32)).to(device)
     held = torch.from_numpy(np.load(f"{folder}/held.npy")[: EVAL * T].reshape(EVAL, T).astype(np.int64))
     held = held[rank::ranks].to(device)
     net = GPT(V, layers=LAYERS, hidden=HIDDEN, positions=T).to(device)
-    model = torch.compile(WithLoss(net)) if cuda else WithLoss(net)
+    model = torch.compile(WithLoss(net)) if cuda and not EAGER else WithLoss(net)
     for spec in specs:
         late = torch.tensor([float(time.time() - BEGIN > LIMIT)], device=device)
         dist.all_reduce(late)
