@@ -105,7 +105,7 @@ def sum_values(
         bucket_rounds, rotate: as of `split_and_reduce`.
 
     Returns:
-        The block of this rank, ENTRY[...]: its sums' errors; valid until the next call.
+        What rounding took from this rank's block of the sums, ENTRY[...]; valid until the next call.
 
     Traffic: 2(P-1)/P·u values of the wire's bits, see `value_words`; P - 1 + ceil(log2 P)
         messages. Control: none.

@@ -117,7 +117,8 @@ def test_what_is_in_the_golden_file_can_be_worked_out_by_hand() -> None:
     assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
     assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
     union = stage_floors("union", Workload(1000, 4, selected=10, applied=20), SPEEDS)
-    assert union["allgather"]["wire_bytes"] == 3 / 4 * (4 * 16 + 160)  # of 10 indices in 1000: 8.8 bits each
+    assert union["allgather"]["wire_bytes"] == 3 / 4 * 4 * 16  # of 10 indices in 1000: 8.8 bits each
+    assert union["exchange"]["wire_bytes"] == 3 / 4 * 2 * 4 * 20
     # 20 entries: one element of 4 bytes each is cleared before, of 28 bytes an entry that `apply` counts
     on_device = device_stages({"clear": [1.0], "gather and apply": [4.0, 8.0]}, floors)
     together = floors["allgather"]["seconds"] + floors["apply"]["seconds"] - 20 * 4 / 1000
@@ -154,7 +155,8 @@ def test_watching_counts_what_was_allocated_at_the_peak() -> None:
     assert growth.allocated < 10_000
 
 
-def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_document_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench", "--length", "5"])
     output = Output(tmp_path / "bench.json")
     assert not list(tmp_path.iterdir())
     speeds = {"wire": math.inf, "memory": math.nan}
@@ -164,7 +166,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found["runs"][0]["speeds"] == {"wire": "inf", "memory": None}
     assert found["runs"][0]["methods"][0]["words"]["mean"] == 17.5
     assert found["kind"] == "bench" and found["mpi"]
-    assert found["command"].startswith("mpiexec -n 4 python -m mpi4py -m jobs.bench ")
+    assert found["command"] == "mpiexec -n 4 python -m mpi4py -m jobs.bench --length 5"
     for name in ("date", "commit", "dirty", "machine", "versions", "environment"):
         assert name in found
     assert found["machine"]["cores"] >= 1
