@@ -144,7 +144,10 @@ class HostTransport(Transport):
         self._expected = None
 
     def share_limit(self, other: HostTransport) -> None:
-        """Let ranks that give up here tell so to those of another transport, where others may wait for them, and the reverse."""
+        """Let ranks that give up here tell so to those of another transport, where others may wait for them, and the reverse.
+
+        A third one does not hear of it.
+        """
         here, there = self._given_up, other._given_up
         here.others.append(there.notes)
         there.others.append(here.notes)

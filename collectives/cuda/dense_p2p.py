@@ -44,8 +44,7 @@ class DenseP2P:
     Raises:
         ValueError: more ranks; on every rank alike.
         NoPeerMemoryError: a rank has no memory or window, or a kernel cannot be compiled; a RuntimeError, on every rank alike,
-            naming the ranks. The kernels of another type than float32 are compiled by the first call with it, whose error is that
-            of one rank alone.
+            naming the ranks. Those of float16 are compiled by the first call with it, whose error is that of one rank alone.
 
     Attributes:
         transport: the one given; another one of the same ranks may take its place, which then counts the traffic.
@@ -69,7 +68,8 @@ class DenseP2P:
             self._counts = [device.allocate(count, np.uint64) for count in (*counters(ranks), 1)]
             with device.gpu:
                 self._report_memory = cupy.cuda.alloc_pinned_memory(4)  # its own: a Device outlives an abort
-            dense_kernels("float32", ranks)
+            for element_type in ("float32", "bfloat16"):
+                dense_kernels(element_type, ranks)
         self._memory = SymmetricMemory(transport, device, within.nbytes)
         with transport.together_or("no peer memory", NoPeerMemoryError):
             device.zero(self._memory.array(within.nbytes, np.uint8).data.ptr, within.nbytes)

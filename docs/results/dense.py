@@ -145,9 +145,7 @@ def main(comm=MPI.COMM_WORLD):
             times = {
                 name: seconds(call[0], repeats, comm) for name, call in calls.items() if call is not None
             }
-            rows.append(
-                times | {"bytes": f"{nbytes >> 10:,} KB", "takes": str(dense.algorithm_for(nbytes, kind))}
-            )
+            rows.append(times | {"bytes": f"{nbytes >> 10:,} KB", "takes": str(dense.algorithm_for(nbytes))})
     dense.check()
     dense.close()
     transport.close()

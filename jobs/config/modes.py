@@ -7,13 +7,13 @@ TRAINING_MODES = ("nccl", "ddp", "powersgd", "sparseloco")
 see jobs.train.reduce."""
 
 DENSE_OVLP = "dense-ovlp"
-"""What tables call `nccl` and `dense` with `overlap`."""
+"""What tables call `nccl` and `dense` with `overlap`; on GPUs that is `ddp`, under another name."""
 
 OVERLAPPED_MODES = (DENSE_OVLP, "ddp", "powersgd")
 """Rows of tables that reduce behind the backward pass."""
 
 DDP_MODES = ("ddp", "powersgd")
-"""Those that torch's DistributedDataParallel reduces, in buckets."""
+"""Those that torch's DistributedDataParallel reduces, in buckets, beside `nccl` with `overlap`."""
 
 
 def row_of(method: str, overlap: bool, sends: str = "gradients") -> str:

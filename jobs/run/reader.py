@@ -151,9 +151,10 @@ class RunReader:
 
     def record(self) -> RunRecord:
         """All of it."""
+        status = self.status  # before the steps: what says that it is complete has all of them
         groups = {group: self.columns(group) for group in GROUPS}
         # read after the steps, hence longer where the writer is at work, and shorter where it was killed in between
-        return RunRecord(info=self.info, status=self.status, stages=self.stages(), **groups)
+        return RunRecord(info=self.info, status=status, stages=self.stages(), **groups)
 
     def _values(self, name: str, dimensions: int) -> NDArray[Any]:
         dataset = self._file[name]

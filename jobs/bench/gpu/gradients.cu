@@ -9,7 +9,7 @@
 
 #include <cuda_bf16.h>
 
-constexpr int BLOCK = 4096;  // as in jobs/bench/gradients.py
+constexpr int BLOCK = 4096;  // as in jobs/bench/device.py
 
 extern "C" __global__ void advance(float* __restrict__ vector, long long n, const float* __restrict__ pool, float memory,
                                    const float* __restrict__ common_weights, const int* __restrict__ common_starts,

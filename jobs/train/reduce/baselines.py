@@ -124,15 +124,22 @@ class NcclTraining(DenseTraining):
 
     def __init__(self, inner: torch.optim.Optimizer, clip_norm: float, dtype: torch.dtype) -> None:
         super().__init__(inner, clip_norm)
+        # autograd adds into the views of the vector, so that nothing is copied but a gradient that was put elsewhere
         self._gradients = GradientsInPlace(self._parameters, self._parameters[0].dtype)
         vector = self._gradients.filled
         self._sent = vector if vector.dtype == dtype else torch.empty_like(vector, dtype=dtype)
         averages = dist.get_backend() == dist.Backend.NCCL  # gloo only sums
         self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._scale = 1.0 if averages else 1.0 / dist.get_world_size()
+        self._attach()
 
     def zero_grad(self) -> None:
-        self._gradients.zero()
+        self._gradients.filled.zero_()
+        self._attach()
+
+    def _attach(self) -> None:
+        for parameter, view in zip(self._parameters, self._gradients.views, strict=True):
+            parameter.grad = view
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -146,8 +153,7 @@ class NcclTraining(DenseTraining):
             vector.copy_(sent)
         if self._scale != 1.0:
             vector.mul_(self._scale)
-        for parameter, mean in zip(self._parameters, self._gradients.views, strict=True):
-            parameter.grad = mean
+        self._attach()
         return ring_traffic(sent.nbytes // 4, dist.get_world_size(), 1)
 
     def close(self) -> None:
