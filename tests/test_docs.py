@@ -252,18 +252,26 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     of_four = rule + "lv=.05/b1=(.5|.478)"  # 0.478 is 0.9^7; seed 0 ran with 0.5
     small = above_dense(17_135_616, 4, of_four, "2e-3", seeds=(3, 3))
     large = above_dense(98_032_128, 4, of_four + "/lr=8.5e-4", "8.5e-4", seeds=(1, 1))
-    many = above_dense(17_135_616, 16, rule + "b1=.478/lr=1.4e-3/lv=.02", "2e-3", seeds=(1, 3))
+    library = (RESULTS / "updates" / "library.jsonl").read_text("utf-8").splitlines()
+    (many,) = (
+        above_dense(17_135_616, 4, of_four, "2e-3", seeds=(3, 3), ends=run["held"][-1])
+        for run in map(json.loads, library)
+        if run["P"] == 16 and "first_density" in run["spec"]
+    )
     assert f"ends [{-large:.1f} % below]" in readme and f"17.1 M {-small:.1f} % below" in readme
     assert f"ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 
 
-def above_dense(length: int, ranks: int, rule: str, rate: str, seeds: tuple[int, int]) -> float:
+def above_dense(
+    length: int, ranks: int, rule: str, rate: str, seeds: tuple[int, int], ends: float | None = None
+) -> float:
     """How far the mean of seeds ends above dense training with the best betas, in percent; on text that is read once.
 
     Args:
         ranks: of the rule; dense training does not depend on them.
         rule: a regular expression of its runs.
         seeds: numbers of runs expected, by the rule and densely.
+        ends: a loss in place of that mean.
     """
     losses: dict[tuple[str, int], list[float]] = {(rule, ranks): [], (f"dense/lr={rate}/b2=.987", 4): []}
     for run in map(json.loads, (RESULTS / "updates" / "runs.jsonl").read_text("utf-8").splitlines()):
@@ -274,4 +282,4 @@ def above_dense(length: int, ranks: int, rule: str, rate: str, seeds: tuple[int,
                     of_seeds.append(run["held"][-1])
     assert tuple(map(len, losses.values())) == seeds
     updates, dense = map(mean, losses.values())
-    return 100 * (updates / dense - 1)
+    return 100 * ((ends or updates) / dense - 1)
