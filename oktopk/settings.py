@@ -50,8 +50,9 @@ class Settings:
             changes it: n words more memory and 8n bytes more memory traffic. A deferred step that is
             skipped has an update of zero; the optimizer has stepped on it before the ranks know, so its momentum moved. Its
             residual is exact again when the next step begins, or after `complete`.
-        balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1.
-        bucket_rounds: rounds of split-and-reduce in flight at once, >= 1.
+        balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1. No effect on union,
+            whose blocks are equal.
+        bucket_rounds: rounds in flight at once where entries or values go to the ranks that sum them, >= 1.
         drift_tolerance: between exact steps the global threshold moves when its count is off k by more than this share of k,
             in [0, 0.25].
         average: return the mean over the ranks, else the sum.

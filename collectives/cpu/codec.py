@@ -68,7 +68,7 @@ def encode_entries(
     if layout.bits == 32:
         words[: layout.count] = entries["value"].view(np.uint32)
     elif layout.bits == 16:
-        report[:2] = _encode_halves(entries, words.view(np.uint16))
+        report[:2] = _encode_halves(entries, words.view(np.uint16), 1)
     elif layout.bits > _ALONE:
         report[:2] = _encode_codes(entries, words, words[layout.values :].view(np.uint8), layout.bits)
 
@@ -167,15 +167,17 @@ def _decode_indices(words, low_bits, lows, bitmap, lower, length, out):  # type:
     return problem if i == count else _COUNT
 
 
-@compiled((ENTRIES, _HALVES))
-def _encode_halves(entries, halves):  # type: ignore[no-untyped-def]
+@compiled((ENTRIES, _HALVES, INT))
+def _encode_halves(entries, halves, least):  # type: ignore[no-untyped-def]
+    """least: the smallest magnitude that a value may become; with 0 those that are Inf or NaN become Inf."""
     lost = mass = 0.0
     for i in range(len(entries)):
         value = entries[i].value
         bits = np.int64(np.float32(value).view(np.int32)) & _WORD
         magnitude = bits & _MAGNITUDE
         half: Any = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
-        half = min(max(half, 1), 0x7F7F) | (bits >> 31) << 15
+        half = 0x7F80 if magnitude >= _INFINITY and not least else min(max(half, least), 0x7F7F)
+        half |= (bits >> 31) << 15
         halves[i] = half
         error = np.float32(value - np.uint32(half << 16).view(np.float32))
         entries[i].value = error
@@ -287,7 +289,7 @@ def encode_values(
         return
     words[:] = 0
     if layout.bits == 16:
-        report[:2] = _round_to_halves(entries, words.view(np.uint16))
+        report[:2] = _encode_halves(entries, words.view(np.uint16), 0)
     else:
         octets = words[layout.values :].view(np.uint8)
         report[:2] = _round_to_steps(entries, words, octets, layout.bits, _STEPS[layout.bits])
@@ -308,23 +310,6 @@ def decode_values(
     step = _STEPS.get(layout.bits, 0)
     if _decode_values(wire.view(np.uint32), layout.values, layout.bits, step, add, out):
         report[0] = _VALUES
-
-
-@compiled((ENTRIES, _HALVES))
-def _round_to_halves(entries, halves):  # type: ignore[no-untyped-def]
-    lost = mass = 0.0
-    for i in range(len(entries)):
-        value = entries[i].value
-        bits = np.int64(np.float32(value).view(np.int32)) & _WORD
-        magnitude = bits & _MAGNITUDE
-        half: Any = min((magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16, 0x7F7F)
-        half = (half if magnitude < _INFINITY else 0x7F80) | (bits >> 31) << 15
-        halves[i] = half
-        error = np.float32(value - np.uint32(half << 16).view(np.float32))
-        entries[i].value = error
-        lost += abs(np.float64(error))
-        mass += abs(np.float64(value))
-    return lost, mass
 
 
 @compiled((ENTRIES, _WORDS, _BYTES, INT, INT))
