@@ -456,7 +456,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
         if not found:
-            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+            found[self._applied.device] = torch.zeros((), dtype=torch.float32, device=self._applied.device)
         return found
 
     def _unscale(self, scaler: GradScaler, problem: str = "") -> StepReport | None:

@@ -67,7 +67,7 @@ class Reference:
     ) -> None:
         self._parameters, self.share, self._as_wrapped = parameters, share, as_wrapped
         self._reducer, self._memory = reducer, memory
-        self.vector = torch.zeros(reducer.length, device=parameters[0].device)
+        self.vector = torch.zeros(reducer.length, dtype=torch.float32, device=parameters[0].device)
         self._array = memory.array(self.vector)
         kind = TYPE_NAMES[parameters[0].dtype]
         with memory.stream_scope():
@@ -354,7 +354,7 @@ class Reference:
         for number, places, values, own in self._given:
             for view, at, value in (
                 (self.views[number], places, values),
-                (residuals[number], places[own], torch.zeros((), device=values.device)),
+                (residuals[number], places[own], torch.zeros((), dtype=torch.float32, device=values.device)),
             ):
                 whole = view.reshape(-1)
                 whole[at] = value
