@@ -196,6 +196,14 @@ MUTANTS = (
         f"{_ALONE} tests/collectives/test_sum_values.py",
     ),
     Mutant(
+        "decay-again",
+        "oktopk/torch/residual_decay.py",
+        "        self.last = self.exchanges\n        return factor",
+        "        return factor",
+        "what was forgotten already is forgotten again in each exchange",
+        "--no-single --no-host-cuda --ranks 3 tests/oktopk/test_replicas.py",
+    ),
+    Mutant(
         "values-errors",
         "oktopk/methods/union.py",
         "returned=(SparseVector(errors, self.length),) if values.rounds else ()",
