@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "exact-short",
         "oktopk/selection.py",
-        "if nnz > 2 * k or (exact and nnz < k):",
+        "if nnz > 2 * k or (exact and nnz < k and bits > 1):",
         "if nnz > 2 * k:",
         "an exact step whose lower threshold was too high keeps fewer than k",
         f"{_ALONE} tests/oktopk/test_selection.py",
@@ -141,10 +141,18 @@ MUTANTS = (
     Mutant(
         "regions-stale",
         "oktopk/regions.py",
-        "return planned or self.overflowed or self.boundaries is None",
-        "return planned or self.boundaries is None",
+        "return self.splits is not None and (planned or self.stale)",
+        "return self.splits is not None and planned",
         "stale regions: one that got too much is not renewed",
         "--no-single --no-ranks --ranks 4 -k too_much tests/oktopk/test_deferred_peers.py",
+    ),
+    Mutant(
+        "regions-forgotten",
+        "oktopk/regions.py",
+        "        elif self.splits is None:\n",
+        "        else:\n",
+        "a rank that selected nothing proposes regions of equal length",
+        f"{_ON_THREE} tests/oktopk/test_regions.py",
     ),
     Mutant(
         "pruned-lost",
