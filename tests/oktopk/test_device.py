@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.cuda.layouts import BAD_SELECTION, PROCEED
+from collectives.cuda.layouts import BAD_SELECTION, BAD_THRESHOLD, PROCEED
 from oktopk import GradientAllreduce
 from oktopk.cuda.p2p_executor import P2PExecutor
 from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, put, use
@@ -197,6 +197,22 @@ def test_exact_steps_are_launched_whole_and_once_more_where_a_guess_missed(
             assert found[step] == [(True, True, BAD_SELECTION), (True, False, PROCEED)]
         else:
             assert found[step] == [(True, True, PROCEED)]
+
+
+def test_steps_that_select_all_nonzeros_are_launched_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer than k, so that no guess of a threshold could select more."""
+    noted = launches(monkeypatch)
+    on_cpu, on_gpu = on_both(comm, LENGTH, **USUAL | {"threshold_interval": 3})
+    gradient = np.zeros(LENGTH, np.float32)
+    gradient[7 + comm.rank :: LENGTH // 9] = 1 + comm.rank
+    for step in range(8):
+        noted.clear()
+        step_alike(comm, on_cpu, on_gpu, gradient if step % 4 else np.zeros(LENGTH, np.float32))
+        exact = step % 3 == 0  # which finds fewer than k sums
+        assert noted[-1] == (exact, bool(step), BAD_THRESHOLD if exact else PROCEED)
+        assert len(noted) == 1 + (not step)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "a rank reads late"])
