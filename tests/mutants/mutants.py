@@ -66,6 +66,14 @@ MUTANTS = (
         f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
     ),
     Mutant(
+        "selections-overwritten",
+        "collectives/cuda/p2p.cuh",
+        "return p2p.step->flags & ODD ? ODD_SELECTED : SELECTED;",
+        "return SELECTED;",
+        "a second launch overwrites selections that a late rank has yet to read",
+        f"{_CUDA_ON_THREE} -k launched_once_more tests/oktopk/test_device.py",
+    ),
+    Mutant(
         "apply-residual",
         "oktopk/cuda/apply.cu",
         "      if (sent) p.residual[index] = 0.0f;\n",
