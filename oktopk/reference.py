@@ -137,14 +137,14 @@ def step_of_gradients(comm: MPI.Intracomm, gradient: Vector, residual: Vector, s
 
 def step_of_updates(
     comm: MPI.Intracomm, parameters: Vector, reference: Vector, residual: Vector, splits: Indices, k: int,
-    share: float | None = None, decay: float = 1.0,
+    share: float, decay: float = 1.0, kept: float = 1.0,
 ) -> None:  # fmt: skip
     """Exchange how far each rank's own optimizer moved its parameters; change all vectors in place.
 
-    Parameters are the reference, equal on all ranks, less a share (None: 1/P) of the residual, at first zero. Nothing is fused.
+    Parameters are the reference, equal on all ranks, less a share of the residual, at first zero. Nothing is fused.
     """
-    share = 1 / comm.size if share is None else share
     residual += (reference - share * residual) - parameters  # before the optimizer's step less after it
     reference -= sparse_allreduce(comm, residual, splits, k) / np.float32(comm.size)
+    residual *= kept  # what is old is forgotten; 1 without
     reference *= decay  # decoupled weight decay; 1 without
     parameters[:] = reference - share * residual

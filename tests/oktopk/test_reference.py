@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 
-from oktopk import GradientAllreduce
+from oktopk import DistributedOptimizer, GradientAllreduce
 from oktopk.reference import equal_splits, step_of_gradients, step_of_updates
 from oktopk.settings import entries_kept
 
@@ -52,6 +55,39 @@ def test_nothing_that_optimizers_move_is_lost_and_references_are_equal(
         assert np.array_equal(comm.allreduce(moved), comm.allreduce(residual) + applied)
 
 
+@pytest.mark.parametrize("power", [0.0, 2.0])
+def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, power: float) -> None:
+    """Of steps by SGD, with residuals that forget and without."""
+    rng = np.random.default_rng((comm.rank, 7))
+    weight = torch.nn.Parameter(torch.arange(300.0))
+    reference, residual, splits = (
+        weight.detach().numpy().copy(),
+        np.zeros(300, np.float32),
+        equal_splits(comm.size, 300),
+    )
+    parameters = reference.copy()
+    exact: dict[str, Any] = {"threshold_interval": 1, "boundary_interval": 1, "density": 0.03}
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.25),
+        comm,
+        "oktopk",
+        sends="updates",
+        residual_decay=power,
+        local_share=0.5,
+        **exact,
+    )
+    for step in range(1, 7):
+        gradient = rng.standard_normal(300, np.float32)
+        weight.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        parameters -= np.float32(0.25) * gradient
+        kept = ((28 + step) / (29 + step)) ** power
+        step_of_updates(comm, parameters, reference, residual, splits, optimizer.report.k, 0.5, kept=kept)
+        assert optimizer._reference.vector.numpy().tobytes() == reference.tobytes()
+        assert optimizer.reducer.residual.tobytes() == residual.tobytes()
+        assert weight.detach().numpy().tobytes() == parameters.tobytes()
+
+
 @pytest.mark.also(ranks=8)
 def test_references_are_equal_on_any_number_of_ranks(
     comm: MPI.Intracomm,
@@ -66,7 +102,7 @@ def test_references_are_equal_on_any_number_of_ranks(
         for _ in range(3):
             parameters -= rng.standard_normal(300, np.float32) * 2.0**-comm.rank
             before = reference.copy()
-            step_of_updates(part, parameters, reference, residual, splits, 9, decay=0.5)
+            step_of_updates(part, parameters, reference, residual, splits, 9, 1 / part.size, decay=0.5)
             equal &= len(set(part.allgather(reference.tobytes()))) == 1
             equal &= np.count_nonzero(reference != before / 2) == 9
         part.Free()
