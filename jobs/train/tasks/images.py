@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
+from jobs.train.tasks.task import Workload, WorkloadError, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
@@ -26,14 +27,19 @@ class Classification(Workload[Batch]):
     """Images into classes by cross entropy.
 
     Args:
-        model: images -> logits[batch, classes].
+        make: makes what takes images and returns logits[batch, classes].
         training, held_out, config, place: as Workload.
     """
 
     def __init__(
-        self, model: nn.Module, training: Pixels, held_out: Pixels, config: Config, **place: int
+        self,
+        make: Callable[[], nn.Module],
+        training: Pixels,
+        held_out: Pixels,
+        config: Config,
+        **place: int,
     ) -> None:
-        super().__init__(model, training, held_out, config, **place)
+        super().__init__(make, training, held_out, config, **place)
         self._smoothing, self._resize = config.training.label_smoothing, config.data.resize
         channels_last = config.training.channels_last
         self._format = torch.channels_last if channels_last else torch.contiguous_format
@@ -79,8 +85,8 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
         pixels = Pixels(training, augment)
-    model = build_model(config, training)
-    return Classification(model, pixels, Pixels(held_out), config, rank=rank, size=size)
+    make = partial(make_network, config, training)
+    return Classification(make, pixels, Pixels(held_out), config, rank=rank, size=size)
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
@@ -96,32 +102,23 @@ def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
     return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
 
 
-def build_model(config: Config, images: ImageSet) -> nn.Module:
-    """The network for these images, seeded by training.seed.
-
-    Raises:
-        WorkloadError: it does not take such images.
-    """
-    if config.model.factory:
-        return call_factory(config)
+def make_network(config: Config, images: ImageSet) -> nn.Module:
+    """The network for these images. Raises ValueError: it does not take such images."""
     channels, height, width = images.shape
     if config.data.resize:
         height = width = config.data.resize
     sides = f"{images.name}: images of {height}x{width} pixels, but {config.model.name} takes"
-    torch.manual_seed(config.training.seed)
     if config.model.name == "vit":
         if height != width:
             raise WorkloadError(f"{sides} squares: set data.resize")
-        with naming("model"):
-            return ViT(
-                len(images.classes),
-                layers=config.model.layers,
-                hidden=config.model.hidden,
-                patch=config.model.patch,
-                image=height,
-                in_channels=channels,
-            )
+        return ViT(
+            len(images.classes),
+            layers=config.model.layers,
+            hidden=config.model.hidden,
+            patch=config.model.patch,
+            image=height,
+            in_channels=channels,
+        )
     if height % REDUCTION or width % REDUCTION:
         raise WorkloadError(f"{sides} multiples of {REDUCTION}")
-    with naming("model"):
-        return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)
+    return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jiwer
 import numpy as np
@@ -17,7 +18,7 @@ from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
+from jobs.train.tasks.task import Workload, WorkloadError
 from models.lstm import LSTM, output_lengths
 
 
@@ -28,19 +29,19 @@ class Speech(Workload[SpeechBatch]):
     and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right.
 
     Args:
-        model: spectrograms, frames -> logits, output frames.
+        make: makes what takes spectrograms and frames, and returns logits and output frames.
         training, held_out, config, place: as Workload.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        make: Callable[[], nn.Module],
         training: Utterances,
         held_out: Utterances,
         config: Config,
         **place: int,
     ) -> None:
-        super().__init__(model, training, held_out, config, **place)
+        super().__init__(make, training, held_out, config, **place)
         self._tempo, self._said = config.data.tempo, held_out.speech
 
     def move_to(self, placement: Placement) -> None:
@@ -96,17 +97,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    model = build_model(config)
-    return Speech(model, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
-
-
-def build_model(config: Config) -> nn.Module:
-    """The network, seeded by training.seed. Raises WorkloadError: it cannot be made."""
-    if config.model.factory:
-        return call_factory(config)
-    torch.manual_seed(config.training.seed)
-    with naming("model"):
-        return LSTM(labels=len(ALPHABET), width=config.model.width)
+    make = partial(LSTM, labels=len(ALPHABET), width=config.model.width)
+    return Speech(make, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
 
 
 def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:

@@ -14,8 +14,6 @@ from mpi4py import MPI
 from torch import nn
 
 from data.text.loader import TextBatch
-from jobs.config.config import Config
-from jobs.config.file import ConfigError, validate
 from jobs.config.sections import OptimizerConfig
 from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
@@ -357,30 +355,6 @@ def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, over
     assert captured.steps["loss"] == pytest.approx(eager.steps["loss"], rel=loose)
     assert captured.evaluations["loss"] == pytest.approx(eager.evaluations["loss"], rel=loose)
     assert captured.steps["words"].tolist() == eager.steps["words"].tolist()
-
-
-def settings(**sections: dict[str, object]) -> Config:
-    training = {"steps": 1, "cuda_graph": True, **sections.pop("training", {})}
-    return validate({"training": training, **sections})
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "those of speech differ"),
-        (
-            {
-                "model": {"name": "lstm"},
-                "data": {"name": "an4", "path": "x.h5"},
-                "training": {"cuda_graph": False, "label_smoothing": 0.1},
-            },
-            "label_smoothing is for images, not for speech",
-        ),
-    ],
-)
-def test_what_cannot_be_captured_is_named(sections: dict[str, dict[str, object]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(**sections)
 
 
 def test_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
