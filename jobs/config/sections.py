@@ -332,7 +332,7 @@ class ReductionConfig(Section):
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
     overlap: bool = False
-    """For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass"""
+    """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
     """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     powersgd_rank: int = Field(default=1, ge=1)
@@ -349,7 +349,7 @@ class ReductionConfig(Section):
     @classmethod
     def _is_registered(cls, value: str) -> str:
         if value == DENSE_OVLP:
-            raise ValueError(f"{value!r} is overlap = true with method 'nccl' or 'dense'")
+            raise ValueError(f"{value!r} is overlap = true with method 'dense', on GPUs method 'ddp'")
         if value not in METHODS and value not in TRAINING_MODES:
             raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value
@@ -357,8 +357,9 @@ class ReductionConfig(Section):
     @model_validator(mode="after")
     def _settings_hold(self) -> Self:
         Settings(**self.settings())
-        if self.overlap and self.method not in (*METHODS, "nccl"):
-            raise ValueError(f"overlap is for nccl and the methods of oktopk, not for {self.method!r}")
+        if self.overlap and self.method not in METHODS:
+            instead = ": its like is 'ddp'" if self.method == "nccl" else ""
+            raise ValueError(f"overlap is for the methods of oktopk, not for {self.method!r}{instead}")
         return self
 
     def buckets(self) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def test_a_replayed_optimizer_takes_the_same_steps(kind: dict[str, Any]) -> None
         ["reduction.method=oktopk", "optimizer.clip_norm=1.0"],
         ["reduction.method=oktopk", "reduction.gradient_type=bfloat16", "training.precision=bfloat16"],
         ["reduction.method=nccl", "training.channels_last=true"],
-        ["reduction.method=nccl", "reduction.overlap=true"],
+        ["reduction.method=ddp"],
         ["reduction.method=oktopk", "reduction.overlap=true", "reduction.bucket_mb=0.1"],
     ],
 )

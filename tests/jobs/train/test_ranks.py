@@ -134,13 +134,11 @@ def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
         ],
         dense=["reduction.method=dense"],
         overlapped=["reduction.method=dense", "reduction.overlap=true"],
-        nccl_overlapped=["reduction.method=nccl", "reduction.overlap=true"],
         oktopk_overlapped=["reduction.method=oktopk", "reduction.overlap=true"],
         nccl=["reduction.method=nccl"],
         ddp=["reduction.method=ddp"],
         oktopk=["reduction.method=oktopk"],
         nccl_half=["reduction.method=nccl", half],
-        overlapped_half=["reduction.method=nccl", "reduction.overlap=true", half],
         ddp_half=["reduction.method=ddp", half],
         oktopk_half=["reduction.method=oktopk", half],
     )
