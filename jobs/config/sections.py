@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from data.command import attribute_texts
 from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
 from oktopk import METHODS, Settings
 
@@ -280,14 +281,11 @@ class ScheduleConfig(Section):
         return self
 
 
-def _described(docstring: str) -> dict[str, str]:
-    """The first sentence of each attribute in a docstring of Google's form."""
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE)
-    first = {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in entries}
-    return {name: text[:1].upper() + text[1:] for name, text in first.items()}
-
-
-_SETTINGS = _described(Settings.__doc__ or "")
+_SETTINGS = {
+    name: (first := text.split(". ")[0].rstrip("."))[:1].upper() + first[1:]
+    for name, text in attribute_texts(Settings).items()
+}
+"""Attribute of oktopk.Settings -> the first sentence on it."""
 
 
 def _setting(name: str) -> Any:
