@@ -81,14 +81,11 @@ class Options:
         steps: Number of steps to measure, at least the threshold interval; default: 64
         warmup: Number of steps discarded before those, at least 0; default: 2/density, rounded up
         dense_steps: Number of steps to measure of dense methods, from 1 to --steps; default: --steps
-        gradients: Kind of the random gradients; default: heavy, with --ablate clustered
+        gradients: Kind of the random gradients; default: heavy
         seed: Seed of the random gradients; default: 1
-        device: Device that gradients lie on; default: cpu, with --table gpu cuda
-        gradient_type: Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types
+        device: Device that gradients lie on; default: cpu
+        gradient_type: Type of the gradients, on a CPU float32 alone; default: float32
         settings: Setting of the reduction for all methods, such as threshold_interval=32; may be repeated
-        ablate: Measure Ok-Topk with each of its ideas taken away in turn
-        table: Table to measure in place of one run: gpu, ten cells beside NCCL; default: none
-        rows: Numbers of the rows of --table gpu to measure, from 1; default: all
         commit: Commit that is measured, for the record; default: the one that git names
         json: File to write all results to; default: none
         memory: Skip the measurement of memory, which slows the last steps of the warm-up
@@ -99,7 +96,7 @@ class Options:
     """
 
     methods: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = (14_728_266,)  # empty for the GPU table, which has its own
+    lengths: tuple[int, ...] = (14_728_266,)
     density: float = 0.01
     steps: int = 64
     warmup: int = -1  # until it is known, by the density
@@ -107,11 +104,8 @@ class Options:
     gradients: str = "heavy"
     seed: int = 1
     device: str = "cpu"
-    gradient_type: str = "float32"  # empty for both types of the GPU table
+    gradient_type: str = "float32"
     settings: dict[str, Any] = field(default_factory=dict)
-    ablate: bool = False
-    table: str = ""
-    rows: tuple[int, ...] = ()
     commit: str = ""
     json: Path | None = None
     memory: bool = True
@@ -147,30 +141,17 @@ _READ: dict[str, dict[str, Any]] = {
     "device": {"choices": DEVICES},
     "gradient_type": {"choices": GRADIENT_TYPES["cuda"]},
     "settings": {"action": _Setting, "metavar": "NAME=VALUE"},
-    "ablate": {"action": "store_true"},
-    "table": {"choices": ("gpu",)},
-    "rows": {"type": numbers, "metavar": "I,I"},
     "json": {"type": Path, "metavar": "FILE"},
     "memory": {"action": "store_false"},
     "link": {"metavar": "RATE"},
     "quiet": {"action": "store_true"},
 }
 """Field -> how its option is read; others are a text."""
-OF_THE_TABLE = ("table", "rows", "device", "gradient_type", "seed", "json", "network", "quiet", "commit")
-"""Options that the GPU table takes, "rows" alone."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "ablate": {"methods": ("oktopk",), "gradients": "clustered"},
-    "table": {
-        "device": "cuda",
-        "lengths": (),
-        "gradient_type": "",
-        "methods": ("oktopk", OVER_MPI, *NCCL_ROWS),
-    },
-}
-"""Option -> the defaults that are not those of Options where it is given."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """One that raises BenchError for what it does not take."""
+
     def error(self, message: str) -> NoReturn:
         # not printed from here: every rank may parse, one speaks
         if match := re.match(r"unrecognized arguments: (-n|-np|--np|--ranks)\b", message):
@@ -182,13 +163,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
-    made = _Parser(
+    made = Parser(
         prog="python -m jobs.launch -n RANKS -m jobs.bench",
         description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
         epilog="examples:\n"
         "  python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
-        "  python -m jobs.launch -n 8 -m jobs.bench --ablate --json ablation.json\n"
-        "  python -m jobs.launch -n 4 -m jobs.bench --table gpu --json gpu.json",
+        "  python -m jobs.launch -n 2 -m jobs.bench --device cuda --methods oktopk nccl --json gpu.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # what the words name, and nothing else
@@ -206,29 +186,7 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         BenchError: it cannot be done; the message names the value and the bound.
     """
-    values = vars(parser().parse_args(words))
-    table = "table" in values
-    for name in values:
-        if table and name not in OF_THE_TABLE:
-            raise BenchError(f"{OPTIONS[name]} is not for --table gpu: it says how it is measured")
-        if not table and name == "rows":
-            raise BenchError("--rows is for --table gpu")
-    defaults = DEFAULTS["table"] if table else DEFAULTS["ablate"] if "ablate" in values else {}
-    options = Options(**defaults | values)
-    return _checked_table(options) if table else _checked_bench(options)
-
-
-def _checked_table(options: Options) -> Options:
-    """The options of the GPU table, which has its own lengths."""
-    if options.device != "cuda":
-        raise BenchError(f"--table gpu is measured on --device cuda, not {options.device}")
-    if options.gradient_type == "float16":
-        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
-    return options
-
-
-def _checked_bench(options: Options) -> Options:
-    """The options with what depends on others."""
+    options = Options(**vars(parser().parse_args(words)))
     device, density, steps = options.device, options.density, options.steps
     if options.gradient_type not in GRADIENT_TYPES[device]:
         types = ", ".join(GRADIENT_TYPES[device])
@@ -236,8 +194,6 @@ def _checked_bench(options: Options) -> Options:
             f"gradient type {options.gradient_type!r} is not one of {types} on --device {device}"
         )
     methods = _checked_methods(options.methods, device)
-    if options.ablate and methods != ("oktopk",):
-        raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
     if not 0 < density <= DENSE_ABOVE:
         raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
     try:
