@@ -17,9 +17,9 @@ from data.text.file import SPECIAL, TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens, frequency_loss
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
+from tests.data.test_loaders import WORDS, text_set
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)
-WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
 
 
 def corpus(folder: Path, documents: int = 60) -> Path:
@@ -34,16 +34,6 @@ def corpus(folder: Path, documents: int = 60) -> Path:
             lines.append("")
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
     return folder
-
-
-def random_set(count: int = 40, length: int = 32) -> TextSet:
-    drawn = np.random.default_rng(3)
-    documents = [
-        [list(map(int, drawn.integers(5, 50, drawn.integers(1, 9)))) for _ in range(drawn.integers(1, 12))]
-        for _ in range(count)
-    ]
-    packed = Packer(Frame(length, 0, 2, 3), "s").pack(documents)
-    return TextSet(packed, WORDS, "made.h5")
 
 
 def test_blank_lines_part_documents_and_every_byte_is_counted(tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def test_text_that_cannot_be_used_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_sequences_hold_what_their_spans_say() -> None:
-    packed = random_set().sequences
+    packed = text_set().sequences
     assert {-1, 0, 1} == set(packed.follows.tolist())
     for row, (first, used), follows in zip(packed.tokens, packed.spans, packed.follows, strict=True):
         assert row[0] == 2
@@ -301,7 +291,7 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
 
 
 def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
-    texts = random_set(count=600, length=128)
+    texts = text_set(count=600, length=128)
     fates = np.zeros(3)
     told = words = 0
     for batch in MaskedText(texts).training(batch_size=8, rank=0, size=1, seed=1).epoch(0):
@@ -318,7 +308,7 @@ def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
 
 
 def test_outside_of_the_places_nothing_changes() -> None:
-    texts = random_set()
+    texts = text_set()
     loader = MaskedText(texts).training(batch_size=4, rank=0, size=1, seed=1)
     for step, batch in enumerate(loader.epoch(3)):
         original = torch.from_numpy(texts.sequences.tokens[loader.shards.indices(3, step)].astype(np.int64))
@@ -331,63 +321,6 @@ def test_outside_of_the_places_nothing_changes() -> None:
         assert batch.follows.tolist() == [IGNORED if one < 0 else one for one in follows]
 
 
-def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() -> None:
-    texts = random_set()
-    alone = MaskedText(texts).training(batch_size=6, rank=0, size=1, seed=1)
-    ranks = [MaskedText(texts).training(batch_size=2, rank=rank, size=3, seed=1) for rank in range(3)]
-    for step in (1, 0):
-        whole = alone.batch(2, step)
-        parts = [rank.batch(2, step) for rank in ranks]
-        for column, tensor in enumerate(whole):
-            assert torch.equal(tensor, torch.cat([part[column] for part in parts]))
-
-    def masked(epoch: int, seed: int) -> dict[int, list[int]]:
-        loader = MaskedText(texts).training(batch_size=1, rank=0, size=1, seed=seed)
-        return {
-            int(loader.shards.indices(epoch, step)[0]): sorted(batch.places[0].tolist())
-            for step, batch in enumerate(loader.epoch(epoch))
-        }
-
-    assert masked(0, 1) == masked(0, 1)
-    assert masked(0, 1) != masked(1, 1)
-    assert masked(0, 1) != masked(0, 2)
-
-
-def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = random_set()
-    whole = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
-    monkeypatch.setattr("data.text.loader.BLOCK", 12 * texts.length)
-    pairs = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
-    last = whole.steps_per_epoch - 1
-    assert last % 2 == 0, "the last block must be a short one"
-    for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
-        for one, other in zip(whole.batch(epoch, step), pairs.batch(epoch, step), strict=True):
-            assert len(one) == 5
-            assert torch.equal(one, other)
-
-
-def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
-    texts = random_set()
-    whole = list(MaskedText(texts).held_out(batch_size=7, rank=0, size=1))
-    parts = [b for rank in range(3) for b in MaskedText(texts).held_out(batch_size=2, rank=rank, size=3)]
-    for column in range(6):
-        left, right = (torch.cat([batch[column] for batch in batches]) for batches in (whole, parts))
-        assert torch.equal(left, right)
-    assert sum(len(batch.tokens) for batch in whole) == len(texts)
-    # so many of them: the same ones on any number of ranks, masked as among all
-    for size in (1, 3):
-        some = [
-            b
-            for rank in range(size)
-            for b in MaskedText(texts).held_out(batch_size=4, rank=rank, size=size, most=len(texts) // 2)
-        ]
-        chosen = np.arange(len(texts) // 2) * len(texts) // (len(texts) // 2)
-        tokens = torch.cat([batch.tokens for batch in whole])[chosen]
-        assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
-    beyond = MaskedText(texts).held_out(batch_size=7, rank=0, size=1, most=10**6)
-    assert sum(len(batch.tokens) for batch in beyond) == len(texts)
-
-
 def test_word_frequencies_alone_give_their_entropy() -> None:
     often, rarely = [10] * 900, [11] * 100
     packed = Packer(FRAME, "s").pack([[often + rarely]])
@@ -396,12 +329,6 @@ def test_word_frequencies_alone_give_their_entropy() -> None:
     rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
     loss = frequency_loss(texts, MaskedText(rare).held_out(batch_size=3, rank=0, size=1))
     assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
-
-
-def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:
-    texts = random_set(count=3)
-    with pytest.raises(DataError, match=rf"made\.h5: {len(texts)} samples are fewer than 100 ranks"):
-        MaskedText(texts).training(batch_size=1, rank=0, size=100, seed=0)
 
 
 def test_words_beyond_the_signed_range_come_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +26,6 @@ def loader(
 ) -> EpochLoader[ContextBatch]:
     contexts = Contexts(texts, word_counts(texts), rows=ROWS, window=WINDOW, negatives=NEGATIVES)
     return contexts.training(batch_size=batch_size, rank=rank, size=size, seed=seed)
-
-
-def equal(one: ContextBatch, other: ContextBatch) -> bool:
-    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
-
-
-def test_contexts_are_a_function_of_seed_and_epoch(documents: Path) -> None:
-    texts, _ = open_text_file(documents)
-    batch = loader(texts, 4).batch(1, 2)
-    again = loader(texts, 4)
-    again.batch(0, 5)
-    assert equal(batch, again.batch(1, 2))
-    assert not equal(batch, again.batch(0, 2))
-    assert not equal(batch, loader(texts, 4, seed=4).batch(1, 2))
 
 
 def test_a_context_stands_beside_its_pair_in_the_text(documents: Path) -> None:
@@ -74,23 +59,6 @@ def test_words_are_drawn_by_their_counts(documents: Path) -> None:
     shares = np.bincount(drawn, minlength=len(chances)) / len(drawn)
     assert (shares[chances == 0] == 0).all()
     assert np.abs(shares - chances).max() < 5 * np.sqrt(chances.max() / len(drawn))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_pairs_of_a_step(ranks: int, documents: Path) -> None:
-    texts, _ = open_text_file(documents)
-
-    def pairs(batch: ContextBatch) -> Counter[tuple[int, ...]]:
-        return Counter(
-            (int(center), *words) for center, words in zip(batch.centers, batch.words.tolist(), strict=True)
-        )
-
-    whole = loader(texts, 4 * ranks)
-    parts = [loader(texts, 4, rank, ranks) for rank in range(ranks)]
-    assert {part.steps_per_epoch for part in parts} == {whole.steps_per_epoch}
-    for step in range(3):
-        shares = [pairs(part.batch(2, step)) for part in parts]
-        assert sum(shares, Counter()) == pairs(whole.batch(2, step))
 
 
 @pytest.mark.mpi
