@@ -229,7 +229,7 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 
 
-def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None:
+def test_ignored_files_have_tests_of_ranks_alone() -> None:
     ignored, files = files_of_ranks_alone(), files_with_rank_tests(ALL_TESTS)
     assert (
         {"tests/oktopk/test_contract.py", "tests/collectives/test_cuda_dense_p2p.py"} < {*ignored} < {*files}
@@ -237,7 +237,7 @@ def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None
     assert not {"tests/oktopk/test_levels.py", "tests/jobs/bench/test_bench.py"} & {*ignored}
 
 
-def test_every_test_of_four_ranks_or_more_is_run_by_default() -> None:
+def test_tests_of_four_ranks_are_run_by_default() -> None:
     for file in files_with_rank_tests(ALL_TESTS):
         nodes = ast.parse((ROOT / file).read_text("utf-8")).body
         of_all = " ".join(ast.unparse(node) for node in nodes if "pytestmark =" in ast.unparse(node))

@@ -110,9 +110,7 @@ def test_a_crop_wider_than_half_the_image_is_refused() -> None:
         ({"std": (0.5, 0.0, 0.5)}, "is not one positive number for each of 3 channels"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused_with_what_they_are(
-    change: dict[str, object], message: str
-) -> None:
+def test_arrays_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
     fields = {
         "images": np.zeros((4, 3, 8, 8), np.uint8),
         "labels": np.zeros(4, np.int64),

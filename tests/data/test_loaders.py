@@ -102,7 +102,7 @@ def test_a_batch_is_a_function_of_seed_epoch_and_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
+def test_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
     def together(size: int, step: int) -> list[bytes]:
         loaders = [
             KINDS[kind]().training(batch_size=12 // size, rank=rank, size=size, seed=3)

@@ -67,7 +67,7 @@ def test_any_step_is_found_without_those_before_it(kind: Callable[..., ShardedBa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_all_ranks_depends_on_its_samples_in_total_only(
+def test_a_step_depends_on_its_samples_in_total(
     kind: Callable[..., ShardedBatches],
 ) -> None:
     four, two = shards(64, 4, 4, 9, kind), shards(64, 8, 2, 9, kind)

@@ -60,7 +60,7 @@ def test_tempo_stretches_a_recording_and_nothing_else() -> None:
     assert (played(1, 2.0), played(40, 1.25)) == (1, 32)
 
 
-def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() -> None:
+def test_steps_have_like_lengths_and_epochs_other_company() -> None:
     lengths = np.random.default_rng(0).integers(10_000, 100_000, 948)
     buckets = LengthBuckets(lengths, batch_size=2, rank=0, size=4, seed=0)
 

@@ -96,7 +96,7 @@ def test_lone_sentences_are_packed_whole_and_long_ones_cut() -> None:
     assert packed.follows.tolist() == [-1] * len(packed)
 
 
-def test_half_of_the_second_segments_follow_and_the_others_are_of_another_document() -> None:
+def test_half_of_the_second_segments_follow() -> None:
     # every token tells its document and its place
     documents = [[[d * 200 + 5 + 2 * s, d * 200 + 6 + 2 * s] for s in range(90)] for d in range(40)]
     packed = Packer(FRAME, "x").pack(documents)
@@ -130,7 +130,7 @@ def test_no_sentence_is_lost_between_the_pairs() -> None:
     }
 
 
-def test_contiguous_sequences_are_the_text_and_each_token_is_told_the_next() -> None:
+def test_contiguous_sequences_tell_each_token_the_next() -> None:
     documents = [[[5, 6, 7], [8]], [[9] * 20], [[10]], [[11] * 7]]
     text = [5, 6, 7, 8, 3, *[9] * 20, 3, 10, 3, *[11] * 7, 3]
     packed = contiguous(documents, FRAME)
@@ -290,7 +290,7 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
         open_text_file(output)
 
 
-def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
+def test_fifteen_percent_of_words_are_told_most_masked() -> None:
     texts = text_set(count=600, length=128)
     fates = np.zeros(3)
     told = words = 0

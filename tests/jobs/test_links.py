@@ -87,7 +87,7 @@ def test_neither_a_pipe_nor_another_users_file_is_written(
     assert (tmp_path / "theirs").read_text() == PRECIOUS
 
 
-def test_a_lock_is_not_written_into_a_file_of_a_second_name(tmp_path: Path) -> None:
+def test_a_lock_is_no_file_of_a_second_name(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text(PRECIOUS)
     (tmp_path / "lock").hardlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match="lock has a second name"):

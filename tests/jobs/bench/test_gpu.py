@@ -39,7 +39,7 @@ def test_without_a_gpu_every_rank_leaves_with_one_sentence(
 
 @without_gpus
 @pytest.mark.mpi
-def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intracomm) -> None:
+def test_without_cuda_every_rank_refuses_nccl(comm: MPI.Intracomm) -> None:
     assert "NCCL's rows need a torch with CUDA" in torch_problem()
     with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
         require_nccl(comm)
@@ -78,7 +78,7 @@ def _host(array: Any) -> np.ndarray:
 
 @on_a_gpu
 @pytest.mark.mpi
-def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracomm) -> None:
+def test_gradients_on_gpus_are_the_hosts_to_rounding(comm: MPI.Intracomm) -> None:
     device = open_device("cuda", "float32", comm)
     for name in ("iid", "heavy", "clustered"):
         host = DrawnGradients(name, 10_001, comm.rank, seed=5)

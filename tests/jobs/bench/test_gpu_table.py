@@ -58,7 +58,7 @@ def test_everyone_is_first_in_turn() -> None:
     assert ["".join(order) for order in orders] == ["bca", "cab", "abc", "bca", "cab", "abc"]
 
 
-def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
+def test_all_cells_are_measured_and_end_in_one_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"

@@ -17,7 +17,7 @@ def test_warmup_is_two_over_the_density_rounded_up() -> None:
     assert parse(["--density", "0.03", "--warmup", "0"]).warmup == 0
 
 
-def test_methods_may_be_separated_by_commas_or_blanks_and_count_once() -> None:
+def test_methods_part_at_commas_or_blanks_and_count_once() -> None:
     options = parse(["--methods", "mpi,oktopk", "dense", "mpi"])
     assert options.methods == ("mpi", "oktopk", "dense")
 
@@ -85,6 +85,6 @@ def test_help_says_what_an_option_takes_and_from_where() -> None:
         (["-n", "4"], "arguments: -n 4 (-n is an option of the launcher: python -m jobs.launch -n RANKS -m"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list[str], message: str) -> None:
+def test_what_cannot_be_done_names_value_and_bound(words: list[str], message: str) -> None:
     with pytest.raises(BenchError, match=re.escape(message)):
         parse(words)

@@ -86,7 +86,7 @@ PAPER: dict[str, dict[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("file", PAPER)
-def test_a_shipped_file_asks_for_its_data_and_has_the_settings_of_the_paper(file: str) -> None:
+def test_a_shipped_file_has_the_papers_settings(file: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("[data] path is empty")):
         load(CONFIGS / file)
     shipped = load(CONFIGS / file, ["data.path=x.h5"]).model_dump()
@@ -130,7 +130,7 @@ def test_every_key_is_shown_with_its_meaning_type_and_default() -> None:
     assert warmup_start.endswith('in [0, 1] (number or "1/ranks"; default 0.0)')
 
 
-def test_what_is_shown_without_a_file_is_the_defaults_with_the_overrides() -> None:
+def test_without_a_file_the_defaults_are_shown() -> None:
     assert shown(None, ["optimizer.lr=0.5"])["training"]["steps"] == 0
     assert shown(None, ["training.steps=7"])["training"]["steps"] == 7
     assert shown(None, ["model.factory=a:b"])["model"]["name"] == "own"
@@ -345,7 +345,7 @@ def test_a_constant_schedule_is_one_throughout() -> None:
     assert {factor(step) for step in range(100)} == {1.0}
 
 
-def test_a_warmup_rises_in_a_line_and_reaches_one_with_its_last_step() -> None:
+def test_a_warmup_reaches_one_with_its_last_step() -> None:
     rates = [factor(step, warmup=5) for step in range(7)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
 
@@ -377,7 +377,7 @@ def test_one_cycle_rises_and_falls_along_cosines() -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 @pytest.mark.parametrize("final", [0.0, 0.1])
-def test_a_decay_falls_from_one_to_its_final_factor_with_the_last_step(name: str, final: float) -> None:
+def test_a_decay_ends_at_its_final_factor(name: str, final: float) -> None:
     rates = [factor(step, name=name, warmup=10, final=final) for step in range(10, 100)]
     assert rates[0] == 1.0
     assert rates[-1] == pytest.approx(final, abs=1e-12)

@@ -70,7 +70,7 @@ def test_runs_of_two_sizes_of_batches_are_two_tables(tmp_path: Path) -> None:
     assert "Held-out accuracy" not in page  # a target alone makes no picture
 
 
-def test_the_figures_of_a_sweep_have_the_usual_settings_in_their_place(tmp_path: Path) -> None:
+def test_a_sweep_has_the_usual_settings_in_their_place(tmp_path: Path) -> None:
     usual = [write_run(tmp_path / f"o{seed}.h5", seed=seed, settings={"density": 0.01}) for seed in (0, 1)]
     dense = write_run(tmp_path / "dense.h5", method="dense", held_out_loss=0.4)
     others = [

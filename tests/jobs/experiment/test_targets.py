@@ -129,7 +129,7 @@ def gpt(folder: Path) -> list[Named]:
     return [("each rival", runs, [])]
 
 
-def test_every_claim_is_that_of_the_golden_file(tmp_path: Path) -> None:
+def test_every_claim_is_golden(tmp_path: Path) -> None:
     parts = []
     sections: list[Callable[[Path], list[Named]]] = [vgg, lstm, bert, gpt]
     for section in sections:

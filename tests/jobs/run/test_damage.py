@@ -54,7 +54,7 @@ def damaged(whole: bytes, number: int) -> bytes:
 
 @pytest.mark.timeout(240)  # 45 s of computing in all
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long("`make test` has 20 files"))])
-def test_a_damaged_run_file_is_refused_by_name_or_can_be_continued(tmp_path: Path, count: int) -> None:
+def test_a_damaged_run_file_is_refused_or_continues(tmp_path: Path, count: int) -> None:
     closed, killed = (path.read_bytes() for path in write_run(tmp_path))
 
     def refusal(number: int) -> str:
@@ -137,7 +137,7 @@ def break_disk(file: RunFile) -> None:
         os.dup2(readable.fileno(), file._file.id.get_vfd_handle())
 
 
-def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tmp_path: Path) -> None:
+def test_a_broken_disk_does_not_crash_the_writer(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"

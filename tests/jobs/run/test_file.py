@@ -161,7 +161,7 @@ def test_a_run_file_that_exists_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.h5"]
 
 
-def test_a_run_file_is_replaced_when_allowed_even_while_it_is_written(tmp_path: Path) -> None:
+def test_a_run_file_is_replaced_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     older = RunFile(path, INFO)
     with RunReader(path) as reader:
@@ -286,7 +286,7 @@ def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> Non
     assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
 
 
-def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
+def test_a_run_file_is_synced_before_it_replaces_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.h5"

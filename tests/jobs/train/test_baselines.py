@@ -148,9 +148,7 @@ def test_a_ring_sends_two_times_its_share() -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nccl_averages_in_either_type_or_says_that_it_needs_a_gpu_per_rank(
-    comm: MPI.Intracomm, dtype: torch.dtype
-) -> None:
+def test_nccl_averages_or_needs_a_gpu_per_rank(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
     from jobs.train.placement import find_placement
 
     place = find_placement("cuda", comm)

@@ -83,7 +83,7 @@ def test_dense_and_sparse_gradients_take_the_same_steps(configured: Configured, 
 
 
 @pytest.mark.mpi
-def test_the_loss_falls_and_a_run_that_goes_on_ends_with_the_same(
+def test_a_run_that_goes_on_ends_with_the_same_losses(
     words: Words, tmp_path: Path, comm: MPI.Intracomm
 ) -> None:
     path = tmp_path / "run.h5"

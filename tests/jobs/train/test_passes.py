@@ -155,7 +155,7 @@ def test_a_loss_is_kept_over_later_batches() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("gradient_type", "peer_memory"), [("", True), ("", False), ("bfloat16", True)])
-def test_buckets_of_a_replayed_backward_pass_are_those_of_an_eager_one(
+def test_buckets_of_a_replay_are_the_eager_ones(
     comm: MPI.Intracomm, alike: None, gradient_type: str, peer_memory: bool, passes: int
 ) -> None:
     use("cuda", comm)

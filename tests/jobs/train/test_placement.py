@@ -43,7 +43,7 @@ def timed(times: Sequence[float], stages: dict[str, float], losses: Sequence[flo
     return TimedStep(report(**stages), [torch.tensor(loss) for loss in losses], timer, 0.5)
 
 
-def test_phases_and_stages_are_recorded_as_measured_and_the_rest_beside_them() -> None:
+def test_phases_and_stages_are_recorded_as_measured() -> None:
     steps = [
         timed([0, 1, 3, 6, 10, 15], {"select": 2.0, "apply": 1.0}, [1.0]),  # the GPU went on after the host
         timed(
@@ -118,7 +118,7 @@ def test_the_hosts_clock_is_read_without_waiting() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+def test_without_a_gpu_cuda_is_refused_and_auto_cpu() -> None:
     assert find_placement("auto", MPI.COMM_SELF).device.type == "cpu"
     with pytest.raises(Refused, match=r"training\.device is 'cuda', but torch .* sees no GPU"):
         find_placement("cuda", MPI.COMM_SELF)

@@ -65,7 +65,7 @@ def test_a_parameter_is_approximated_where_that_more_than_halves_it() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("bucket_mb", [0.004, 25.0])
-def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
+def test_counted_words_are_those_that_the_hook_sums(
     gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, bucket_mb: float
 ) -> None:
     training = training_of(network(), gloo.size, bucket_mb=bucket_mb)
@@ -91,7 +91,7 @@ def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
 
 
 @pytest.mark.mpi
-def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_residuals(
+def test_ranks_agree_and_keep_what_they_did_not_send(
     gloo: MPI.Intracomm,
 ) -> None:
     model = network()
@@ -200,7 +200,7 @@ def test_a_gradient_of_zeros_stays_one(gloo: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_trains_and_what_cannot_be_is_said_in_a_sentence(comm: MPI.Intracomm, tmp_path: Path) -> None:
+def test_a_run_trains_and_refusals_are_sentences(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder: Path = comm.bcast(tmp_path)
 
     def train(name: str, *overrides: str) -> tuple[int, str]:

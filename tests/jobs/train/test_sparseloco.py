@@ -32,7 +32,7 @@ def steps(training: SparseLocoTraining, model: torch.nn.Module, rank: int, numbe
     return words
 
 
-def test_the_largest_of_each_chunk_travel_with_their_sign_and_one_of_two_magnitudes() -> None:
+def test_a_chunks_largest_travel_with_sign_and_magnitude() -> None:
     drawn = torch.Generator().manual_seed(3)
     chunks = torch.randn(5, CHUNK, generator=drawn)
     chunks[3] = 0.0
@@ -52,7 +52,7 @@ def test_the_largest_of_each_chunk_travel_with_their_sign_and_one_of_two_magnitu
 
 
 @pytest.mark.mpi
-def test_nothing_is_lost_but_by_the_decay_and_ranks_agree_after_every_exchange(gloo: MPI.Intracomm) -> None:
+def test_nothing_is_lost_and_ranks_agree_after_an_exchange(gloo: MPI.Intracomm) -> None:
     model = network()
     training = training_of(model, gloo.size)
     before = torch.from_numpy(flat(model))

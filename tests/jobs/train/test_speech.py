@@ -75,7 +75,7 @@ def test_tempo_changes_training_and_not_evaluation(configured: Configured) -> No
     assert fresh[0] == fresh[1]
 
 
-def test_an_utterance_changes_by_seed_and_epoch_alike_on_all_ranks(configured: Configured) -> None:
+def test_an_utterance_changes_by_seed_and_epoch(configured: Configured) -> None:
     def heard(epoch: int, size: int, batch_size: int, *more: str) -> dict[int, torch.Tensor]:
         chosen = configured("lstm", f"training.batch_size={batch_size}", "data.tempo=[0.9,1.1]", *more)
         found = {}

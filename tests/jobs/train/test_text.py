@@ -89,7 +89,7 @@ def test_the_shipped_schedule_rises_over_a_tenth_of_the_run() -> None:
     assert factors[-1] == pytest.approx(0.0)
 
 
-def test_gpts_shipped_file_has_the_optimizer_of_the_sweep_and_three_sizes() -> None:
+def test_gpts_shipped_file_has_three_sizes() -> None:
     words = tuple(map(str, range(16_384)))
     texts = TextSet(contiguous([[[7] * 600]], Frame(512, 0, 0, 0)), words, "x.h5")
     sizes, file = {}, CONFIGS / "gpt.toml"
