@@ -1,8 +1,8 @@
 """Packed text: nothing lost or invented on the way from files to batches, and bad files named."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -194,14 +194,19 @@ def test_text_of_several_parts_is_packed_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "PART_BYTES", 1000)
-    words, packed, original = tmp_path / "words.txt", [], text._packed
+    words, packed = tmp_path / "words.txt", []
     words.write_text("\n".join([*SPECIAL, "the", "cat", "a", "."]))
 
-    def noted(*arguments: Any) -> Sequences:
-        packed.append((arguments[-1], original(*arguments)))
-        return packed[-1][1]
+    class Noted(Packer):
+        def __init__(self, frame: Frame, seed: str) -> None:
+            super().__init__(frame, seed)
+            self.seed = seed
 
-    monkeypatch.setattr(text, "_packed", noted)
+        def pack(self, documents: Sequence[Sequence[Sequence[int]]]) -> Sequences:
+            packed.append((self.seed, super().pack(documents)))
+            return packed[-1][1]
+
+    monkeypatch.setattr(text, "Packer", Noted)
     prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", Recipe(length=32, vocabulary=words))
     assert len(packed) > 6
     for split, found in zip(("train", "test"), open_text_file(tmp_path / "out.h5", verify=True), strict=True):

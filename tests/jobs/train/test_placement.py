@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from mpi4py import MPI
 import collectives
 from jobs.cluster.agreement import Refused
 from jobs.run.columns import PHASES, gather
-from jobs.train import placement as placements
 from jobs.train.placement import Placement, find_placement
 from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import StepReport
@@ -140,10 +138,7 @@ def test_a_gpu_without_cupy_is_refused_with_what_to_install(monkeypatch: pytest.
 def test_ranks_on_different_kinds_of_device_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kind(wanted: str) -> Any:
-        return "cuda" if comm.rank == 0 else "cpu"
-
-    monkeypatch.setattr(placements, "_kind", kind)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: comm.rank == 0)
     with pytest.raises(Refused, match=r"'auto' means different devices \(rank 0: cuda, rank 1: cpu"):
         find_placement("auto", comm)
 
