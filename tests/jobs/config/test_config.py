@@ -6,6 +6,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -227,9 +228,8 @@ def test_an_override_cannot_smuggle_in_a_second_key() -> None:
 
 
 def test_overrides_leave_the_document_alone() -> None:
-    document = {"training": {"steps": 3}}
-    apply_overrides(document, ["training.steps=4"])
-    assert document == {"training": {"steps": 3}}
+    apply_overrides(SMALLEST, ["training.steps=4"])
+    assert SMALLEST == {"training": {"steps": 3}}
 
 
 @pytest.mark.parametrize("override", ["training.steps", "steps=3", "=3", ".steps=3", "training.=3", ""])
@@ -238,25 +238,14 @@ def test_a_malformed_override_is_named(override: str) -> None:
         apply_overrides(SMALLEST, [override])
 
 
-def test_an_unknown_key_names_itself_and_the_valid_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        with_overrides("reduction.densty=0.01")
-    message = str(caught.value)
-    assert message.startswith("reduction.densty: unknown key in [reduction] (did you mean density?); valid: ")
-    assert "threshold_interval" in message
-    assert "\n" not in message
-
-
-def test_an_unknown_section_names_itself_and_the_valid_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^reducton: unknown section \(did you mean reduction\?\); valid: "
-    ):
-        with_overrides("reducton.density=0.01")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "reduction.densty=0.01",
+            "reduction.densty: unknown key in [reduction] (did you mean density?); valid: method, ",
+        ),
+        ("reducton.density=0.01", "reducton: unknown section (did you mean reduction?); valid: model, data,"),
         ("reduction.density=0", "[reduction] density 0.0 is not in (0, 1]"),
         ("reduction.density=1.5", "[reduction] density 1.5 is not in (0, 1]"),
         ("reduction.threshold_interval=0", "[reduction] threshold_interval 0 is not"),
@@ -341,25 +330,21 @@ def factor(
     return learning_rate_factor(schedule, step, steps=steps, steps_per_epoch=steps_per_epoch, ranks=ranks)
 
 
-def test_a_constant_schedule_is_one_throughout() -> None:
-    assert {factor(step) for step in range(100)} == {1.0}
+MILESTONES = {"name": "step", "milestones": [2, 5], "gamma": 0.1, "unit": "epochs"}
 
 
-def test_a_warmup_reaches_one_with_its_last_step() -> None:
-    rates = [factor(step, warmup=5) for step in range(7)]
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
-
-
-def test_a_warmup_from_one_over_ranks_starts_there() -> None:
-    rates = [factor(step, warmup=3, warmup_start="1/ranks") for step in range(3)]
-    assert rates == pytest.approx([0.5, 0.75, 1.0])
-    assert factor(0, warmup=3, warmup_start="1/ranks", ranks=1) == 1.0
-
-
-def test_a_step_schedule_falls_at_its_milestones() -> None:
-    keys = {"name": "step", "milestones": [2, 5], "gamma": 0.1, "unit": "epochs"}
-    rates = [factor(step, **keys) for step in (0, 19, 20, 49, 50, 99)]
-    assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
+@pytest.mark.parametrize(
+    ("keys", "factors"),
+    [
+        ({}, dict.fromkeys(range(100), 1.0)),
+        ({"warmup": 5}, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1.0, 5: 1.0, 6: 1.0}),
+        ({"warmup": 3, "warmup_start": "1/ranks"}, {0: 0.5, 1: 0.75, 2: 1.0}),
+        ({"warmup": 3, "warmup_start": "1/ranks", "ranks": 1}, {0: 1.0}),
+        (MILESTONES, {0: 1.0, 19: 1.0, 20: 0.1, 49: 0.1, 50: 0.01, 99: 0.01}),
+    ],
+)
+def test_a_schedule_gives_these_factors(keys: dict[str, Any], factors: dict[int, float]) -> None:
+    assert {step: factor(step, **keys) for step in factors} == pytest.approx(factors)
 
 
 def test_one_cycle_rises_and_falls_along_cosines() -> None:
