@@ -24,25 +24,11 @@ Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
 class Classification(Workload[Batch]):
-    """Images into classes by cross entropy.
+    """Images into classes by cross entropy. The model takes images and returns logits[batch, classes]."""
 
-    Args:
-        make: makes what takes images and returns logits[batch, classes].
-        training, held_out, config, place: as Workload.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], nn.Module],
-        training: Pixels,
-        held_out: Pixels,
-        config: Config,
-        **place: int,
-    ) -> None:
-        super().__init__(make, training, held_out, config, **place)
-        self._smoothing, self._resize = config.training.label_smoothing, config.data.resize
-        channels_last = config.training.channels_last
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.channels_last if self._config.training.channels_last else torch.contiguous_format
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -51,15 +37,14 @@ class Classification(Workload[Batch]):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""
         logits = self._logits(self.network, batch)
-        return nn.functional.cross_entropy(logits.float(), batch[1], label_smoothing=self._smoothing)
+        smoothing = self._config.training.label_smoothing
+        return nn.functional.cross_entropy(logits.float(), batch[1], label_smoothing=smoothing)
 
     def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
-        images = batch[0]
-        if self._resize:
+        images, side = batch[0], self._config.data.resize
+        if side:
             # here, and not before: large images are held only as long as their batch
-            images = nn.functional.interpolate(
-                images, (self._resize, self._resize), mode="bilinear", align_corners=False
-            )
+            images = nn.functional.interpolate(images, (side, side), mode="bilinear", align_corners=False)
         logits: torch.Tensor = self._run(network, images.contiguous(memory_format=self._format))
         return logits
 

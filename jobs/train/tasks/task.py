@@ -77,7 +77,7 @@ class Workload(ABC, Generic[Batch]):
             batch_size=own.eval_batch_size, most=config.data.eval_sequences, rank=rank, size=size
         )
         self.steps_per_epoch = self._training.steps_per_epoch
-        self._precision = own.precision
+        self._config = config
         self.model = self.network = build_network(config, make)
 
     def move_to(self, placement: Placement) -> None:
@@ -92,7 +92,7 @@ class Workload(ABC, Generic[Batch]):
 
     def _run(self, network: nn.Module, *inputs: torch.Tensor) -> Any:
         """What a network makes of its inputs, in the precision of the run."""
-        with autocast(self._precision, inputs[0].device):
+        with autocast(self._config.training.precision, inputs[0].device):
             return network(*inputs)
 
     @abstractmethod
