@@ -68,6 +68,7 @@ PAPER: dict[str, dict[str, dict[str, object]]] = {
         "model": {"width": 1.0},
         "training": {"batch_size": 2},
         "optimizer": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4, "clip_norm": 400.0},
+        "schedule": {"name": "exponential", "unit": "epochs", "gamma": 1 / 1.01},
         "reduction": {
             "density": 0.02,
             "threshold_interval": 32,
@@ -340,6 +341,11 @@ MILESTONES = {"name": "step", "milestones": [2, 5], "gamma": 0.1, "unit": "epoch
         ({"warmup": 5}, {0: 0.2, 1: 0.4, 2: 0.6, 3: 0.8, 4: 1.0, 5: 1.0, 6: 1.0}),
         ({"warmup": 3, "warmup_start": "1/ranks"}, {0: 0.5, 1: 0.75, 2: 1.0}),
         ({"warmup": 3, "warmup_start": "1/ranks", "ranks": 1}, {0: 1.0}),
+        ({"name": "exponential", "gamma": 0.5, "unit": "epochs"}, {0: 1.0, 9: 1.0, 10: 0.5, 29: 0.25}),
+        (
+            {"name": "linear", "unit": "run", "warmup": 0.1},
+            {0: 0.1, 8: 0.9, 9: 1.0, 10: 1.0, 11: 1 - 1 / 89, 99: 0.0},
+        ),
         (MILESTONES, {0: 1.0, 19: 1.0, 20: 0.1, 49: 0.1, 50: 0.01, 99: 0.01}),
     ],
 )

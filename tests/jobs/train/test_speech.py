@@ -14,23 +14,12 @@ from mpi4py import MPI
 
 from data import DataError
 from data.prepare import prepare_an4
-from jobs.config.file import load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.optimizers import learning_rate_factor
 from jobs.train.tasks.speech import build_speech, check_lengths, spectrograms_of
 from tests.devices import gpus
-from tests.jobs.train.conftest import CONFIGS, SPOKEN, Configured, Words
+from tests.jobs.train.conftest import SPOKEN, Configured, Words
 from tests.utterances import speech_set, write_an4
-
-
-def test_the_shipped_schedule_falls_a_little_every_epoch() -> None:
-    shipped = load(CONFIGS / "lstm.toml", ["data.path=an4.h5"])
-    rates = [
-        learning_rate_factor(shipped.schedule, step, steps=300, steps_per_epoch=100, ranks=4)
-        for step in (0, 99, 100, 299)
-    ]
-    assert rates == pytest.approx([1, 1, 1 / 1.01, 1 / 1.01**2])
 
 
 def test_training_on_a_few_utterances_lowers_the_loss(tmp_path: Path, words: Words) -> None:

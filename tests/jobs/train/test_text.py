@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -16,7 +15,7 @@ from data.text.packing import Frame, contiguous
 from jobs.config.file import load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.optimizers import build_optimizer, learning_rate_factor
+from jobs.train.optimizers import build_optimizer
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import make_network
 from tests.jobs.train.conftest import CONFIGS, Configured, Words
@@ -77,16 +76,6 @@ def test_adam_without_correction_follows_its_formula(decay: float) -> None:
     for parameter, reference in zip((matrix, vector), expected, strict=True):
         torch.testing.assert_close(parameter.detach().double(), reference, rtol=1e-5, atol=1e-6)
     assert optimizer.param_groups[0]["eps"] == 1e-6
-
-
-def test_the_shipped_schedule_rises_over_a_tenth_of_the_run() -> None:
-    schedule = load(BERT, ["data.path=text.h5"]).schedule
-    factors = [
-        learning_rate_factor(schedule, step, steps=100, steps_per_epoch=7, ranks=4) for step in range(100)
-    ]
-    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert np.diff(factors[10:]) == pytest.approx(-1 / 89)
-    assert factors[-1] == pytest.approx(0.0)
 
 
 def test_gpts_shipped_file_has_three_sizes() -> None:
