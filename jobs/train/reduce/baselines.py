@@ -57,9 +57,9 @@ class DenseTraining(ABC):
         """Forget all gradients."""
         self.inner.zero_grad(set_to_none=True)
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it backward passes add up locally."""
+        return nullcontext()
 
     @abstractmethod
     def _finish(self) -> Traffic:
@@ -109,9 +109,9 @@ class DenseTraining(ABC):
         self._steps = state.pop("reducer")["steps"]
         load_state(self.inner, state)
 
-    @abstractmethod
     def close(self) -> None:
-        """Free what was set up. Collective."""
+        """End the process group. Collective."""
+        stop_process_group()
 
 
 class NcclTraining(DenseTraining):
@@ -141,9 +141,6 @@ class NcclTraining(DenseTraining):
         for parameter, view in zip(self._parameters, self._gradients.views, strict=True):
             parameter.grad = view
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _finish(self) -> Traffic:
         vector, sent = self._gradients.collect(), self._sent
         if sent is not vector:
@@ -155,9 +152,6 @@ class NcclTraining(DenseTraining):
             vector.mul_(self._scale)
         self._attach()
         return ring_traffic(sent.nbytes // 4, dist.get_world_size(), 1)
-
-    def close(self) -> None:
-        stop_process_group()
 
 
 _COMPRESSED = {
@@ -240,9 +234,6 @@ class DdpTraining(DenseTraining):
     def no_sync(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.network.no_sync()
         return context
-
-    def close(self) -> None:
-        stop_process_group()
 
     def _finish(self) -> Traffic:
         return ring_traffic(self.length // self._elements_per_word, self._ranks, self._pieces)
