@@ -29,17 +29,6 @@ KNOWN = {
 """device -> what `--methods` takes."""
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Reads numbers of at least 1, for a parser."""
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{min(found)} is not at least 1")
-    return found
-
-
 def _at_least(least: int) -> Callable[[str], int]:
     """Reads a number of at least `least`, for a parser."""
 
@@ -50,6 +39,14 @@ def _at_least(least: int) -> Callable[[str], int]:
 
     read.__name__ = "int"
     return read
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of at least 1, for a parser."""
+    try:
+        return tuple(map(_at_least(1), text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
 
 
 class _Setting(argparse.Action):
