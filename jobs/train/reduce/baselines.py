@@ -166,6 +166,9 @@ EAGER_STEPS = 11
 class DdpTraining(DenseTraining):
     """torch's DistributedDataParallel around a model; its hooks reduce in the backward pass.
 
+    DistributedDataParallel forms its buckets anew after its first backward pass. On CPUs it does so here at once, for parameters
+    that become ready in the reverse of their order, so that a run that continues has the buckets of the one before.
+
     A CUDA graph of a backward pass holds what the hooks have launched while it was captured, collectives included, and a replay
     runs no hook.
 
@@ -180,6 +183,8 @@ class DdpTraining(DenseTraining):
     Attributes:
         network: what losses are to be computed with.
     """
+
+    _at_once_on_gpus = False  # where sums have no fixed order, and parameters may become ready in another one
 
     def __init__(
         self,
@@ -209,11 +214,28 @@ class DdpTraining(DenseTraining):
                 broadcast_buffers=False,  # batch-norm statistics are averaged before an evaluation
                 gradient_as_bucket_view=True,
             )
-        if dtype in _COMPRESSED:
-            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+        self._register_hook(dtype)
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+        if self._at_once_on_gpus or not self._parameters[0].is_cuda:
+            with self._beside():
+                self._form_buckets()
+
+    def _register_hook(self, dtype: torch.dtype) -> None:
+        if dtype in _COMPRESSED:
+            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+
+    def _form_buckets(self) -> None:
+        """Backward passes of zeros, in the buckets before and in the final ones. Collective."""
+        reducer = self.network.reducer
+        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        for _ in range(2):
+            reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
+            for parameter in reversed(parameters):
+                parameter.backward(torch.zeros_like(parameter))
+        self.zero_grad()
 
     def _beside(self) -> AbstractContextManager[None]:
         """Where the graphs will be captured, if any will."""

@@ -133,7 +133,7 @@ def test_a_second_process_group_and_unknown_backends_are_refused(comm: MPI.Intra
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("done", [1, 2, EVERY, EVERY + 2])
-@pytest.mark.parametrize("mode", [nccl, powersgd, sparseloco])  # DDP forms its buckets anew after a step
+@pytest.mark.parametrize("mode", [nccl, ddp, powersgd, sparseloco])
 def test_a_state_goes_on_bit_for_bit(
     gloo: MPI.Intracomm, mode: Callable[[nn.Module, int], DenseTraining], done: int
 ) -> None:
