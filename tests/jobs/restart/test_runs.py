@@ -199,11 +199,12 @@ ADAMW = ("optimizer.name=adamw", "optimizer.lr=2e-3", "optimizer.momentum=0", "o
 @pytest.mark.parametrize(
     "settings",
     [
+        ["reduction.method=ddp", "reduction.bucket_mb=0.005"],
         ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"],
         ["reduction.method=sparseloco", "reduction.sparseloco_steps=7"],
         [*ADAMW, "reduction.sends=updates", "reduction.every=3"],
     ],
-    ids=["powersgd", "sparseloco", "updates"],
+    ids=["ddp", "powersgd", "sparseloco", "updates"],
 )
 def test_a_mode_ends_as_if_it_had_not_been_stopped(
     comm: MPI.Intracomm, path: Path, settings: list[str]
