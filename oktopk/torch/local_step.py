@@ -106,6 +106,19 @@ class LocalStep:
             return every
         return [factor if used else 1.0 for factor, used in zip(every, here, strict=True)]
 
+    def moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> list[bool]:
+        """Which parameters the last step may have moved on some rank: their rates are not 0, as far as the host knows.
+
+        Args:
+            parameters, anywhere: as of `decay_of`.
+        """
+        here = list(map(bool, anywhere[: len(parameters)]))
+        resting = [group for group in self._inner.param_groups if is_zero(group.get("lr"))]
+        if not resting:
+            return here
+        still = {id(parameter) for group in resting for parameter in group["params"]}
+        return [used and id(each) not in still for used, each in zip(here, parameters, strict=True)]
+
 
 def betas_of_replica(
     betas: Sequence[float], replicas: float, averages: bool, least: float
@@ -153,6 +166,11 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     # before torch 2.7 AdamW is no Adam
     kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
     return isinstance(optimizer, kinds)
+
+
+def is_zero(rate: Any) -> bool:
+    """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
+    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
 def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -41,6 +41,7 @@ from oktopk.torch.agreement import (
 )
 from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.local_step import is_zero
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
     BackwardBuckets,
@@ -710,17 +711,7 @@ def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
 
 def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
-    return not optimizer.state and not moves(optimizer)
-
-
-def moves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a learning rate is not 0, as far as the host knows."""
-    return not all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _is_zero(rate: Any) -> bool:
-    """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
-    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
+    return not optimizer.state and all(is_zero(group.get("lr")) for group in optimizer.param_groups)
 
 
 def _check_reduced_once(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:

@@ -168,13 +168,27 @@ class Reference:
             most = torch.finfo(torch.float32).max / 4 / self._reducer.transport.size
             self._memory.tensor(self._reducer.residual).clamp_(-most, most)
 
-    def scale_residual(self, factor: float) -> None:
+    def scale_residual(self, factor: float, moving: Sequence[bool]) -> None:
         """residual := factor · residual, in the reducer: in two levels of this rank's shard, before `gather_residual`.
 
-        Memory traffic: 8n bytes, in two levels of the shard; none where the factor is 1.
+        Args:
+            factor: 1: nothing is done.
+            moving: of each parameter, whether its residual is scaled.
+
+        Memory traffic: 8n bytes, in two levels of the shard.
         """
-        if factor != 1.0:
-            self._memory.tensor(self._reducer.residual).mul_(factor)
+        group = self._reducer.group
+        if factor == 1.0 or (group is not None and group.shard is None):
+            return
+        residual = self._memory.tensor(self._reducer.residual)
+        if all(moving):
+            residual.mul_(factor)
+            return
+        spans = missing_spans([view.numel() for view in self.views], [not each for each in moving])
+        if group is not None and group.shard is not None:
+            spans = group.layout.spans_of_shard(spans, group.shard)
+        for begin, end in spans:
+            residual[begin:end].mul_(factor)
 
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""

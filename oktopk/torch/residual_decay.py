@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from oktopk.damage import StateError
@@ -21,12 +22,13 @@ class ResidualDecay:
     """Counts exchanges, and tells by what to multiply the residual.
 
     Behind exchange t what joined the residual before exchange s, and was not sent, has become itself times
-    ((s + 29) / (t + 29))^power, to 3 %: the same after 100 exchanges of 200 as after 10,000 of 20,000. An entry of a residual is
-    the sum of updates that no gradient has answered: those of long ago were made at parameters that
-    are no more, and go too far together. At high densities, where entries wait a small part of the
-    run, next to nothing is lost.
+    ((s + 29) / (t + 29))^power: the same after 100 exchanges of 200 as after 10,000 of 20,000. An
+    entry of a residual is the sum of updates that no gradient has answered: those of long ago were
+    made at parameters that are no more, and go too far together. At high densities, where entries
+    wait a small part of the run, next to nothing is lost.
 
-    Exchanges in which all learning rates are 0 do not count.
+    The residual is multiplied where it is to lose 3 % since the last time, so that up to 3 % are
+    still to be lost.
 
     Args:
         power: >= 0; 0: nothing is lost.
@@ -42,33 +44,37 @@ class ResidualDecay:
         self.power = power
         self.exchanges = self.last = 0
 
-    def count(self, moves: bool) -> float:
+    def count(self, moved: bool) -> float:
         """Count an exchange; by what the residual is to be multiplied behind it. Equal on all ranks.
 
         Args:
-            moves: whether a learning rate is not 0.
+            moved: whether the exchange may have moved a parameter; else it does not count.
         """
-        self.exchanges += moves
+        self.exchanges += moved
         factor = ((self.last + _FROM) / (self.exchanges + _FROM)) ** self.power
-        if factor > 1 - _LEAST:
+        if 1 - _LEAST < factor < 1:
             return 1.0
         self.last = self.exchanges
         return factor
 
-    def state(self) -> list[int]:
+    def state(self) -> list[float]:
         """What `load` takes."""
-        return [self.exchanges, self.last]
+        return [self.exchanges, self.last, self.power]
 
-    def load(self, state: list[int]) -> None:
-        """Go on from a state that was checked."""
-        self.exchanges, self.last = state
+    def load(self, state: Sequence[float]) -> None:
+        """Go on from a state that was checked; from one of another power what is left is kept whole."""
+        self.exchanges, self.last = int(state[0]), int(state[1])
+        if state[2] != self.power:
+            self.last = self.exchanges
 
     @staticmethod
     def check_state(state: Any) -> None:
         """Raise StateError for what `load` does not take."""
-        exchanges, last = map(int, state)
-        if not 0 <= last <= exchanges:
-            raise StateError(f"the residual's decay of the state is of {last} exchanges of {exchanges}")
+        exchanges, last, power = map(float, state)
+        if not 0 <= last <= exchanges or not power >= 0:
+            raise StateError(
+                f"the decay of the state's residual is of {last} exchanges of {exchanges}, power {power}"
+            )
 
 
 def check_power(power: Any) -> None:

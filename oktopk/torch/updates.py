@@ -29,7 +29,7 @@ from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
-from oktopk.torch.optimizer import DistributedOptimizer, moves
+from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
@@ -157,6 +157,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     local_share: float
     """Of its residual that a replica's own parameters hold."""
 
+    residual_decay: float
+    """The power by which residuals forget; 0 where nothing is lost."""
+
     @staticmethod
     def _default_method(density: Any, every: int) -> str:
         """Where each step is exchanged, Ok-Topk lost less than `union` at 6.25 %, and more at 1.25 % and below.
@@ -223,7 +226,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if power is None:
             often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
             power = ADAM_DECAY if often else 0.0
-        self._forgetting = ResidualDecay(float(power))
+        self.residual_decay = float(power)
+        self._forgetting = ResidualDecay(self.residual_decay)
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
@@ -551,7 +555,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self.reducer.tokens is not None:  # the ranks' hashes are equal
                 reference.marked.clear()
             factors = self._local.decay_of(self._replica.parameters, anywhere)
-            reference.scale_residual(self._forgetting.count(moves(self.inner)))
+            moving = self._local.moved(self._replica.parameters, anywhere)
+            reference.scale_residual(self._forgetting.count(any(moving)), moving)
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
@@ -680,6 +685,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             given["whether the state is of updates"] = own is not None
             if own is not None:
                 self._check_own(own)
+                given["what the residual of the state has forgotten"] = tuple(own["forgetting"])
                 self._check_replica(saved)
                 # torch's distributed checkpoint has those of one rank beside it
                 state.setdefault("param_groups", own["optimizer"]["param_groups"])
@@ -708,7 +714,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self._selecting is not None:
                 self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
-            self._forgetting.load([0, 0] if own is None else own["forgetting"])
+            self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
             if self._ratio is not None:
                 self._ratio.measured = 0  # ranks number their averages by it
                 if own is not None and own["ratio"] is not None:
@@ -829,7 +835,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def __repr__(self) -> str:
         one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
-        shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}{one_pass}"
+        shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}"
+        shown += f", residual_decay={self.residual_decay:.3g}{one_pass}"
         return f"{super().__repr__()[:-1]}, {shown})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+import oktopk.torch
 from oktopk import DistributedOptimizer
 from oktopk.damage import StateError
 from oktopk.torch.residual_decay import ResidualDecay
@@ -21,7 +23,7 @@ from oktopk.torch.residual_decay import ResidualDecay
 def test_an_update_counts_by_its_age_over_that_of_the_run(power: float) -> None:
     decay, left, multiplied = ResidualDecay(power), 1.0, 0
     for exchange in range(1, 5001):
-        factor = decay.count(moves=True)
+        factor = decay.count(moved=True)
         left *= factor
         multiplied += factor != 1.0
         due = (29 / (29 + exchange)) ** power
@@ -32,35 +34,55 @@ def test_an_update_counts_by_its_age_over_that_of_the_run(power: float) -> None:
 
 def test_exchanges_at_rates_of_zero_and_a_power_of_zero_forget_nothing() -> None:
     decay, twin = ResidualDecay(2.0), ResidualDecay(2.0)
-    factors = [decay.count(moves=True) for _ in range(9)]
-    assert [decay.count(moves=False) for _ in range(99)] == [1.0] * 99
+    factors = [decay.count(moved=True) for _ in range(9)]
+    assert [decay.count(moved=False) for _ in range(99)] == [1.0] * 99
     for factor in factors:
-        assert twin.count(moves=True) == factor != 1.0
+        assert twin.count(moved=True) == factor != 1.0
+    while decay.last == decay.exchanges:  # until some is still to be lost
+        decay.count(moved=True)
     twin.load(decay.state())
-    assert [twin.count(moves=True) for _ in range(99)] == [decay.count(moves=True) for _ in range(99)]
-    assert {ResidualDecay(0.0).count(moves=True) for _ in range(99)} == {1.0}
+    assert [twin.count(moved=True) for _ in range(99)] == [decay.count(moved=True) for _ in range(99)]
+    none = ResidualDecay(0.0)
+    assert {none.count(moved=True) for _ in range(99)} == {1.0}
+    assert none.state() == [99, 99, 0.0]
 
 
-@pytest.mark.parametrize("state", [[3, 4], [-1, -1], [1]])
+def test_what_was_kept_with_another_power_is_not_lost_at_once() -> None:
+    for before in (0.0, 0.01):
+        saved, loaded = ResidualDecay(before), ResidualDecay(2.0)
+        for _ in range(200):
+            saved.count(moved=True)
+        loaded.load(saved.state())
+        assert loaded.count(moved=True) == 1.0 and loaded.count(moved=True) == 1.0
+        assert loaded.count(moved=True) > 0.96 or before == 0.0
+
+
+@pytest.mark.parametrize("state", [[3, 4, 2.0], [-1, -1, 2.0], [1], [2, 1, -1.0], [2, 1, math.nan]])
 def test_a_damaged_state_is_refused(state: Any) -> None:
     with pytest.raises((StateError, ValueError)):
         ResidualDecay.check_state(state)
 
 
-def run(comm: MPI.Intracomm, kind: Any, steps: int, **settings: Any) -> tuple[Any, list[Any]]:
+def run(
+    comm: MPI.Intracomm, kind: Any, steps: int, group: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Any, list[Any]]:
     """The optimizer after some steps, and what the exchanges lost: residuals in float64, less what was kept."""
     torch.manual_seed(0)
     layer = nn.Linear(40, 25)
     optimizer: Any = DistributedOptimizer(
-        kind(layer.parameters(), lr=0.01), comm, sends="updates", density=0.05, **settings
+        kind(layer.parameters(), **{"lr": 0.01, **(group or {})}),
+        comm,
+        sends="updates",
+        density=0.05,
+        **settings,
     )
     generator = torch.Generator().manual_seed(comm.rank)
     lost = []
     scale = optimizer._reference.scale_residual
 
-    def watched(factor: float) -> None:
+    def watched(factor: float, moving: list[bool]) -> None:
         before = optimizer.reducer.residual.copy()
-        scale(factor)
+        scale(factor, moving)
         assert np.array_equal(optimizer.reducer.residual, before * np.float32(factor))
         lost.append((factor, np.abs(before - optimizer.reducer.residual).sum()))
 
@@ -107,7 +129,7 @@ def test_what_is_left_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> N
         for mine, saved in zip(*(each.param_groups[0]["params"] for each in (other, optimizer)), strict=True):
             mine.copy_(saved)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert other._forgetting.state() == optimizer._forgetting.state() == [7, 7]
+    assert other._forgetting.state() == optimizer._forgetting.state() == [7, 7, 1.5]
     for each in (optimizer, other):
         for group in each.param_groups:
             for parameter in group["params"]:
@@ -115,6 +137,70 @@ def test_what_is_left_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> N
         each.step()
     assert np.array_equal(other.reducer.residual, optimizer.reducer.residual)
     assert torch.equal(other._reference.vector, optimizer._reference.vector)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("still", ["frozen", "rate 0"])
+def test_what_does_not_move_forgets_nothing(comm: MPI.Intracomm, still: str, ranks_per_host: int) -> None:
+    """A layer without gradients on any rank, and one whose rate is 0 beside another one's."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(30, 20), nn.Linear(20, 30)]
+    groups = [{"params": layer.parameters()} for layer in layers]
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0),
+        comm,
+        density=0.02,
+        method="union",
+        ranks_per_host=ranks_per_host,
+    )
+    generator = torch.Generator().manual_seed(comm.rank)
+    held = []
+    for step in range(9):
+        for number, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                rest = step >= 4 and number == 1
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                if rest and still == "frozen":
+                    parameter.grad = None
+        if step == 4 and still == "rate 0":
+            optimizer.param_groups[1]["lr"] = 0.0
+        optimizer.step()
+        held.append(
+            [optimizer._reference.residual.clone(), *(each.weight.detach().clone() for each in layers)]
+        )
+    first = sum(parameter.numel() for parameter in layers[0].parameters())
+    for before, after in pairwise(held[4:]):
+        unsent = after[0][first:] != 0
+        assert unsent.any() and torch.equal(after[0][first:][unsent], before[0][first:][unsent])
+        assert not torch.equal(after[0][:first], before[0][:first])
+    if still == "frozen":
+        assert torch.equal(held[4][2], held[-1][2])
+    assert optimizer._forgetting.exchanges == 9
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_skipped_exchange_forgets_nothing(comm: MPI.Intracomm) -> None:
+    optimizer, lost = run(comm, torch.optim.AdamW, 3, nonfinite="skip")
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.step()
+    assert optimizer.reducer.residual.any() and optimizer._forgetting.exchanges == 3
+    assert lost[3:] in ([], [(1.0, 0.0)])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+def test_the_pass_that_selects_forgets_as_torchs_adamw(comm: MPI.Intracomm, method: str) -> None:
+    vectors = []
+    for kind in (torch.optim.AdamW, oktopk.torch.AdamW):
+        optimizer, lost = run(comm, kind, 8, {"eps": 1.0}, method=method)  # moves of unlike sizes
+        assert all(factor < 1 for factor, _ in lost)
+        vectors.append((optimizer.reducer.residual.copy(), optimizer._reference.vector.numpy().copy()))
+    (one, one_reference), (other, other_reference) = vectors
+    # an entry near the threshold may be sent by one of them alone
+    assert np.mean(np.abs(one - other) > 1e-6) < 0.02
+    assert np.mean(np.abs(one_reference - other_reference) > 1e-6) < 0.02
 
 
 @pytest.mark.mpi
