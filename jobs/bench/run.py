@@ -242,7 +242,7 @@ def run_all(todo: Callable[[], tuple[str, Sequence[Measure]]], options: Options,
             if output is not None:
                 output.write(content)  # after each, so that what is done stays when the job is cut off
         if kind == "gpu table" and len(runs) > 1 and not options.quiet:
-            show(f"\n{cells_table({'runs': runs})}", flush=True)
+            show(f"\n{cells_table({'runs': runs}).terminal()}", flush=True)
     except (BenchError, NonFiniteGradientError) as error:
         say(comm, f"{options.module}: {error}")
         return 2

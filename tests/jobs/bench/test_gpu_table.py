@@ -67,7 +67,7 @@ def test_all_cells_are_measured_and_end_in_one_table(
     todo = [partial(measure_run, each, MPI.COMM_SELF) for each in cells]
     assert run_all(lambda: ("gpu table", todo), cells[0], MPI.COMM_SELF) == 0
     found = read(path)
-    assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found)}\n")
+    assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found).terminal()}\n")
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)
     assert [(run["length"], run["k"], run["course"]["steps"]) for run in found["runs"]] == [
         (3000, 150, 8),
