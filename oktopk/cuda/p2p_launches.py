@@ -209,7 +209,7 @@ class P2PLaunches:
             collect["await_signal"].prepare(p2p=p2p, signal=signal) for signal in (SELECTED, KEPT)
         ]
         self._collect = collect["collect_region"].prepare(
-            p2p=p2p, packed_at=packed_at, k=self.k, cap=selection_cap(self.k), capacity=self._pool.size, pool=self._pool.pointer,
+            p2p=p2p, packed_at=packed_at, cap=selection_cap(self.k), capacity=self._pool.size, pool=self._pool.pointer,
             splits=splits, report=device.address("collected"),
         )  # fmt: skip
         self._overflow_blocks = lists.overflow_blocks

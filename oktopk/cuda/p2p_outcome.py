@@ -15,6 +15,7 @@ from collectives.cuda.layouts import (
     BAD_SUMS,
     BAD_THRESHOLD,
     DECISION_WORDS,
+    FEW_BIT,
     NOT_FINITE,
     PROCEED,
     SHORT_BIT,
@@ -31,7 +32,8 @@ def packing_of(words: list[int], ranks: int) -> Packing:
     """What the kernels of this rank selected, from the words that `put_selected` of p2p.cuh posts."""
     nnz, nonfinite, *found = words
     offsets, (candidates, bits, *splits) = found[: ranks + 1], found[ranks + 1 :]
-    return Packing(nnz % (1 << SHORT_BIT), nonfinite, offsets, np.array(splits, np.int64), candidates, bits)
+    nnz, nonfinite = nnz % (1 << SHORT_BIT), nonfinite % (1 << FEW_BIT)
+    return Packing(nnz, nonfinite, offsets, np.array(splits, np.int64), candidates, bits)
 
 
 class Outcome(NamedTuple):
@@ -42,7 +44,7 @@ class Outcome(NamedTuple):
         nearest: the candidate threshold whose count is nearest k.
         bits: the global threshold.
         total: entries applied; after BAD_THRESHOLD those that reach the nearest candidate.
-        few: some rank selected fewer than k/2, and may know no good threshold.
+        few: some rank selected fewer than k/2 and not all that is not zero: it may know no good threshold.
         counts: sums that each rank keeps; after NOT_FINITE its elements that are not finite, after ABORTED why it is behind that.
     """
 

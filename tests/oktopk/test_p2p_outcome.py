@@ -10,6 +10,7 @@ from collectives.cuda.layouts import (
     BAD_SELECTION,
     BAD_SUMS,
     BAD_THRESHOLD,
+    FEW_BIT,
     NOT_FINITE,
     PROCEED,
     SHORT_BIT,
@@ -69,7 +70,7 @@ def test_only_elements_name_ranks_that_are_not_finite() -> None:
 
 def test_words_are_read_in_the_order_in_which_kernels_post_them() -> None:
     assert Outcome.read([SKEWED, 7, 8, 9, 1, 10, 11]) == Outcome(SKEWED, 7, 8, 9, True, [10, 11])
-    packing = packing_of([40 | 1 << SHORT_BIT, 2, 0, 10, 20, 40, 50, 77, 100, 200], 3)
+    packing = packing_of([40 | 1 << SHORT_BIT, 2 | 1 << FEW_BIT, 0, 10, 20, 40, 50, 77, 100, 200], 3)
     assert (packing.nnz, packing.nonfinite, packing.candidates, packing.cut_bits) == (40, 2, 50, 77)
     assert (packing.offsets, packing.splits.tolist()) == ([0, 10, 20, 40], [100, 200])
     assert packing_of([5, 0, 0, 5, 0, 0], 1).splits.tolist() == []
