@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.cuda.layouts import (
-    ABORTED,
     BAD_REGIONS,
     BAD_SELECTION,
     BAD_SUMS,
@@ -30,8 +29,8 @@ STOPPED_BEFORE_SUMS = frozenset((BAD_SELECTION, NOT_FINITE, BAD_REGIONS))
 
 def packing_of(words: list[int], ranks: int) -> Packing:
     """What the kernels of this rank selected, from the words that `put_selected` of p2p.cuh posts."""
-    nnz, nonfinite, *found = words
-    offsets, (candidates, bits, *splits) = found[: ranks + 1], found[ranks + 1 :]
+    nnz, nonfinite, *rest = words
+    offsets, (candidates, bits, *splits) = rest[: ranks + 1], rest[ranks + 1 :]
     nnz, nonfinite = nnz % (1 << SHORT_BIT), nonfinite % (1 << FEW_BIT)
     return Packing(nnz, nonfinite, offsets, np.array(splits, np.int64), candidates, bits)
 
@@ -84,8 +83,6 @@ class Action(Enum):
     """Apply nothing: a gradient or a sum is not finite."""
     GIVE_UP = auto()
     """Apply nothing: the gradient stays in the residual."""
-    RAISE = auto()
-    """No step may follow."""
 
 
 _ACTIONS = {
@@ -97,7 +94,6 @@ _ACTIONS = {
     SKEWED: (Action.GATHER, Action.GATHER, Action.GIVE_UP),
     NOT_FINITE: (Action.FLAG, Action.FLAG, Action.FLAG),
     BAD_SUMS: (Action.FLAG, Action.FLAG, Action.FLAG),
-    ABORTED: (Action.RAISE, Action.RAISE, Action.RAISE),
 }
 
 
