@@ -254,7 +254,7 @@ class GradientAllreduce(Resumable):
         - A step that needs the host is given up: `update` is zero, and the gradient stays in the residual. That is rare: a
           selection of more than 2k, no such candidate, a region that got far too much, kept entries far from balanced. The
           following steps are waited for until eight in a row did not need the host, as at the beginning. So they are after a
-          step in which some rank selects fewer than k/2.
+          step in which some rank selects fewer than k/2, and not all nonzeros.
         - A gradient that is not finite is found a step later.
 
         Args:

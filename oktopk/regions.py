@@ -53,6 +53,7 @@ class Regions:
         self.boundaries = equal_boundaries(length, transport.size)
         self.splits: NDArray[np.int64] | None = None
         self.stale = True
+        self._learns = True
 
     def are_due(self, planned: bool) -> bool:
         """Whether this step renews the boundaries; equal on all ranks, as `planned` is."""
@@ -64,13 +65,22 @@ class Regions:
         self.boundaries = region_boundaries(self.splits, self._length, self._transport)
         self.stale = False
 
+    def begin(self, moved: bool) -> None:
+        """Tell what the step selects from. Every rank must call, before `learn`.
+
+        Args:
+            moved: a `Displacement`. From the first one nothing is learned: Adam first moves all elements by as much, and of equal
+                magnitudes the lowest indices are selected.
+        """
+        self._learns = not (moved and self.splits is None)
+
     def learn(self, splits: NDArray[np.int64] | None) -> None:
         """Remember what a step selected. Every rank must call.
 
         Args:
             splits: of this rank's selection; None where it is empty: the rank proposes the last ones, at first equal lengths.
         """
-        if splits is not None:
+        if splits is not None and self._learns:
             self.splits = splits
         elif self.splits is None:
             self.splits = equal_boundaries(self._length, self._transport.size)[1:-1]

@@ -136,16 +136,16 @@ class LocalSelection:
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
         """
-        mine, buffer, found = packing.nnz, self.buffer(k), (packing.offsets, packing.splits)
-        nnz, flag = self._over_shards(mine, packing.nonfinite > 0)
+        own_nnz, buffer, layout = packing.nnz, self.buffer(k), (packing.offsets, packing.splits)
+        nnz, flag = self._over_shards(own_nnz, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             nothing = SparseVector(buffer[:0], self._length)
             return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
         if nnz > 2 * k or (exact and nnz < k and bits > 1):
-            mine, bits = self._repack(residual, k, buffer)
-            (nnz, _), exact, found = self._over_shards(mine, False), True, (None, None)
-        packed, threshold_bits = buffer[:mine], bits
+            own_nnz, bits = self._repack(residual, k, buffer)
+            (nnz, _), exact, layout = self._over_shards(own_nnz, False), True, (None, None)
+        packed, threshold_bits = buffer[:own_nnz], bits
         if packing.candidates:
             exact, threshold_bits = True, packing.cut_bits
             self.learn_exact(packing.candidates, k, bits, threshold_bits)
@@ -153,10 +153,12 @@ class LocalSelection:
             self.learn_exact(nnz, k, bits, bits)
         elif exact or nnz > selection_cap(k):
             packed, threshold_bits = self._tighten(packed, nnz, k, bits)
-            exact, found = True, (None, None)
+            exact, layout = True, (None, None)
         else:
             self._follow(nnz, k, bits)
-        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), *found)
+        return Selection(
+            SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), *layout
+        )
 
     def force_exact(self) -> None:
         """Make the next step exact. The last pass is not used."""

@@ -37,7 +37,8 @@ class Settings:
     Attributes:
         density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
         threshold_interval: steps between exact thresholds (tau'), >= 1.
-        boundary_interval: steps between new region boundaries (tau), >= 1, which come from the selections of the step before.
+        boundary_interval: steps between new region boundaries (tau), >= 1, which come from the selections of the step before;
+            at first in the 2nd, 3rd, 5th and 9th sparse step, and so on.
             Before the first interval ends, steps 1, 2, 4, 8, ... renew them, too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,

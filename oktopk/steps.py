@@ -147,7 +147,7 @@ class Steps:
         with self.backend.stream_scope():
             self._complete()
             self._placement.withhold(self._vectors, absent)
-            beside = problem, absent, token
+            beside = problem, absent, token, moved
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
                 if moved:
                     readable = self._method_at(self.steps)[0].reads_displacements and not measure
@@ -217,7 +217,9 @@ class Steps:
         begun, self._open = self._open, None
         self._end(*begun)
 
-    def _measured_step(self, gradient: Any, problem: str, absent: Spans, token: int | None) -> StepReport:
+    def _measured_step(
+        self, gradient: Any, problem: str, absent: Spans, token: int | None, moved: bool
+    ) -> StepReport:
         """One step, which is waited for."""
         method, k = self._method_at(self.steps)
         if method.sparse:
@@ -227,7 +229,7 @@ class Steps:
                     sampler = Sampler(self.length, self.backend, self.transport)
                 self._sampler = sampler
             self._sampler.before(*self._placement.measured(gradient, self._vectors))
-        report = self._begin(gradient, problem, absent, token, may_defer=False)
+        report = self._begin(gradient, problem, absent, token, moved, may_defer=False)
         self._complete()
         if method.sparse and self._sampler is not None and not report.skipped:
             to_sum = float(self.transport.size) if self.settings.average else 1.0
@@ -241,7 +243,7 @@ class Steps:
         return sparse % interval == 0 or (sparse < interval and sparse.bit_count() == 1)
 
     def _begin(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, may_defer: bool
+        self, gradient: Any, problem: str, absent: Spans, token: int | None, moved: bool, may_defer: bool
     ) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages, self.backend.nvtx)
@@ -255,6 +257,7 @@ class Steps:
             new_boundaries=changed or self._renews_boundaries(),
             scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
+            moved=moved,
             may_defer=may_defer and settings.deferred and self._trust == _TRUSTED,
             problem=problem,
             absent=absent,

@@ -4,11 +4,11 @@
 //          lists in rotation order (own, r-1, r-2, ...), one after the other. splits[ranks][tiles + 1]: where each tile of the region
 //          begins in each list, as positions in the pool. report in host memory: each rank's entries for this region. p: structs
 //          of layouts.py.
-// Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. k: entries wanted; cap: most
-//          entries of a selection.
+// Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. cap: most entries of a
+//          selection.
 // Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the signals of all ranks. The others: one block of 128.
-// Signals  SELECTED: nnz, perhaps with SHORT_BIT, nonfinite, and ranks + 1 offsets at which the regions begin in the selection. KEPT:
-//          no words.
+// Signals  SELECTED: nnz, perhaps with SHORT_BIT, nonfinite, perhaps with FEW_BIT, and ranks + 1 offsets at which the regions begin in
+//          the selection. KEPT: no words.
 // Overflow the step stops, on every rank alike, where a selection is above the cap, too short or not finite, or a region's lists do
 //          not fit a pool. NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read from peers, 8 written.
@@ -61,11 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
     bool over = false, few = false, overflows = false;
     if (lane < ranks) {
       nnz = headers[source][0];
-      nonfinite = headers[source][1];
+      nonfinite = headers[source][1] & ~(1u << FEW_BIT);
+      few = headers[source][1] >> FEW_BIT;
       from = headers[source][2 + rank];
       count = headers[source][3 + rank] - from;
       over = nnz > p.cap;
-      few = 2 * nnz < p.k;
       unsigned long long incoming = 0;  // of region `lane`
       for (int q = 0; q < ranks; ++q) incoming += headers[q][3 + lane] - headers[q][2 + lane];
       overflows = incoming > p.capacity;

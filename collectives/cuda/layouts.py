@@ -34,6 +34,8 @@ MISSING, RAISED, DIFFERS = 1, 2, 3  # why a rank is behind an abort
 CUT_TO_K, DEFERRED, FLAGGED, ODD = 1, 2, 4, 8
 # set in the size of a selection that holds too few, which is above any cap then: all ranks stop
 SHORT_BIT = 31
+# set in the count of elements that are not finite of a selection of fewer than k/2, which a lower threshold would make longer
+FEW_BIT = 31
 NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
 NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
@@ -133,7 +135,7 @@ Step = struct("Step", """
     unsigned epoch; unsigned local_bits; unsigned global_bits; unsigned support; unsigned lower; int tiles;
     int shift; unsigned flags;""")
 # What all ranks decided alike. counts: sums each rank keeps; after a stop for NOT_FINITE its elements that are not finite. total:
-# sums kept; after a stop for BAD_THRESHOLD those that reach the candidate nearest k. few: some selection holds fewer than k/2.
+# sums kept; after a stop for BAD_THRESHOLD those that reach the candidate nearest k. few: some selection has FEW_BIT.
 Decision = struct("Decision", """
     unsigned stop; unsigned nearest; unsigned bits; unsigned total; unsigned few;
     unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
@@ -162,7 +164,7 @@ struct("PutSelection", """
 struct("PutKept", "P2P p2p;", "put_kept")
 struct("AwaitSignal", "P2P p2p; int signal;", "await_signal")
 struct("CollectRegion", """
-    P2P p2p; unsigned long long packed_at; unsigned k; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
+    P2P p2p; unsigned long long packed_at; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
     volatile unsigned* report;""", "collect_region")
 struct("SplitTiles", """
     const Entry* pool; const long long* ranges; int lists; Region region; unsigned* splits;""", "split_tiles")

@@ -16,7 +16,8 @@
 // Launch   accumulate_select: a block of THREADS a chunk. compact_selection: a block of THREADS a group; finished[1] zeroed once. With
 //          windows its last block signals SELECTED with the header, unless the selection must be trimmed: it holds more than `cap`
 //          entries (CUT_TO_K: at least k), all of them here. needs_no_trim[1] says which: 0 leaves signal and trimming to kth.cu. One of
-//          fewer than k, which are not all nonzeros, gets SHORT_BIT where CUT_TO_K asks for k, and the step is not deferred.
+//          fewer than k, which are not all nonzeros, gets SHORT_BIT where CUT_TO_K asks for k, and the step is not deferred;
+//          of fewer than k/2 FEW_BIT.
 //          With a step, threshold and epoch are the step's, and FLAGGED counts as one element that is not finite.
 // Order    entries ascend by index.
 // Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
@@ -478,8 +479,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   const bool trim = header[1] == 0 && nnz <= p.capacity && (flags & CUT_TO_K ? nnz >= p.k : nnz > p.cap);
   if (threadIdx.x == 0) *p.needs_no_trim = !trim;
   if (trim) return;
-  const bool is_short = (flags & (CUT_TO_K | DEFERRED)) == CUT_TO_K && nnz < p.k && p.p2p.step->local_bits > 1;
+  const bool may_grow = p.p2p.step->local_bits > 1;  // else these are all nonzeros
+  const bool is_short = (flags & (CUT_TO_K | DEFERRED)) == CUT_TO_K && nnz < p.k && may_grow;
   if (is_short && threadIdx.x == 0) p.header[0] = nnz | 1u << SHORT_BIT;
+  if (2ull * nnz < p.k && may_grow && threadIdx.x == 0) p.header[1] = header[1] | 1u << FEW_BIT;
   __syncthreads();
   put_selected(p.p2p, p.header, p.entries, nnz < p.capacity ? nnz : p.capacity, 0, 0, p.mailbox, p.p2p.step->epoch);
 }

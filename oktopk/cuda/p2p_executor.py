@@ -1,8 +1,8 @@
 """Ok-Topk's steps through peer memory: each is one launch, and ends by what the ranks decided.
 
-A launch does all of a step, also of the first one, and of one that renews regions. Where its kernels stop, all ranks stop at the
-same place, and `p2p_outcome` tells what follows. A step that is waited for goes on from a selection that the host has made right,
-with the exact threshold, or by messages. A deferred step is given up.
+A launch does all of a step, also of one that renews regions, unless its kernels stop. All ranks stop at the same place then, and
+`p2p_outcome` tells what follows. A step that is waited for goes on from a selection that the host has made right, in a second
+launch as the first step of all, with the exact threshold, or by messages. A deferred step is given up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class P2PExecutor:
     Args:
         method: its thresholds and regions serve steps through peer memory and over messages alike.
         vectors: of this rank.
-        lay_out: k -> an `oktopk.cuda.p2p_launches.P2PLaunches`. Collective.
+        make_launches: k -> an `oktopk.cuda.p2p_launches.P2PLaunches`. Collective.
 
     Attributes:
         method, vectors: as given.
@@ -63,8 +63,8 @@ class P2PExecutor:
         tokens: of its steps.
     """
 
-    def __init__(self, method: OkTopk, vectors: ErrorFeedback, lay_out: Callable[[int], Any]) -> None:
-        self.method, self.vectors, self._lay_out = method, vectors, lay_out
+    def __init__(self, method: OkTopk, vectors: ErrorFeedback, make_launches: Callable[[int], Any]) -> None:
+        self.method, self.vectors, self._make_launches = method, vectors, make_launches
         self.launches: Any = None
         self.tokens = TokenBoard(method.transport)
         self._aborted = ""  # why no step can follow
@@ -80,8 +80,10 @@ class P2PExecutor:
             # exact and deferred are equal on all ranks, as all that they depend on is
             exact = plan.exact or threshold.bits is None
             deferred = plan.may_defer and threshold.bits is not None
-            cut_to_k = plan.exact or local.needs_exact or local.bits is None
-            bits = local.lower_threshold() if cut_to_k or local.bits is None else local.bits
+            bits = None if plan.exact or local.needs_exact else local.bits
+            cut_to_k = bits is None
+            if bits is None:
+                bits = local.lower_threshold()
             flags = CUT_TO_K * cut_to_k + DEFERRED * deferred + FLAGGED * is_flagged(gradient)
             step = (_Deferred if deferred else _Waited)(
                 self, plan, gradient, boundaries, bits, flags, exact, deferred
@@ -185,7 +187,7 @@ class P2PExecutor:
                 raise RuntimeError(_ABORTED.format("a rank did not finish its step"))
             self.launches.close()
             self.launches = None
-        self.launches = self._lay_out(k)
+        self.launches = self._make_launches(k)
 
 
 @dataclass(slots=True)
@@ -193,7 +195,7 @@ class _P2PStep:
     """A step that is on the stream, see `oktopk.step.StepHandle`.
 
     Attributes:
-        peers: that began it.
+        executor: that began it.
         plan: of the step.
         gradient: the caller's.
         boundaries: int64[P + 1], its regions.
@@ -202,7 +204,7 @@ class _P2PStep:
         epoch: of the last launch.
     """
 
-    peers: P2PExecutor
+    executor: P2PExecutor
     plan: Plan
     gradient: Any
     boundaries: Any
@@ -214,19 +216,19 @@ class _P2PStep:
 
     def launch(self, selected: int | None = None) -> None:
         """Put its kernels on the stream, see `P2PLaunches.launch`."""
-        threshold = self.peers.method.threshold
+        threshold = self.executor.method.threshold
         bits = self.bits, threshold.lowest if self.exact else threshold.expected
-        self.epoch = self.peers.launches.launch(
-            self.gradient, self.peers.vectors, self.boundaries, bits, self.flags,
+        self.epoch = self.executor.launches.launch(
+            self.gradient, self.executor.vectors, self.boundaries, bits, self.flags,
             exact=self.exact, timed=self.plan.timer.detailed, selected=selected,
         )  # fmt: skip
 
     def abort(self) -> None:
-        self.peers.abort(self.epoch)
+        self.executor.abort(self.epoch)
 
     def result(self) -> StepResult:
         result = self._end()
-        result.tokens = self.peers.tokens.read()
+        result.tokens = self.executor.tokens.read()
         return result
 
     @abstractmethod
@@ -235,18 +237,18 @@ class _P2PStep:
 
     def _packing(self) -> Packing:
         """What the last launch selected; waits for that alone, which comes long before the outcome."""
-        peers = self.peers
-        return packing_of(peers.launches.selected.read(self.epoch), peers.method.transport.size)
+        executor = self.executor
+        return packing_of(executor.launches.selected.read(self.epoch), executor.method.transport.size)
 
     def _selection(self, packing: Packing) -> Selection:
         """The selection of a launch, made right where the kernels could not; learns from it."""
-        residual, cut_to_k = self.peers.vectors.residual, bool(self.flags & CUT_TO_K)
+        residual, cut_to_k = self.executor.vectors.residual, bool(self.flags & CUT_TO_K)
         assert residual is not None
         # the kernels of a deferred step take what they have packed, if it is not all
         exact = cut_to_k and (not self.deferred or self.bits == 1)
         if self.flags & FLAGGED:
             packing.nonfinite -= 1
-        return self.peers.method.selection.finish(packing, residual, self.plan.k, self.bits, exact)
+        return self.executor.method.selection.finish(packing, residual, self.plan.k, self.bits, exact)
 
 
 class _Waited(_P2PStep):
@@ -255,29 +257,27 @@ class _Waited(_P2PStep):
     __slots__ = ()
 
     def _end(self) -> StepResult:
-        peers, plan, exact = self.peers, self.plan, self.exact
+        executor, plan, exact = self.executor, self.plan, self.exact
         # while kernels run: the selection is known long before the outcome
         packing = self._packing()
         selection = self._selection(packing)
         with plan.timer.stage("step", ends=False):
             # the one wait: the kernels run on, and need nothing that the host learns
-            first = outcome = peers.outcome(self.epoch, exact, packing)
+            first = outcome = executor.outcome(self.epoch, exact, packing)
             action = next_action(outcome, exact=exact, deferred=False)
             if action is Action.LAUNCH_AGAIN:
-                with peers.launching():
+                with executor.launching():
                     self.launch(selected=selection.packed.nnz)
-                packing = self._packing()
-                selection.offsets, selection.splits = packing.offsets, packing.splits
-                outcome = peers.outcome(self.epoch, exact, packing)
+                outcome = executor.outcome(self.epoch, exact, self._packing())
                 action = next_action(outcome, exact=exact, deferred=False)
         if action is Action.GO_EXACT:
-            with peers.launching():
-                self.epoch = peers.launches.launch_exact(peers.method.threshold.lowest)
-            exact, outcome = True, peers.outcome(self.epoch, True)
+            with executor.launching():
+                self.epoch = executor.launches.launch_exact(executor.method.threshold.lowest)
+            exact, outcome = True, executor.outcome(self.epoch, True)
             action = next_action(outcome, exact=True, deferred=False)
         result = None
         if action is Action.APPLY:
-            result = peers.applied(self, selection, outcome, exact)
+            result = executor.applied(self, selection, outcome, exact)
             result.deferrable = could_be_deferred(first, plan.k)
         plan.timer.record("step")
         return result or self._end_by_messages(action, selection, outcome, exact)
@@ -286,13 +286,15 @@ class _Waited(_P2PStep):
         self, action: Action, selection: Selection, outcome: Outcome, exact: bool
     ) -> StepResult:
         """What a step gives that the kernels could not end. Collective."""
-        peers, plan = self.peers, self.plan
-        method, vectors = peers.method, peers.vectors
+        executor, plan = self.executor, self.plan
+        method, vectors = executor.method, executor.vectors
         try:
             if action is Action.FLAG:
                 raise FlaggedRanksError(outcome.flagged)
             if action is Action.GATHER:
-                result = method.keep_and_gather(peers.launches.lists(), selection, replace(plan, exact=exact))
+                result = method.keep_and_gather(
+                    executor.launches.lists(), selection, replace(plan, exact=exact)
+                )
             else:
                 result = method.exchange(selection, vectors.update, plan)
                 method.regions.stale = True
@@ -311,13 +313,14 @@ class _Deferred(_P2PStep):
     __slots__ = ()
 
     def _end(self) -> StepResult:
-        peers, regions, local = self.peers, self.peers.method.regions, self.peers.method.selection
+        executor, method = self.executor, self.executor.method
+        regions, local = method.regions, method.selection
         packing, selection = self._packing(), None
         if not (packing.nonfinite or packing.nnz > selection_cap(self.plan.k)):
             selection = self._selection(packing)
         if selection is None or (self.flags & CUT_TO_K and not selection.exact):
             local.force_exact()  # the step stops, or its guess was too high
-        outcome = peers.outcome(self.epoch, self.exact, packing)
+        outcome = executor.outcome(self.epoch, self.exact, packing)
         action = next_action(outcome, exact=self.exact, deferred=True)
         if action is Action.FLAG:
             raise FlaggedRanksError(outcome.flagged)
@@ -325,7 +328,7 @@ class _Deferred(_P2PStep):
             regions.stale = True
             regions.learn(packing.splits if packing.nnz else None)
         if action is Action.GIVE_UP or selection is None:
-            return StepResult(SparseVector.empty(peers.method.length), None, given_up=True)
-        result = peers.applied(self, selection, outcome, self.exact)
+            return StepResult(SparseVector.empty(method.length), None, given_up=True)
+        result = executor.applied(self, selection, outcome, self.exact)
         result.deferrable = not outcome.few
         return result

@@ -209,7 +209,7 @@ class P2PLaunches:
             collect["await_signal"].prepare(p2p=p2p, signal=signal) for signal in (SELECTED, KEPT)
         ]
         self._collect = collect["collect_region"].prepare(
-            p2p=p2p, packed_at=packed_at, k=self.k, cap=selection_cap(self.k), capacity=self._pool.size, pool=self._pool.pointer,
+            p2p=p2p, packed_at=packed_at, cap=selection_cap(self.k), capacity=self._pool.size, pool=self._pool.pointer,
             splits=splits, report=device.address("collected"),
         )  # fmt: skip
         self._overflow_blocks = lists.overflow_blocks
@@ -298,19 +298,21 @@ class P2PLaunches:
         self._odd ^= ODD
         epoch = self._set_step(*bits, to_clear, flags | self._odd)
         deferred, residual, update = bool(flags & DEFERRED), vectors.residual, vectors.update
-        self._vectors = found = pointer_of(gradient), pointer_of(residual), pointer_of(update)
+        self._vectors = addresses = pointer_of(gradient), pointer_of(residual), pointer_of(update)
         self._set_reader(gradient)
         self._timed = timed and selected is None
         if selected is not None:
             self._upload_step(stream.ptr)
             self._put_selection.params.nnz = selected
             self._put_selection(1, 128, stream.ptr)
-            self._enqueue(found, stream.ptr, exact, deferred)
+            self._enqueue(addresses, stream.ptr, exact, deferred)
         elif timed:
-            self._enqueue_whole(found, stream.ptr, exact, deferred)
+            self._enqueue_whole(addresses, stream.ptr, exact, deferred)
         else:
-            key = *found, self._reader.select.select.kernel.function, deferred
-            self._graphs.launch(key, exact, lambda at, exact: self._enqueue_whole(found, at, exact, deferred))
+            key = *addresses, self._reader.select.select.kernel.function, deferred
+            self._graphs.launch(
+                key, exact, lambda at, exact: self._enqueue_whole(addresses, at, exact, deferred)
+            )
         device.pending = True
         return epoch
 

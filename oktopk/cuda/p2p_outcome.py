@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.cuda.layouts import (
-    ABORTED,
     BAD_REGIONS,
     BAD_SELECTION,
     BAD_SUMS,
     BAD_THRESHOLD,
     DECISION_WORDS,
+    FEW_BIT,
     NOT_FINITE,
     PROCEED,
     SHORT_BIT,
@@ -29,9 +29,10 @@ STOPPED_BEFORE_SUMS = frozenset((BAD_SELECTION, NOT_FINITE, BAD_REGIONS))
 
 def packing_of(words: list[int], ranks: int) -> Packing:
     """What the kernels of this rank selected, from the words that `put_selected` of p2p.cuh posts."""
-    nnz, nonfinite, *found = words
-    offsets, (candidates, bits, *splits) = found[: ranks + 1], found[ranks + 1 :]
-    return Packing(nnz % (1 << SHORT_BIT), nonfinite, offsets, np.array(splits, np.int64), candidates, bits)
+    nnz, nonfinite, *rest = words
+    offsets, (candidates, bits, *splits) = rest[: ranks + 1], rest[ranks + 1 :]
+    nnz, nonfinite = nnz % (1 << SHORT_BIT), nonfinite % (1 << FEW_BIT)
+    return Packing(nnz, nonfinite, offsets, np.array(splits, np.int64), candidates, bits)
 
 
 class Outcome(NamedTuple):
@@ -42,7 +43,7 @@ class Outcome(NamedTuple):
         nearest: the candidate threshold whose count is nearest k.
         bits: the global threshold.
         total: entries applied; after BAD_THRESHOLD those that reach the nearest candidate.
-        few: some rank selected fewer than k/2, and may know no good threshold.
+        few: some rank selected fewer than k/2 and not all that is not zero: it may know no good threshold.
         counts: sums that each rank keeps; after NOT_FINITE its elements that are not finite, after ABORTED why it is behind that.
     """
 
@@ -82,8 +83,6 @@ class Action(Enum):
     """Apply nothing: a gradient or a sum is not finite."""
     GIVE_UP = auto()
     """Apply nothing: the gradient stays in the residual."""
-    RAISE = auto()
-    """No step may follow."""
 
 
 _ACTIONS = {
@@ -95,7 +94,6 @@ _ACTIONS = {
     SKEWED: (Action.GATHER, Action.GATHER, Action.GIVE_UP),
     NOT_FINITE: (Action.FLAG, Action.FLAG, Action.FLAG),
     BAD_SUMS: (Action.FLAG, Action.FLAG, Action.FLAG),
-    ABORTED: (Action.RAISE, Action.RAISE, Action.RAISE),
 }
 
 

@@ -245,6 +245,28 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, 
     assert renewed > 5 or comm.size == 1
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_without_a_gradient_keeps_nobody_from_deferring(
+    cuda: str, outcomes: list[Any], comm: MPI.Intracomm
+) -> None:
+    """It selects all that is not zero, fewer than k/2; one whose threshold was too high makes the next steps waited for."""
+    reducer = deferring(comm, threshold_interval=8)
+    draw, late = cubes(comm, LENGTH), 0
+    for _ in range(24):
+        late += not reducer.step(put(cuda, draw() if comm.rank else np.zeros(LENGTH, np.float32))).complete
+    assert late > 5
+    may_defer(reducer)
+    if comm.rank:
+        accumulated = np.sort(np.abs(get(reducer.residual)))
+        lowest = accumulated[-reducer._method_at(0)[1] // 4]
+        reducer._methods["oktopk"].selection.bits = int(lowest.view(np.uint32))  # type: ignore[attr-defined]
+        reducer._methods["oktopk"].selection.needs_exact = False  # type: ignore[attr-defined]
+    reducer.step(put(cuda, np.zeros(LENGTH, np.float32)))
+    reducer.complete()
+    assert [outcome.few for outcome in outcomes[-2:]] == [False, True]
+    assert reducer._trust == 0
+
+
 def few_magnitudes(comm: MPI.Intracomm, length: int, k: int) -> Callable[[], NDArray[np.float32]]:
     """Alike on all ranks: 0.7 k entries around 1044, then 0.5 k of 1024, then ones; a ladder between has no rung near k."""
     rng = np.random.default_rng(5)

@@ -10,6 +10,7 @@ from collectives.cuda.layouts import (
     BAD_SELECTION,
     BAD_SUMS,
     BAD_THRESHOLD,
+    FEW_BIT,
     NOT_FINITE,
     PROCEED,
     SHORT_BIT,
@@ -18,7 +19,7 @@ from collectives.cuda.layouts import (
 from oktopk.cuda.p2p_outcome import Action, Outcome, could_be_deferred, next_action, packing_of
 
 K = 100
-STOPS = range(ABORTED + 1)
+STOPS = range(ABORTED)  # after which the executor raises
 
 
 def outcome(stop: int, total: int = K, few: bool = False, counts: tuple[int, ...] = (3, 0, 5)) -> Outcome:
@@ -28,7 +29,7 @@ def outcome(stop: int, total: int = K, few: bool = False, counts: tuple[int, ...
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_deferred_step_is_applied_flagged_or_given_up(stop: int, exact: bool) -> None:
-    known = {PROCEED: Action.APPLY, NOT_FINITE: Action.FLAG, BAD_SUMS: Action.FLAG, ABORTED: Action.RAISE}
+    known = {PROCEED: Action.APPLY, NOT_FINITE: Action.FLAG, BAD_SUMS: Action.FLAG}
     assert next_action(outcome(stop), exact=exact, deferred=True) is known.get(stop, Action.GIVE_UP)
 
 
@@ -42,7 +43,6 @@ def test_a_deferred_step_is_applied_flagged_or_given_up(stop: int, exact: bool) 
         (NOT_FINITE, Action.FLAG),
         (BAD_REGIONS, Action.EXCHANGE),
         (BAD_SUMS, Action.FLAG),
-        (ABORTED, Action.RAISE),
     ],
 )
 def test_a_step_that_is_waited_for_goes_on(stop: int, action: Action, exact: bool) -> None:
@@ -69,7 +69,7 @@ def test_only_elements_name_ranks_that_are_not_finite() -> None:
 
 def test_words_are_read_in_the_order_in_which_kernels_post_them() -> None:
     assert Outcome.read([SKEWED, 7, 8, 9, 1, 10, 11]) == Outcome(SKEWED, 7, 8, 9, True, [10, 11])
-    packing = packing_of([40 | 1 << SHORT_BIT, 2, 0, 10, 20, 40, 50, 77, 100, 200], 3)
+    packing = packing_of([40 | 1 << SHORT_BIT, 2 | 1 << FEW_BIT, 0, 10, 20, 40, 50, 77, 100, 200], 3)
     assert (packing.nnz, packing.nonfinite, packing.candidates, packing.cut_bits) == (40, 2, 50, 77)
     assert (packing.offsets, packing.splits.tolist()) == ([0, 10, 20, 40], [100, 200])
     assert packing_of([5, 0, 0, 5, 0, 0], 1).splits.tolist() == []
