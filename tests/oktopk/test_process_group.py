@@ -145,7 +145,7 @@ def test_a_rank_that_ends_is_a_sentence_with_the_step_on_the_others(
 ) -> None:
     reducer = GradientAllreduce(group, 100, density=0.1, **settings)
     gradient = np.arange(100, dtype=np.float32)
-    for _ in range(3):  # step 3 renews no regions: in the sum of their splits a rank waits for its neighbours alone
+    for _ in range(3):  # step 3 renews no regions, where a rank waits for its neighbours alone
         reducer.step(gradient)
     comm.Barrier()
     if comm.rank < comm.size - 1:
