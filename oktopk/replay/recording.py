@@ -1,0 +1,181 @@
+"""One rank's step on arrays without values, by the library's own executors and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from oktopk.backend import Backend
+from oktopk.cpu.histograms import LEVELS
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.host_executor import HostExecutor
+from oktopk.host_group import HostGroup
+from oktopk.levels import Layout
+from oktopk.message_executor import MessageExecutor
+from oktopk.methods import METHODS
+from oktopk.regions import equal_boundaries
+from oktopk.replay.valueless import (
+    HIGH,
+    Extent,
+    Record,
+    ValuelessBackend,
+    ValuelessKernels,
+    ValuelessTransport,
+    Workload,
+)
+from oktopk.results import StageTimer
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.step import Plan
+
+_THRESHOLD = HIGH << LEVELS[0][0]
+"""Bits of thresholds that earlier steps left: the larger of the two magnitudes that values have."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is to be replayed.
+
+    Attributes:
+        method: a name in METHODS.
+        length: elements of the gradient (n).
+        hosts: that the ranks are on.
+        ranks_per_host: equal on all hosts; consecutive ranks share one.
+        settings: of which density, wire, levels, bucket_rounds, rotate and balance_trigger act
+            here.
+        exact: it computes exact thresholds and new region boundaries; else it is a regular one.
+    """
+
+    method: str
+    length: int
+    hosts: int
+    ranks_per_host: int = 1
+    settings: Settings = field(default_factory=Settings)
+    exact: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a host's ranks sum their gradients first."""
+        wanted = self.settings.levels
+        many = self.hosts > 1 and self.ranks_per_host > 1
+        can = not METHODS[self.method].flat_reason()
+        return many and (wanted == "hosts" or (wanted == "auto" and can))
+
+    @property
+    def wire(self) -> str:
+        """The settings' wire; of "auto" what `GradientAllreduce` takes."""
+        if self.settings.wire != "auto":
+            return self.settings.wire
+        return "float32" if METHODS[self.method].coded and self.hosts > 1 else "plain"
+
+    def problem(self) -> str:
+        """Why it cannot be replayed, in a sentence; "" if it can."""
+        if self.ranks < 2:
+            return "one rank exchanges nothing: give several hosts or several ranks a host"
+        density = self.settings.density
+        if not METHODS[self.method].sparse:
+            return ""
+        if entries_kept(density, self.length) < self.ranks:
+            return (
+                f"density {density:g} of {self.length} elements are fewer entries than "
+                f"{self.ranks} ranks: nothing is known of regions without entries"
+            )
+        if density > DENSE_ABOVE:
+            return f"density {density:g} is above {DENSE_ABOVE}: steps are dense, take method dense"
+        return ""
+
+
+class _Group(HostGroup):
+    """The ranks of a host, without values."""
+
+    def __init__(
+        self,
+        step: Step,
+        rank: int,
+        connect: Callable[[tuple[int, int]], ValuelessTransport],
+        backend: ValuelessBackend,
+        record: Record,
+    ) -> None:
+        many = step.ranks_per_host
+        hosts = tuple(number // many for number in range(step.ranks))
+        self.layout = Layout(hosts, step.length)
+        self.host = connect((1, many))
+        self.holders = connect((1, many))
+        between = connect((many, step.hosts))
+        between.shards = self.holders
+        self.between = between
+        self.shard = rank % many
+        self.gradient = cast(Any, Extent(step.length, 4))
+        self._windows, self._limit = None, None
+        self._backend = cast(Any, backend)
+        self._record, self._ranks = record, many
+
+    def publish(self, gradient: Any, flag: bool, token: int | None = None) -> bool:
+        """As `HostGroup.publish`, of a gradient in `gradient_buffer`, which is not copied."""
+        self.host.allgather_control(np.zeros(1, np.int64))
+        return flag
+
+    def sum(self, at_once: bool) -> Any:
+        """The sum reads this shard of every rank's gradient."""
+        self._record.compute("vector", self.shard_length * self._ranks)
+        return self.new_shard()
+
+
+def record_step(step: Step, rank: int) -> Record:
+    """What a rank does in a step. Runs the executors and methods of the library.
+
+    Raises:
+        ValueError: the step cannot be replayed.
+    """
+    if problem := step.problem():
+        raise ValueError(problem)
+    kind, among = METHODS[step.method], step.hosts if step.two_levels else step.ranks
+    shards = step.ranks_per_host if step.two_levels else 1
+    # the same on all ranks: whole entries for each region of each shard
+    each = among * shards
+    k = max(each, round(entries_kept(step.settings.density, step.length) / each) * each)
+    length = -(-step.length // shards)
+
+    selected = kind.local_k(k, among) // shards if kind.sparse else length
+    kept = k if kind.name == "gtopk" else k // each
+    record = Record()
+    kernels = ValuelessKernels(record, Workload(length, selected, kept))
+    backend = ValuelessBackend(kernels)
+    settings = replace(step.settings, wire=cast(Any, step.wire))
+
+    def connect(group: tuple[int, int]) -> ValuelessTransport:
+        return ValuelessTransport(rank, group, record, kernels, step.ranks_per_host)
+
+    whole = connect((1, step.ranks))
+    host = _Group(step, rank, connect, backend, record) if step.two_levels else None
+    transport = whole if host is None else host.between
+    assert transport is not None
+    method = kind(length, transport, cast(Any, kernels), settings)
+    carried = None if host is None else length
+    vectors = ErrorFeedback(cast(Backend, backend), step.length, settings, kind.sparse, carried)
+    executor: MessageExecutor | HostExecutor = MessageExecutor(method, vectors)
+    if host is not None:
+        executor = HostExecutor(method, vectors, host, whole)
+    method.load_state_dict(_used(method.state_dict(), length, among))
+    record.ops.clear()
+    plan = Plan(k, step.exact, step.exact, 1 / step.ranks, StageTimer())
+    executor.begin(cast(Any, Extent(step.length, 4)), plan)
+    return record
+
+
+def _used(state: dict[str, Any], length: int, ranks: int) -> dict[str, Any]:
+    """The state of a method that has taken steps."""
+    if "selection" in state:
+        state["selection"] |= {"bits": _THRESHOLD, "needs_exact": False, "needs_host": False}
+    if "threshold" in state:
+        state["threshold"] |= {"bits": _THRESHOLD}
+    if "boundaries" in state:
+        state |= {"boundaries": equal_boundaries(length, ranks), "splits": None}
+    return state
