@@ -27,6 +27,7 @@ COMMANDS = (
     "data.prepare",
     "oktopk.doctor",
     "oktopk.launch",
+    "oktopk.plan",
     "tests.mutants",
     "tests.run",
 )

@@ -26,8 +26,11 @@ SEND, RECEIVE, WAIT, COMPUTE, ALLGATHER, ALLTOALL, ALLREDUCE = range(7)
 CONTROL = (ALLGATHER, ALLTOALL, ALLREDUCE)
 
 WORK = ("select", "sum", "code", "entries", "vector")
-"""Kinds of kernels, by what they read: gradients that are selected from, lists that are summed,
-entries that are coded, entries that are written to a vector or taken from it, and vectors in one stream."""
+"""Kinds of kernels, by what they read.
+
+Gradients that are selected from, lists that are summed, entries that are coded, entries that are
+written to a vector or taken from it, and vectors in one stream.
+"""
 
 HIGH, LOW = 2, 1
 """First digits of the two magnitudes that values have here."""

@@ -1,0 +1,51 @@
+"""The step over the number of hosts, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from oktopk.replay.links import LinksError
+
+NO_MATPLOTLIB = "a picture needs matplotlib, which is not installed: pip install matplotlib"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a step over hosts."""
+
+    label: str
+    hosts: Sequence[int]
+    seconds: Sequence[float]
+    dashed: bool = False
+
+
+def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
+    """Write a picture, whose type is that of the path.
+
+    Raises:
+        LinksError: there is no matplotlib, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LinksError(NO_MATPLOTLIB) from error
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for curve in curves:
+        style = "--" if curve.dashed else "-"
+        milliseconds = [1e3 * each for each in curve.seconds]
+        axes.plot(curve.hosts, milliseconds, style, marker="o", markersize=3, label=curve.label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([*curves[0].hosts], [str(count) for count in curves[0].hosts])
+    axes.set_xlabel("hosts")
+    axes.set_ylabel("step, ms")
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise LinksError(f"{path} cannot be written: {error}") from error
