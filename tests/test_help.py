@@ -25,6 +25,7 @@ COMMANDS = (
     "jobs.train",
     "jobs.watch",
     "data.prepare",
+    "oktopk.bench",
     "oktopk.doctor",
     "oktopk.launch",
     "oktopk.plan",

@@ -289,7 +289,7 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
         ),
         (
             "torch=None, cupy=None, mpi4py=None, matplotlib=None",
-            "collectives.element_types, oktopk.replay.prediction, oktopk.plan.__main__",
+            "collectives.element_types, oktopk.replay.prediction, oktopk.plan.__main__, oktopk.bench.__main__",
         ),
     ],
 )

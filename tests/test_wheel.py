@@ -145,7 +145,7 @@ def test_the_wheel_in_an_empty_environment_trains_by_the_readmes_loop(dist: Path
     # two ranks that hold the same weights, and not those of the start
     assert (ranks, distinct, moved) == ("2", "1", "True")
     assert all(Path(file).is_relative_to(site) for file in files)
-    for name in ("oktopk-run", "oktopk-doctor", "oktopk-plan"):
+    for name in ("oktopk-run", "oktopk-doctor", "oktopk-bench", "oktopk-plan"):
         assert f"usage: {name}" in run(site / "bin" / name, "--help", cwd=empty, PYTHONPATH="").stdout
     screen = run(site / "bin" / "oktopk-doctor", cwd=empty, seconds=110, PYTHONPATH="").stdout
     assert "host memory, MPI" in screen and "oktopk[" not in screen

@@ -110,12 +110,24 @@ class ThreadTransport(HostTransport):
     _start: Any = _outside
     _start_any: Any = _outside
     _start_telling: Any = _outside
-    _allgather_objects: Any = _outside
-    _first_ranks_of_hosts: Any = _outside
+
+    def _allgather_objects(self, value: Any) -> list[Any]:
+        meeting = self._meeting
+        meeting.rows[self.rank] = value
+        meeting.barrier.wait()
+        values = [*meeting.rows]
+        meeting.barrier.wait()
+        return values
+
+    def _first_ranks_of_hosts(self) -> list[int]:
+        return [0] * self.size
+
     _among: Any = _outside
 
 
-def on_threads(size: int, run: Callable[[ThreadTransport], Any]) -> list[Any]:
+def on_threads(
+    size: int, run: Callable[[ThreadTransport], Any], kind: type[ThreadTransport] = ThreadTransport
+) -> list[Any]:
     """What `run` returns on each of so many ranks. One that raises ends all."""
     meeting = Meeting(size)
     results: list[Any] = [None] * size
@@ -123,7 +135,7 @@ def on_threads(size: int, run: Callable[[ThreadTransport], Any]) -> list[Any]:
 
     def work(rank: int) -> None:
         try:
-            results[rank] = run(ThreadTransport(rank, meeting))
+            results[rank] = run(kind(rank, meeting))
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()

@@ -30,6 +30,7 @@ from oktopk.plan.rows import (
 )
 from oktopk.plan.table import paragraph, table
 from oktopk.replay.links import DEVICES, Links, LinksError, assumed, read
+from oktopk.replay.prediction import Kernels
 from oktopk.replay.program import RECORDED
 
 _HEADS = (
@@ -65,7 +66,7 @@ def plan(options: argparse.Namespace) -> str:
         raise LinksError("one rank exchanges nothing: give several --hosts or several --gpus")
     job = Job(_parameters(options.parameters), _compute(options.compute_ms), hosts, many)
     network = links.network(hosts, many)
-    kernels = links.kernels or DEVICES[options.device or links.device]
+    kernels = _kernels(options, links)
     asked = options.methods, options.densities, options.wires, options.levels, options.every
     dense = dense_rows(job, network)
     sparse = best_first(sparse_rows(job, network, kernels, *asked))
@@ -101,7 +102,9 @@ def _links(options: argparse.Namespace) -> Links:
     if options.on:
         links = links.among(options.on.split(","))
     slow = links.slow_pairs()
-    if slow and not options.accept_slow:
+    if slow and options.accept_slow:
+        return links.as_slow_as_the_slowest()
+    if slow:
         pair = min(slow, key=lambda each: each.bytes_per_second)
         one, other = pair.hosts
         raise LinksError(
@@ -110,6 +113,13 @@ def _links(options: argparse.Namespace) -> Links:
             "or pass --accept-slow"
         )
     return links
+
+
+def _kernels(options: argparse.Namespace, links: Links) -> Kernels:
+    """Those of the document, unless another device is wanted."""
+    if links.kernels is not None and options.device in (None, links.device):
+        return links.kernels
+    return DEVICES[options.device or links.device]
 
 
 def _parameters(text: str) -> int:
@@ -181,7 +191,7 @@ def _advice(best: Row, dense: Row) -> str:
 def _curves(options: argparse.Namespace, job: Job, links: Links, best: Row) -> list[Curve]:
     """The dense rows and the best one over the number of hosts."""
     counts = host_counts(_MOST_HOSTS)
-    kernels = links.kernels or DEVICES[options.device or links.device]
+    kernels = _kernels(options, links)
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for hosts in counts:
         there = Job(job.parameters, job.compute, hosts, job.ranks_per_host)
@@ -228,14 +238,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--latency", metavar="TIME", help=text)
     text = "Hosts of the document that you will train on, by commas; default: all."
     add("--on", metavar="HOST,...", help=text)
-    text = "Predict although a link between two hosts is slow, as if all were."
+    text = "Predict although a link between two hosts is slow, as if all were as slow."
     add("--accept-slow", action="store_true", help=text)
     add("--parameters", required=True, metavar="N", help="Parameters of the model, such as 1.3e9.")
     text = "Milliseconds of forward and backward pass on one rank, without communication."
     add("--compute-ms", required=True, type=float, metavar="MS", help=text)
     add("--hosts", required=True, type=_count, help="Hosts of the cluster, at least 1.")
     add("--gpus", type=_count, default=1, help="Ranks on each host, one a GPU; default: 1.")
-    text = "Whose kernels are taken where the document has none; default: the document's, or cuda."
+    text = "Where gradients lie, whose kernels are taken; default: as in the document, else cuda."
     add("--device", choices=tuple(DEVICES), help=text)
     text = f"Methods of the rows; default: {' '.join(METHODS)}."
     add("--methods", nargs="+", choices=METHODS, default=METHODS, help=text)

@@ -89,11 +89,15 @@ class Links:
                 f"{', '.join(others)}: run oktopk-bench on those"
             )
         pairs = tuple(pair for pair in self.pairs if {*pair.hosts} <= {*hosts})
-        between = self.between
-        if between is not None and pairs:
-            slowest = min(pair.bytes_per_second for pair in pairs)
-            between = replace(between, G=1 / slowest)
-        return replace(self, hosts=tuple(hosts), pairs=pairs, between=between)
+        return replace(self, hosts=tuple(hosts), pairs=pairs)
+
+    def as_slow_as_the_slowest(self) -> Links:
+        """The same, where each pair of hosts is as slow as the slowest one."""
+        if self.between is None or not self.pairs:
+            return self
+        rates = [pair.bytes_per_second for pair in self.pairs]
+        slower = statistics.median(rates) / min(rates)
+        return replace(self, between=replace(self.between, G=self.between.G * slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.
@@ -136,13 +140,14 @@ def read(path: Path) -> Links:
             f"{VERSION}: run oktopk-bench again"
         )
     try:
-        return _links(document, str(path))
+        return links_of(document, str(path))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise LinksError(f"{path} is damaged: {what}") from error
 
 
-def _links(document: dict[str, Any], name: str) -> Links:
+def links_of(document: dict[str, Any], name: str) -> Links:
+    """The links of a document of this kind and version. Raises as damaged values do."""
     hosts = tuple(document["hosts"])
     if not hosts or not all(isinstance(host, str) for host in hosts):
         raise ValueError("hosts are not names")

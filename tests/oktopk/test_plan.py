@@ -18,7 +18,7 @@ from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_o
 from oktopk.plan.table import table
 from oktopk.replay.links import DEVICES, LinksError, rate_of, read, seconds_of
 from oktopk.replay.network import Level, Network
-from oktopk.replay.prediction import Kernels
+from oktopk.replay.prediction import Kernels, predict, ring_seconds
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings
 from tests.launched import ROOT
@@ -128,6 +128,8 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
         "mend it, choose hosts by --on, or pass --accept-slow\n"
     )
     assert run(capsys, path, *JOB, *FEW, "--hosts", 4, "--accept-slow")[0] == 0
+    links = read(path)
+    assert pytest.approx(10 * links.between.G) == links.as_slow_as_the_slowest().between.G
     assert run(capsys, path, *JOB, *FEW, "--hosts", 3, "--on", "node1,node2,node4")[0] == 0
     status, _, problem = run(capsys, path, *JOB, *FEW, "--hosts", 2, "--on", "node1,node9")
     assert status == 2
@@ -272,6 +274,28 @@ def test_times_of_kernels_are_those_of_the_results() -> None:
     assert cpu["entries"][1] == pytest.approx(host["apply"] / 2 / 147_283, rel=0.03)
     dense = stages("shared-memory.json", 14_728_266, "dense")
     assert cpu["vector"][1] == pytest.approx(dense["select"] / 14_728_266, rel=0.03)
+
+
+def test_predicted_and_measured_steps_of_the_page_are_those_of_the_raw_files() -> None:
+    results = ROOT / "docs" / "results"
+    links = read(results / "plan-links-100mbit.json")
+    network, n = links.network(4, 1), 4_000_000
+    (run,) = json.loads((results / "plan-steps-100mbit.json").read_text(encoding="utf-8"))["runs"]
+    medians = {each["name"]: 1e3 * each["seconds"]["all"]["median"] for each in run["methods"]}
+    assert (run["length"], run["density"], run["ranks"]) == (n, 0.0125, 4)
+    rows = {"ring, float32": (ring_seconds(network, 4, 4 * n), medians["mpi-ring"])}
+    for title, method, wire, name in (
+        ("Ok-Topk, float32", "oktopk", "float32", "oktopk"),
+        ("`union`, float32", "union", "float32", "union"),
+        ("Ok-Topk, int4", "oktopk", "int4", "oktopk-flat-int4"),
+    ):
+        settings = Settings(density=0.0125, wire=wire)  # type: ignore[arg-type]
+        assert links.kernels is not None
+        rows[title] = predict(Step(method, n, 4, 1, settings), network, links.kernels).seconds, medians[name]
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    for title, (predicted, measured) in rows.items():
+        off = f"{100 * (1e3 * predicted / measured - 1):.0f}".replace("-", "−")
+        assert f"| {title} | {1e3 * predicted:,.1f} | {measured:,.1f} | {off} % |" in page
 
 
 @pytest.mark.pictures

@@ -1,0 +1,198 @@
+"""Times of messages: between two ranks of a host, and between hosts, all pairs in rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collectives.transport import Transport
+
+SMALLEST = 8
+SIZES = tuple(SMALLEST * 4**i for i in range(12))
+"""Bytes of messages, up to 32 MB."""
+
+_TRIES = 20
+_BURST = 32  # messages
+_LARGE = 1 << 16  # bytes; larger messages are sent fewer times
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What messages between two ranks take, both directions busy but for the latency.
+
+    Attributes:
+        latency: seconds of the smallest message, one way.
+        overhead: seconds that a processor takes to send one.
+        gap: seconds between two of them, many in a row.
+        sizes: bytes -> seconds of one message in each direction.
+    """
+
+    latency: float
+    overhead: float
+    gap: float
+    sizes: dict[int, float]
+
+    @property
+    def byte_seconds(self) -> float:
+        """Seconds of a byte: what the largest messages grow by."""
+        return slope(self.sizes)
+
+    def model(self) -> dict[str, float]:
+        """Parameters of `oktopk.replay.network.Level`."""
+        o = min(self.overhead, self.latency / 4)
+        per_byte = self.byte_seconds
+        return {
+            "L": self.latency - 2 * o,
+            "o": o,
+            "g": self.gap,
+            "G": per_byte,
+            "O": 0.0,
+            "S": float(_LARGE),
+        }
+
+    def rows(self) -> list[dict[str, float]]:
+        """Columns as nccl-tests prints them, for each size; GB/s."""
+        found = []
+        for nbytes, seconds in self.sizes.items():
+            rate = nbytes / seconds / 1e9
+            # of a send and a receive at once both are the same
+            found.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
+        return found
+
+
+def slope(sizes: dict[int, float]) -> float:
+    """Seconds of a byte: what the two largest sizes grow by, at least 0.8 of the largest's mean.
+
+    A link that lets some bytes through unshaped has a mean that is too short. A slope may be too
+    small where other processes took part of the time.
+    """
+    largest = sorted(sizes)[-2:]
+    nbytes = largest[-1]
+    mean = sizes[nbytes] / nbytes
+    if len(largest) < 2:
+        return mean
+    grown = (sizes[nbytes] - sizes[largest[0]]) / (nbytes - largest[0])
+    return max(grown, 0.8 * mean)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of so many, in rounds in which each has one partner at most."""
+    players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    made = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[: len(players) // 2], reversed(players), strict=False)
+        made.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return [each for each in made if each]
+
+
+class Messages:
+    """Times messages between this rank and a partner, while others do so. Collective.
+
+    Args:
+        partner: another rank; None: this rank only waits for the others.
+        limit: seconds of one message above which no larger one is sent.
+        ring: (rank to send to, rank to receive from) where both directions are to be busy, so that
+            no two ranks send to each other, which some libraries do one after the other; None: both
+            are the partner.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        partner: int | None,
+        limit: float,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
+        self._transport, self._partner, self._limit = transport, partner, limit
+        self._first = partner is not None and transport.rank < partner
+        self._ring = (partner, partner) if ring is None else ring
+
+    def sweep(self) -> Sweep | None:
+        """All sizes, until one takes longer than the limit on any rank; None without a partner."""
+        latency = self._time(self._there_and_back, SMALLEST, _TRIES, self._partner) / 2
+        overhead, gap = self._burst()
+        sizes: dict[int, float] = {}
+        for nbytes in SIZES:
+            tries = _TRIES if nbytes <= _LARGE else 4
+            sizes[nbytes] = self._time(self._both_ways, nbytes, tries)
+            if self.agreed_largest(sizes[nbytes]) > self._limit:
+                break
+        if self._ring[0] is None:
+            return None
+        return Sweep(latency, overhead, gap, sizes)
+
+    def pair(self, nbytes: int) -> tuple[float, float]:
+        """Latency, and bytes a second in each direction, both busy; zeros without a partner."""
+        latency = self._time(self._there_and_back, SMALLEST, _TRIES, self._partner) / 2
+        few = {each: self._time(self._both_ways, each, 4) for each in (nbytes // 4, nbytes)}
+        return (0.0, 0.0) if self._partner is None else (latency, 1 / slope(few))
+
+    def agreed_largest(self, seconds: float) -> float:
+        """The largest of the ranks' times."""
+        everyone = self._transport.allgather_control(np.array([round(1e9 * seconds)], np.int64))
+        return int(everyone.max()) / 1e9
+
+    def _time(
+        self, exchange: Callable[[Any, Any], None], nbytes: int, tries: int, partner: int | None = -1
+    ) -> float:
+        """Seconds of an exchange, the median of some after a first one; 0 without a partner."""
+        takes_part = self._ring[0] is not None if partner == -1 else partner is not None
+        outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        self._transport.allgather_control(np.zeros(1, np.int64))  # all begin now
+        spent = []
+        for _ in range(tries + 1 if takes_part else 0):
+            start = time.perf_counter()
+            exchange(outgoing, incoming)
+            spent.append(time.perf_counter() - start)
+        return max(statistics.median(spent[1:]), 1e-9) if spent else 0.0
+
+    def _there_and_back(self, outgoing: Any, incoming: Any) -> None:
+        transport, partner = self._transport, self._partner
+        assert partner is not None
+        for sends in (self._first, not self._first):
+            if sends:
+                transport.wait(transport.send(outgoing, partner))
+            else:
+                transport.wait(transport.receive(incoming, partner))
+
+    def _both_ways(self, outgoing: Any, incoming: Any) -> None:
+        transport, (dest, source) = self._transport, self._ring
+        assert dest is not None and source is not None
+        requests = transport.receive(incoming, source)
+        transport.wait(requests + transport.send(outgoing, dest))
+
+    def _burst(self) -> tuple[float, float]:
+        """Seconds to send one of many small messages, and between two; zeros without a partner."""
+        transport, partner = self._transport, self._partner
+        small = [np.zeros(SMALLEST, np.uint8) for _ in range(_BURST)]
+        transport.allgather_control(np.zeros(1, np.int64))
+        if partner is None:
+            return 0.0, 0.0
+        sending, whole = [], []
+        for _ in range(4):
+            for sends in (self._first, not self._first):
+                start = time.perf_counter()
+                if sends:
+                    requests = [r for each in small for r in transport.send(each, partner)]
+                    sending.append(time.perf_counter() - start)
+                    transport.wait(requests)
+                    transport.wait(transport.receive(small[0], partner))  # all have come
+                    whole.append(time.perf_counter() - start)
+                else:
+                    transport.wait([r for each in small for r in transport.receive(each, partner)])
+                    transport.wait(transport.send(small[0], partner))
+        return statistics.median(sending) / _BURST, statistics.median(whole) / _BURST
+
+
+def partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
+    """The other one of a rank's pair; None where it has none."""
+    for one, other in pairs:
+        if rank in (one, other):
+            return other if rank == one else one
+    return None
