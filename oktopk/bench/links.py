@@ -112,26 +112,32 @@ class Messages:
         self._transport, self._partner, self._limit = transport, partner, limit
         self._first = partner is not None and transport.rank < partner
         self._ring = (partner, partner) if ring is None else ring
+        self._in_ring = self._ring[0] is not None
 
     def sweep(self) -> Sweep | None:
         """All sizes, until one takes longer than the limit on any rank; None without a partner."""
-        latency = self._time(self._there_and_back, SMALLEST, _TRIES, self._partner) / 2
+        latency = self._latency()
         overhead, gap = self._burst()
         sizes: dict[int, float] = {}
         for nbytes in SIZES:
             tries = _TRIES if nbytes <= _LARGE else 4
-            sizes[nbytes] = self._time(self._both_ways, nbytes, tries)
+            sizes[nbytes] = self._time(self._both_ways, nbytes, tries, self._in_ring)
             if self.agreed_largest(sizes[nbytes]) > self._limit:
                 break
-        if self._ring[0] is None:
+        if not self._in_ring:
             return None
         return Sweep(latency, overhead, gap, sizes)
 
     def pair(self, nbytes: int) -> tuple[float, float]:
         """Latency, and bytes a second in each direction, both busy; zeros without a partner."""
-        latency = self._time(self._there_and_back, SMALLEST, _TRIES, self._partner) / 2
-        few = {each: self._time(self._both_ways, each, 4) for each in (nbytes // 4, nbytes)}
+        latency = self._latency()
+        both, takes_part = (nbytes // 4, nbytes), self._in_ring
+        few = {each: self._time(self._both_ways, each, 4, takes_part) for each in both}
         return (0.0, 0.0) if self._partner is None else (latency, 1 / slope(few))
+
+    def _latency(self) -> float:
+        has_partner = self._partner is not None
+        return self._time(self._there_and_back, SMALLEST, _TRIES, has_partner) / 2
 
     def agreed_largest(self, seconds: float) -> float:
         """The largest of the ranks' times."""
@@ -139,10 +145,13 @@ class Messages:
         return int(everyone.max()) / 1e9
 
     def _time(
-        self, exchange: Callable[[Any, Any], None], nbytes: int, tries: int, partner: int | None = -1
+        self,
+        exchange: Callable[[Any, Any], None],
+        nbytes: int,
+        tries: int,
+        takes_part: bool,
     ) -> float:
-        """Seconds of an exchange, the median of some after a first one; 0 without a partner."""
-        takes_part = self._ring[0] is not None if partner == -1 else partner is not None
+        """Seconds of an exchange, the median of some after a first one; 0 where it takes no part."""
         outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         self._transport.allgather_control(np.zeros(1, np.int64))  # all begin now
         spent = []

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.sparse import MAX_LENGTH
 from oktopk.plan.losses import SOURCE
 from oktopk.plan.picture import Curve, draw
 from oktopk.plan.rows import (
@@ -41,6 +42,8 @@ _HEADS = (
 )
 _SHOWN = 16
 _MOST_HOSTS = 512  # of a picture
+_MOST, _MOST_GPUS = 4096, 16  # of a plan
+_PATIENCE = 2.5e-6  # seconds that the replay of a message takes
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "oktopk-plan") -> int:
@@ -64,9 +67,12 @@ def plan(options: argparse.Namespace) -> str:
     hosts, many = options.hosts, options.gpus
     if hosts * many < 2:
         raise LinksError("one rank exchanges nothing: give several --hosts or several --gpus")
+    if hosts > _MOST or many > _MOST_GPUS:
+        raise LinksError(f"{hosts} hosts of {many} ranks are more than {_MOST} of {_MOST_GPUS}")
     job = Job(_parameters(options.parameters), _compute(options.compute_ms), hosts, many)
     network = links.network(hosts, many)
     kernels = _kernels(options, links)
+    _announce(job, options)
     asked = options.methods, options.densities, options.wires, options.levels, options.every
     dense = dense_rows(job, network)
     sparse = best_first(sparse_rows(job, network, kernels, *asked))
@@ -86,6 +92,16 @@ def plan(options: argparse.Namespace) -> str:
         draw(curves, title, options.picture)
         parts.append(paragraph(f"{options.picture}: the step over 1 to {_MOST_HOSTS} hosts."))
     return "\n\n".join(parts)
+
+
+def _announce(job: Job, options: argparse.Namespace) -> None:
+    """Say how long it takes, where that is long."""
+    several = job.hosts > 1 and job.ranks_per_host > 1
+    flat = job.ranks <= MOST_FLAT or "flat" in options.levels or not several
+    each = _PATIENCE * job.ranks * (job.ranks if flat else job.hosts)
+    steps = len(options.methods) * len(options.densities) * len(options.wires)
+    if each * steps > 60:
+        print(f"oktopk-plan: {steps} steps are replayed, some {each:.0f} s each", file=sys.stderr)
 
 
 def _links(options: argparse.Namespace) -> Links:
@@ -128,8 +144,9 @@ def _parameters(text: str) -> int:
         found = int(value)
     except (ValueError, OverflowError):
         raise LinksError(f"--parameters {text!r} is not a number such as 1.3e9") from None
-    if not 1 <= found < 1 << 40:
-        raise LinksError(f"--parameters {text} is not in [1, 1e12]")
+    if not 1 <= found <= MAX_LENGTH:
+        most = f"[1, {MAX_LENGTH}], which one exchange takes"
+        raise LinksError(f"--parameters {text} is not in {most}")
     return found
 
 

@@ -29,6 +29,7 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import StrMethodFormatter
     except ImportError as error:
         raise LinksError(NO_MATPLOTLIB) from error
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -40,6 +41,8 @@ def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([*curves[0].hosts], [str(count) for count in curves[0].hosts])
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlabel("hosts")
     axes.set_ylabel("step, ms")
     axes.set_title(title, fontsize=9)

@@ -16,7 +16,7 @@ from oktopk.plan import losses
 from oktopk.plan.__main__ import main
 from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_of, sparse_rows
 from oktopk.plan.table import table
-from oktopk.replay.links import DEVICES, LinksError, rate_of, read, seconds_of
+from oktopk.replay.links import DEVICES, LinksError, assumed, rate_of, read, seconds_of
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
 from oktopk.replay.recording import Step
@@ -161,8 +161,13 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
         ),
         (
             [*LINK, "--parameters", "0", "--compute-ms", "5", "--hosts", "2"],
-            "--parameters 0 is not in [1, 1e12]",
+            "--parameters 0 is not in [1, 2147483647]",
         ),
+        (
+            [*LINK, "--parameters", "7e9", "--compute-ms", "5", "--hosts", "2"],
+            "--parameters 7e9 is not in [1, 2147483647], which one exchange takes",
+        ),
+        ([*LINK, *JOB, "--hosts", "5000"], "5000 hosts of 1 ranks are more than 4096 of 16"),
         (
             [*LINK, "--parameters", "1e6", "--compute-ms", "nan", "--hosts", "2"],
             "--compute-ms nan is not a time",
@@ -296,6 +301,24 @@ def test_predicted_and_measured_steps_of_the_page_are_those_of_the_raw_files() -
     for title, (predicted, measured) in rows.items():
         off = f"{100 * (1e3 * predicted / measured - 1):.0f}".replace("-", "−")
         assert f"| {title} | {1e3 * predicted:,.1f} | {measured:,.1f} | {off} % |" in page
+
+
+def test_predicted_steps_of_gpu_hosts_are_those_of_the_page() -> None:
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("plan.md", "results/hosts.md")]
+    measured = pages[1].partition("| n = 133,547,324 |")[2].partition("| n = 306,535,400 |")[0]
+    network, n = assumed("9gbit", "40us", "cuda").network(2, 2), 133_547_324
+    found = {}
+    for wire, width in (("float32", 4), ("bfloat16", 2)):
+        found[f"dense, {wire}"] = ring_seconds(network, 2, width * n), rf"\| NCCL, {wire} \|"
+    for wire in ("plain", "float32", "bfloat16", "int8", "int4"):
+        settings = Settings(density=0.01, wire=wire, levels="hosts")  # type: ignore[arg-type]
+        seconds = predict(Step("oktopk", n, 2, 2, settings), network, DEVICES["cuda"]).seconds
+        found[f"Ok-Topk, `{wire}`"] = seconds, rf"\| two levels, `{wire}` \|"
+    for title, (seconds, start) in found.items():
+        row = re.search(start + r"[^|]*\|[^|]*\|[^|]*\| ([\d.]+)", measured)
+        assert row, title
+        off = f"{100 * (1e3 * seconds / float(row[1]) - 1):.0f}".replace("-", "−")
+        assert f"| {title} | {1e3 * seconds:,.2f} | {float(row[1]):,.2f} | {off} % |" in pages[0], title
 
 
 @pytest.mark.pictures
