@@ -23,11 +23,13 @@ from collectives.codec import WIRES
 from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.launchers import LauncherError
+from collectives.sparse import MAX_LENGTH
 from oktopk.bench.links import Messages, Sweep, partner_of, rounds
 from oktopk.bench.steps import gradients, kernels, library_row, step_row
 from oktopk.bench.table import links_table, pairs_table, steps_table
 from oktopk.replay.links import KIND, VERSION, links_of
 
+_MOST_SECONDS = 1e4
 _METHODS = ("dense", "oktopk", "union")
 ALONE = "one rank has no links: start several, as in oktopk-run -n 4 -m oktopk.bench"
 
@@ -85,6 +87,10 @@ def measure(transport: HostTransport, options: argparse.Namespace) -> dict[str, 
     """
     if transport.size < 2:
         raise BenchError(ALONE)
+    if options.ranks_per_host < 0:
+        raise BenchError(f"--ranks-per-host {options.ranks_per_host} is negative")
+    if not 0 < options.seconds <= _MOST_SECONDS:
+        raise BenchError(f"--seconds {options.seconds:g} is not in (0, {_MOST_SECONDS:g}]")
     transport.group_by_host(options.ranks_per_host)
     names = host_names(transport, options.ranks_per_host)
     numbered = [*enumerate(transport.hosts)]
@@ -249,9 +255,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _elements(text: str) -> int:
-    value = float(text)
-    if not 1 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not in [1, 2**31)")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= MAX_LENGTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number in [1, {MAX_LENGTH}]")
     return int(value)
 
 

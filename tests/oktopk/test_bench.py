@@ -104,6 +104,25 @@ def test_one_rank_has_no_links() -> None:
     assert done.stderr.strip().endswith(f"oktopk-bench: {ALONE}")
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"ranks_per_host": -1}, "--ranks-per-host -1 is negative"),
+        ({"seconds": 0.0}, "--seconds 0 is not in (0, 10000]"),
+        ({"seconds": float("nan")}, "--seconds nan is not in (0, 10000]"),
+    ],
+)
+def test_options_that_are_none_are_refused_on_every_rank(given: dict[str, Any], sentence: str) -> None:
+    options = argparse.Namespace(**vars(LINKS_ONLY) | given)
+
+    def refused(transport: ThreadTransport) -> str:
+        with pytest.raises(BenchError) as caught:
+            measure(transport, options)
+        return str(caught.value)
+
+    assert on_threads(2, refused) == [sentence] * 2
+
+
 def test_messages_stop_growing_where_they_take_too_long() -> None:
     def sweep(transport: ThreadTransport) -> Any:
         return Messages(transport, 1 - transport.rank, 1e-3).sweep()

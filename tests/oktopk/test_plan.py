@@ -188,6 +188,14 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(
     assert problem.startswith(f"oktopk-plan: {sentence}") and problem.count("\n") == 1
 
 
+@pytest.mark.parametrize("hosts", ["0", "-1", "two", "1e3", "", "9" * 40])
+def test_a_number_of_hosts_is_an_integer(capsys: pytest.CaptureFixture[str], hosts: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, *LINK, *JOB, f"--hosts={hosts}")
+    assert ended.value.code == 2
+    assert f"--hosts: {hosts!r} is not an integer from 1 on" in capsys.readouterr().err
+
+
 def test_a_document_of_one_host_or_one_rank_a_host_lacks_links(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -298,9 +306,49 @@ def test_predicted_and_measured_steps_of_the_page_are_those_of_the_raw_files() -
         assert links.kernels is not None
         rows[title] = predict(Step(method, n, 4, 1, settings), network, links.kernels).seconds, medians[name]
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    many = results / "plan-links-100mbit-8.json"
+    links, steps = read(many), json.loads(many.read_text(encoding="utf-8"))["steps"]
+    for title, method in (
+        ("two ranks a host, two levels: Ok-Topk, float32", "oktopk"),
+        ("the same, `union`", "union"),
+    ):
+        settings = Settings(density=0.0125, wire="float32")
+        found = predict(Step(method, n, 4, 2, settings), links.network(4, 2), links.kernels)
+        (took,) = (row["seconds"] for row in steps if row["method"] == method)
+        rows[title] = found.seconds, 1e3 * took
     for title, (predicted, measured) in rows.items():
         off = f"{100 * (1e3 * predicted / measured - 1):.0f}".replace("-", "−")
         assert f"| {title} | {1e3 * predicted:,.1f} | {measured:,.1f} | {off} % |" in page
+
+
+def rows_of_scale() -> dict[int, list[str]]:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    text = page.partition("### How far it scales")[2].partition("### What is checked")[0]
+    rows = re.findall(r"^\| ([\d,]+) \| (.*) \|$", text, re.MULTILINE)
+    return {int(ranks.replace(",", "")): cells.split(" | ") for ranks, cells in rows}
+
+
+def check_scale(ranks: int, cells: list[str]) -> None:
+    step = Step("oktopk", 133_547_324, ranks, 1, Settings(density=0.01))
+    network = Network(Level.of_rate(1e11, 1e-6), Level.of_rate(12.5e9, 5e-6))
+    found = predict(step, network, Kernels({}, "none"))
+    ring = ring_seconds(network, ranks, 2 * step.length)
+    assert cells == [f"{1e3 * found.seconds:.2f}", f"{1e3 * found.handled:.2f}", f"{1e3 * ring:.1f}"]
+
+
+def test_the_steps_of_many_ranks_are_those_of_the_page() -> None:
+    rows = rows_of_scale()
+    assert [*rows] == [16, 64, 256, 1024, 4096]
+    for ranks in (16, 64, 256):
+        check_scale(ranks, rows[ranks])
+
+
+@pytest.mark.long("a step of 1,024 ranks and one of 4,096; `make test` has up to 256")
+@pytest.mark.timeout(400)
+def test_so_are_those_of_thousands() -> None:
+    rows = rows_of_scale()
+    for ranks in (1024, 4096):
+        check_scale(ranks, rows[ranks])
 
 
 def test_predicted_steps_of_gpu_hosts_are_those_of_the_page() -> None:

@@ -227,12 +227,3 @@ def test_a_level_needs_a_latency_and_a_rate(name: str, value: float) -> None:
     given = {"L": 1e-6, "o": 0.0, "g": 0.0, "G": 1e-9} | {name: value}
     with pytest.raises(ValueError, match="is not"):
         Level(**given)
-
-
-@pytest.mark.long("a step of 1,024 ranks and one of 4,096; `make test` has up to 70")
-@pytest.mark.timeout(400)
-def test_a_step_of_thousands_of_ranks_is_replayed() -> None:
-    for ranks in (1024, 4096):
-        step = Step("oktopk", 133_547_324, ranks, 1, Settings(density=0.01))
-        found = predict(step, Network(INSIDE, Level.of_rate(12.5e9, 5e-6)), Kernels({}, "none"))
-        assert found.host_bytes / 12.5e9 < found.seconds < 1
