@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from oktopk.cpu.histograms import LEVELS
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_executor import HostExecutor
 from oktopk.host_group import HostGroup
-from oktopk.levels import Layout
+from oktopk.levels import Layout, levels_taken
 from oktopk.message_executor import MessageExecutor
 from oktopk.methods import METHODS
 from oktopk.regions import equal_boundaries
@@ -27,7 +28,7 @@ from oktopk.replay.valueless import (
     Workload,
 )
 from oktopk.results import StageTimer
-from oktopk.settings import DENSE_ABOVE, Settings, entries_kept
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, wire_taken
 from oktopk.step import Plan
 
 _THRESHOLD = HIGH << LEVELS[0][0]
@@ -60,20 +61,28 @@ class Step:
         """Of all hosts."""
         return self.hosts * self.ranks_per_host
 
-    @property
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the gradient over the ranks."""
+        hosts = tuple(rank // self.ranks_per_host for rank in range(self.ranks))
+        return Layout(hosts, self.length)
+
+    @cached_property
     def two_levels(self) -> bool:
-        """Whether a host's ranks sum their gradients first."""
-        wanted = self.settings.levels
-        many = self.hosts > 1 and self.ranks_per_host > 1
-        can = not METHODS[self.method].flat_reason()
-        return many and (wanted == "hosts" or (wanted == "auto" and can))
+        """Whether a host's ranks sum their gradients first.
+
+        Raises:
+            ValueError: the settings ask for it, and the method cannot.
+        """
+        if self.hosts < 2 or self.ranks_per_host < 2:
+            return False
+        flat_reason = METHODS[self.method].flat_reason()
+        return levels_taken(self.settings.levels, self.layout, flat_reason)[0] == "hosts"
 
     @property
     def wire(self) -> str:
         """The settings' wire; of "auto" what `GradientAllreduce` takes."""
-        if self.settings.wire != "auto":
-            return self.settings.wire
-        return "float32" if METHODS[self.method].coded and self.hosts > 1 else "plain"
+        return wire_taken(self.settings.wire, self.hosts, METHODS[self.method].coded)
 
     def problem(self) -> str:
         """Why it cannot be replayed, in a sentence; "" if it can."""
@@ -104,8 +113,7 @@ class _Group(HostGroup):
         record: Record,
     ) -> None:
         many = step.ranks_per_host
-        hosts = tuple(number // many for number in range(step.ranks))
-        self.layout = Layout(hosts, step.length)
+        self.layout = step.layout
         self.host = connect((1, many))
         self.holders = connect((1, many))
         between = connect((many, step.hosts))
@@ -146,7 +154,7 @@ def record_step(step: Step, rank: int) -> Record:
     selected = kind.local_k(k, among) // shards if kind.sparse else length
     kept = k if kind.name == "gtopk" else k // each
     record = Record()
-    kernels = ValuelessKernels(record, Workload(length, selected, kept))
+    kernels = ValuelessKernels(record, Workload(selected, kept))
     backend = ValuelessBackend(kernels)
     settings = replace(step.settings, wire=cast(Any, step.wire))
 

@@ -61,12 +61,10 @@ class Workload:
     """What a step is expected to find in its data, the same on every rank.
 
     Attributes:
-        length: elements of the vector that is reduced, of a shard in two levels (n).
         selected: entries that a rank selects.
         kept: entries that a rank keeps of its region.
     """
 
-    length: int
     selected: int
     kept: int
 
@@ -106,9 +104,6 @@ class Extent:
 
     def __setitem__(self, part: Any, value: Any) -> None:
         """Nothing: there are no values."""
-
-    def __itruediv__(self, number: Any) -> Extent:
-        return self
 
     def fill(self, value: Any) -> None:
         """Nothing: there are no values."""

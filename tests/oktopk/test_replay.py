@@ -165,7 +165,7 @@ def test_balancing_sends_the_same_messages_without_values() -> None:
     real = on_threads(5, run)
     for rank in range(5):
         record = Record()
-        kernels = ValuelessKernels(record, Workload(500, 20, 4))
+        kernels = ValuelessKernels(record, Workload(20, 4))
         transport: Any = ValuelessTransport(rank, (1, 5), record, kernels)
         codec = make_codec("float32", kernels, transport.workspace, 5)
         block: Any = Extent(int(counts[rank]))
@@ -253,3 +253,13 @@ def test_what_is_expected_of_independent_choices_is_what_random_ones_give(ranks:
     length, k = 100_000, 1000
     chosen = np.concatenate([drawn.choice(length, k, replace=False) for _ in range(ranks)])
     assert independent(np.full(ranks, k), length) == pytest.approx(len(np.unique(chosen)), rel=0.01)
+
+
+def test_levels_and_wires_are_those_that_a_reducer_takes() -> None:
+    assert Step("oktopk", 1000, 2, 2).two_levels and not Step("oktopk", 1000, 4, 1).two_levels
+    assert not Step("topka", 1000, 2, 2).two_levels and not Step("oktopk", 1000, 1, 4).two_levels
+    with pytest.raises(ValueError, match="^levels 'hosts': topka has flat steps only"):
+        _ = Step("topka", 1000, 2, 2, Settings(levels="hosts")).two_levels
+    assert [Step("oktopk", 1000, hosts, 2).wire for hosts in (1, 2)] == ["plain", "float32"]
+    assert Step("topka", 1000, 2).wire == "plain"
+    assert Step("union", 1000, 1, 2, Settings(wire="int4")).wire == "int4"
