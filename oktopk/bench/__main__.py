@@ -24,7 +24,7 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.launchers import LauncherError
 from collectives.sparse import MAX_LENGTH
-from oktopk.bench.links import Messages, Sweep, partner_of, rounds
+from oktopk.bench.links import Messages, Sweep, partner_of, rounds, rows_of
 from oktopk.bench.steps import gradients, kernels, library_row, step_row
 from oktopk.bench.table import links_table, pairs_table, steps_table
 from oktopk.replay.links import KIND, VERSION, links_of
@@ -154,19 +154,27 @@ def _level(
         at, many = ring.index(transport.rank), len(ring)
         neighbours = ring[(at + 1) % many], ring[at - 1]
     partner = partner_of(transport.rank, pairs)
-    mine = Messages(transport, partner, limit, neighbours).sweep()
+    mine = Messages(transport, partner, limit, bool(ring), neighbours).sweep()
     found: list[Sweep] = [each for each in transport.allgather_objects(mine) if each is not None]
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
-    sizes = {nbytes: mean([each.sizes[nbytes] for each in found]) for nbytes in found[0].sizes}
+    def of_sizes(name: str) -> dict[int, float]:
+        # a rank that takes no part has zeros
+        times = [getattr(each, name) for each in found]
+        sizes = times[0].keys()
+        return {nbytes: mean([each[nbytes] for each in times if each[nbytes]]) for nbytes in sizes}
+
     latency, overhead, gap = (
         mean([getattr(each, name) for each in found if each.latency])
         for name in ("latency", "overhead", "gap")
     )
-    whole = Sweep(latency, overhead, gap, sizes)
-    return {"latency": whole.latency, "model": whole.model(), "sizes": whole.rows()}
+    times = (of_sizes(name) for name in ("sizes", "alone", "paired"))
+    whole = Sweep(latency, overhead, gap, *times)
+    made: dict[str, Any] = {"latency": whole.latency, "model": whole.model()}
+    made |= {"sizes": rows_of(whole.sizes), "alone": rows_of(whole.alone)}
+    return made | {"paired": rows_of(whole.paired)}
 
 
 def _pairs(

@@ -16,53 +16,56 @@ SMALLEST = 8
 SIZES = tuple(SMALLEST * 4**i for i in range(12))
 """Bytes of messages, up to 32 MB."""
 
-_TRIES = 20
+_TRIES, _FEW = 20, 5
 _BURST = 32  # messages
 _LARGE = 1 << 16  # bytes; larger messages are sent fewer times
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What messages between two ranks take, both directions busy but for the latency.
+    """What messages of one level take.
 
     Attributes:
         latency: seconds of the smallest message, one way.
         overhead: seconds that a processor takes to send one.
         gap: seconds between two of them, many in a row.
-        sizes: bytes -> seconds of one message in each direction.
+        sizes: bytes -> seconds of one message in each direction, both busy.
+        alone: bytes -> seconds of one message where no two ranks send to each other; empty where
+            that was not measured.
+        paired: bytes -> seconds of one message in each direction between two ranks.
     """
 
     latency: float
     overhead: float
     gap: float
     sizes: dict[int, float]
-
-    @property
-    def byte_seconds(self) -> float:
-        """Seconds of a byte: what the largest messages grow by."""
-        return slope(self.sizes)
+    alone: dict[int, float]
+    paired: dict[int, float]
 
     def model(self) -> dict[str, float]:
         """Parameters of `oktopk.replay.network.Level`."""
         o = min(self.overhead, self.latency / 4)
-        per_byte = self.byte_seconds
+        hindered, buffers = hindrance(self.alone, self.paired)
         return {
             "L": self.latency - 2 * o,
             "o": o,
             "g": self.gap,
-            "G": per_byte,
+            "G": slope(self.alone or self.sizes),
             "O": 0.0,
             "S": float(_LARGE),
+            "D": hindered,
+            "B": buffers,
         }
 
-    def rows(self) -> list[dict[str, float]]:
-        """Columns as nccl-tests prints them, for each size; GB/s."""
-        found = []
-        for nbytes, seconds in self.sizes.items():
-            rate = nbytes / seconds / 1e9
-            # of a send and a receive at once both are the same
-            found.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
-        return found
+
+def rows_of(sizes: dict[int, float]) -> list[dict[str, float]]:
+    """Columns as nccl-tests prints them, for each size; GB/s, of one direction."""
+    found = []
+    for nbytes, seconds in sizes.items():
+        rate = nbytes / seconds / 1e9
+        # of sends and receives both are the same
+        found.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
+    return found
 
 
 def slope(sizes: dict[int, float]) -> float:
@@ -78,6 +81,24 @@ def slope(sizes: dict[int, float]) -> float:
         return mean
     grown = (sizes[nbytes] - sizes[largest[0]]) / (nbytes - largest[0])
     return max(grown, 0.8 * mean)
+
+
+def hindrance(alone: dict[int, float], paired: dict[int, float]) -> tuple[float, float]:
+    """How two directions between two ranks hinder each other: seconds of a byte, beyond how many.
+
+    By what the two largest messages take longer in pairs; zeros where that is a tenth or less.
+    """
+    largest = sorted(alone.keys() & paired.keys())[-2:]
+    if len(largest) < 2:
+        return 0.0, 0.0
+    small, large = largest
+    less, more = (paired[nbytes] - alone[nbytes] for nbytes in largest)
+    if more <= 0.1 * alone[large]:
+        return 0.0, 0.0
+    per_byte = (more - max(less, 0.0)) / (large - small)
+    if per_byte <= 0:
+        return more / large, 0.0
+    return per_byte, min(max(0.0, large - more / per_byte), float(large))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -97,9 +118,9 @@ class Messages:
     Args:
         partner: another rank; None: this rank only waits for the others.
         limit: seconds of one message above which no larger one is sent.
-        ring: (rank to send to, rank to receive from) where both directions are to be busy, so that
-            no two ranks send to each other, which some libraries do one after the other; None: both
-            are the partner.
+        rings: ranks pass messages around in rings, too, so that no two send to each other; equal
+            on all ranks.
+        ring: (rank to send to, rank to receive from) in this rank's ring; None: it is in none.
     """
 
     def __init__(
@@ -107,32 +128,41 @@ class Messages:
         transport: Transport,
         partner: int | None,
         limit: float,
+        rings: bool = False,
         ring: tuple[int, int] | None = None,
     ) -> None:
         self._transport, self._partner, self._limit = transport, partner, limit
         self._first = partner is not None and transport.rank < partner
-        self._ring = (partner, partner) if ring is None else ring
-        self._in_ring = self._ring[0] is not None
+        self._rings, self._ring = rings, ring
 
     def sweep(self) -> Sweep | None:
-        """All sizes, until one takes longer than the limit on any rank; None without a partner."""
+        """All sizes, until one takes longer than the limit on any rank; None for a rank alone."""
+        has_partner, rings = self._partner is not None, self._rings
+        sizes: dict[int, float] = {}
+        alone: dict[int, float] = {}
+        paired: dict[int, float] = {}
+        for nbytes in SIZES:
+            tries = _TRIES if nbytes <= _LARGE else _FEW
+            paired[nbytes] = self._time(self._both_ways, nbytes, tries, has_partner)
+            if rings:
+                alone[nbytes] = self._time(self._around, nbytes, tries, self._ring is not None)
+            else:
+                alone[nbytes] = self._time(self._there_and_back, nbytes, tries, has_partner) / 2
+            sizes[nbytes] = alone[nbytes] if rings else paired[nbytes]
+            if self.agreed_largest(paired[nbytes]) > self._limit:
+                break
+        # at last: the first messages of a job take longer
         latency = self._latency()
         overhead, gap = self._burst()
-        sizes: dict[int, float] = {}
-        for nbytes in SIZES:
-            tries = _TRIES if nbytes <= _LARGE else 4
-            sizes[nbytes] = self._time(self._both_ways, nbytes, tries, self._in_ring)
-            if self.agreed_largest(sizes[nbytes]) > self._limit:
-                break
-        if not self._in_ring:
+        if not has_partner and self._ring is None:
             return None
-        return Sweep(latency, overhead, gap, sizes)
+        return Sweep(latency, overhead, gap, sizes, alone, paired)
 
     def pair(self, nbytes: int) -> tuple[float, float]:
         """Latency, and bytes a second in each direction, both busy; zeros without a partner."""
         latency = self._latency()
-        both, takes_part = (nbytes // 4, nbytes), self._in_ring
-        few = {each: self._time(self._both_ways, each, 4, takes_part) for each in both}
+        both, takes_part = (nbytes // 4, nbytes), self._partner is not None
+        few = {each: self._time(self._both_ways, each, _FEW, takes_part) for each in both}
         return (0.0, 0.0) if self._partner is None else (latency, 1 / slope(few))
 
     def _latency(self) -> float:
@@ -153,7 +183,8 @@ class Messages:
     ) -> float:
         """Seconds of an exchange, after a first one; 0 where it takes no part.
 
-        The lower quartile of the tries: processors that other work takes are not the link's.
+        Of small messages the lower quartile of the tries: processors that other work takes are not
+        the link's. Of large ones the mean: what a link does only now and then counts, too.
         """
         outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         self._transport.allgather_control(np.zeros(1, np.int64))  # all begin now
@@ -162,7 +193,10 @@ class Messages:
             start = time.perf_counter()
             exchange(outgoing, incoming)
             spent.append(time.perf_counter() - start)
-        return max(float(np.quantile(spent[1:], 0.25)), 1e-9) if spent else 0.0
+        if not spent:
+            return 0.0
+        small = nbytes <= _LARGE
+        return max(float(np.quantile(spent[1:], 0.25) if small else np.mean(spent[1:])), 1e-9)
 
     def _there_and_back(self, outgoing: Any, incoming: Any) -> None:
         transport, partner = self._transport, self._partner
@@ -174,10 +208,16 @@ class Messages:
                 transport.wait(transport.receive(incoming, partner))
 
     def _both_ways(self, outgoing: Any, incoming: Any) -> None:
-        transport, (dest, source) = self._transport, self._ring
-        assert dest is not None and source is not None
-        requests = transport.receive(incoming, source)
-        transport.wait(requests + transport.send(outgoing, dest))
+        transport, partner = self._transport, self._partner
+        assert partner is not None
+        requests = transport.receive(incoming, partner)
+        transport.wait(requests + transport.send(outgoing, partner))
+
+    def _around(self, outgoing: Any, incoming: Any) -> None:
+        assert self._ring is not None
+        dest, source = self._ring
+        requests = self._transport.receive(incoming, source)
+        self._transport.wait(requests + self._transport.send(outgoing, dest))
 
     def _burst(self) -> tuple[float, float]:
         """Seconds to send one of many small messages, and between two; zeros without a partner."""

@@ -5,6 +5,8 @@ max(g, G·bytes), and arrives L later at the incoming link of the other host, wh
 So links are served in the order of arrival, and several messages into one link queue. A wait takes
 the receiver o + O·bytes for each message. One of more than S bytes leaves only after its receiver
 is ready, one latency after both know. Inside a host each rank has a link of its own.
+
+What two hosts send each other takes D for each byte of both directions, beyond B bytes a message.
 """
 
 from __future__ import annotations
@@ -182,6 +184,9 @@ def _run(  # type: ignore[no-untyped-def]
     outgoing, incoming = np.zeros((2, ranks)), np.zeros((2, ranks))
     capacity = 8 * ranks + 64
     times, codes = np.empty(capacity), np.empty(capacity, np.int64)
+    # of each pair of hosts, when it has carried what both have sent each other
+    count_hosts = hosts[-1] + 1
+    together = np.zeros(count_hosts * count_hosts if levels[1, 6] > 0 else 1)
     most = 0
     for i in range(len(first) - 1):
         most = max(most, first[i + 1] - first[i])
@@ -201,9 +206,8 @@ def _run(  # type: ignore[no-untyped-def]
             grown, grown_codes = np.empty(2 * capacity), np.empty(2 * capacity, np.int64)
             grown[:capacity], grown_codes[:capacity] = times, codes
             times, codes, capacity = grown, grown_codes, 2 * capacity
-        if code >= ranks:  # a message at a link
-            arrives = code >= ranks + total
-            message = code - ranks - (total if arrives else 0)
+        if code >= ranks:  # a message: ready to leave, at its host's link, at that of the other
+            state, message = divmod(code - ranks, total)
             if shared:
                 source, i = message // per_rank, operation[message % per_rank]
             else:
@@ -218,13 +222,26 @@ def _run(  # type: ignore[no-untyped-def]
                 levels[level, 5],
             )
             long = max(gap, per_byte * amounts[i])
-            if not arrives:
+            if state == 0:
+                begin = time
+                unbuffered = amounts[i] - levels[1, 7]
+                if level and levels[1, 6] > 0 and unbuffered > 0:
+                    one, other = hosts[source], hosts[dest]
+                    pair = min(one, other) * count_hosts + max(one, other)
+                    begin = max(time, together[pair])
+                    together[pair] = begin + levels[1, 6] * unbuffered
+                if begin > time:  # others of the host may use its link meanwhile
+                    _push(times, codes, count, begin, ranks + total + message)
+                    count += 1
+                    continue
+                state = 1
+            if state == 1:
                 link = hosts[source] if level else source
                 begin = max(time, outgoing[level, link])
                 outgoing[level, link] = begin + long
                 if level:
                     host_bytes[link] += amounts[i]
-                _push(times, codes, count, begin + latency, ranks + total + message)
+                _push(times, codes, count, begin + latency, ranks + 2 * total + message)
                 count += 1
                 continue
             link = hosts[dest] if level else dest

@@ -97,7 +97,8 @@ class Links:
             return self
         rates = [pair.bytes_per_second for pair in self.pairs]
         slower = statistics.median(rates) / min(rates)
-        return replace(self, between=replace(self.between, G=self.between.G * slower))
+        between = self.between
+        return replace(self, between=replace(between, G=between.G * slower, D=between.D * slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.
@@ -187,7 +188,8 @@ def _level(values: dict[str, Any] | None, name: str) -> Level | None:
     if values is None:
         return None
     try:
-        return Level(**{key: float(values["model"][key]) for key in ("L", "o", "g", "G", "O", "S")})
+        model = values["model"]
+        return Level(**{key: float(model[key]) for key in ("L", "o", "g", "G", "O", "S", "D", "B")})
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -23,6 +23,10 @@ class Level:
         G: time of a byte on a link.
         O: that a processor takes for a byte, at each end.
         S: bytes of the largest message that is sent before its receiver is ready.
+        D: time of a byte between two hosts, those of both directions together, beyond the first B
+            of each message: 0 where directions do not hinder each other, G where one waits for the
+            other, as over a connection whose buffers are full. Not of LogGOPS.
+        B: bytes that such buffers take.
     """
 
     L: float
@@ -31,9 +35,11 @@ class Level:
     G: float
     O: float = 0.0  # noqa: E741 - the names of the model
     S: float = 65536.0
+    D: float = 0.0
+    B: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("o", "g", "O", "S"):
+        for name in ("o", "g", "O", "S", "D", "B"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} {getattr(self, name)!r} of a link is not a number >= 0")
         for name, what in (("L", "a latency"), ("G", "a time of a byte")):
@@ -66,5 +72,6 @@ class Network:
 
     @property
     def levels(self) -> NDArray[np.float64]:
-        """float64[2, 6], L, o, g, G, O, S of both levels."""
-        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S] for x in (self.inside, self.between)])
+        """float64[2, 8], L, o, g, G, O, S, D, B of both levels."""
+        both = self.inside, self.between
+        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S, x.D, x.B] for x in both])

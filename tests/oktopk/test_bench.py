@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oktopk.bench.__main__ import ALONE, BenchError, measure, report
-from oktopk.bench.links import SIZES, Messages, partner_of, rounds, slope
+from oktopk.bench.links import SIZES, Messages, hindrance, partner_of, rounds, slope
 from oktopk.bench.table import links_table, size_of, steps_table
 from oktopk.plan.__main__ import main as plan
 from oktopk.replay.links import KIND, links_of, read
@@ -151,3 +151,14 @@ def test_a_document_can_be_read_by_others(tmp_path: Path) -> None:
     document = measured(2, ThreadTransport, 1)
     assert json.loads(json.dumps(document)) == document
     assert not isinstance(document["pairs"][0]["bytes_per_second"], np.generic)
+
+
+def test_directions_that_hinder_each_other_are_measured() -> None:
+    per_byte, buffers = 8e-8, 100_000
+    alone = {nbytes: per_byte * nbytes for nbytes in SIZES[:10]}
+    paired = {nbytes: per_byte * (nbytes + max(0, nbytes - buffers)) for nbytes in alone}
+    assert hindrance(alone, paired) == pytest.approx((per_byte, buffers))
+    assert hindrance(alone, {nbytes: 1.05 * seconds for nbytes, seconds in alone.items()}) == (0.0, 0.0)
+    assert hindrance({}, paired) == hindrance(alone, {8: 1.0}) == (0.0, 0.0)
+    # what grows less than the messages do
+    assert hindrance({100: 1.0, 400: 1.0}, {100: 3.0, 400: 2.0}) == (1.0 / 400, 0.0)

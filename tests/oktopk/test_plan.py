@@ -16,7 +16,7 @@ from oktopk.plan import losses
 from oktopk.plan.__main__ import main
 from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_of, sparse_rows
 from oktopk.plan.table import table
-from oktopk.replay.links import DEVICES, LinksError, assumed, rate_of, read, seconds_of
+from oktopk.replay.links import DEVICES, Links, LinksError, assumed, rate_of, read, seconds_of
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
 from oktopk.replay.recording import Step
@@ -289,36 +289,53 @@ def test_times_of_kernels_are_those_of_the_results() -> None:
     assert cpu["vector"][1] == pytest.approx(dense["select"] / 14_728_266, rel=0.03)
 
 
-def test_predicted_and_measured_steps_of_the_page_are_those_of_the_raw_files() -> None:
-    results = ROOT / "docs" / "results"
-    links = read(results / "plan-links-100mbit.json")
-    network, n = links.network(4, 1), 4_000_000
+def compared() -> dict[str, tuple[float, float]]:
+    """Title -> seconds predicted from the raw links, and measured, of the page's table."""
+    results, n = ROOT / "docs" / "results", 4_000_000
     (run,) = json.loads((results / "plan-steps-100mbit.json").read_text(encoding="utf-8"))["runs"]
-    medians = {each["name"]: 1e3 * each["seconds"]["all"]["median"] for each in run["methods"]}
     assert (run["length"], run["density"], run["ranks"]) == (n, 0.0125, 4)
-    rows = {"ring, float32": (ring_seconds(network, 4, 4 * n), medians["mpi-ring"])}
-    for title, method, wire, name in (
-        ("Ok-Topk, float32", "oktopk", "float32", "oktopk"),
-        ("`union`, float32", "union", "float32", "union"),
-        ("Ok-Topk, int4", "oktopk", "int4", "oktopk-flat-int4"),
+    medians = {each["name"]: each["seconds"]["all"]["median"] for each in run["methods"]}
+
+    def predicted(
+        links: Links, method: str, density: float, wire: str = "float32", levels: str = "auto"
+    ) -> float:
+        settings = Settings(density=density, wire=wire, levels=levels)  # type: ignore[arg-type]
+        hosts, many = len(links.hosts), links.ranks_per_host
+        return predict(
+            Step(method, n, hosts, many, settings), links.network(hosts, many), links.kernels
+        ).seconds
+
+    links = read(results / "plan-links-100mbit.json")
+    rows = {"4 hosts: ring": (ring_seconds(links.network(4, 1), 4, 4 * n), medians["mpi-ring"])}
+    rows["4 hosts: Rabenseifner"] = predicted(links, "dense", 1.0, "plain"), medians["dense"]
+    rows["4 hosts: Ok-Topk, 1.25 %, float32"] = predicted(links, "oktopk", 0.0125), medians["oktopk"]
+    rows["4 hosts: `union`, 1.25 %, float32"] = predicted(links, "union", 0.0125), medians["union"]
+    rows["4 hosts: Ok-Topk, 1.25 %, int4"] = (
+        predicted(links, "oktopk", 0.0125, "int4"),
+        medians["oktopk-flat-int4"],
+    )
+    for title, name, density in (
+        ("8 hosts", "plan-links-100mbit-8-hosts.json", 0.05),
+        ("4 hosts of 2 ranks", "plan-links-100mbit-8.json", 0.0125),
     ):
-        settings = Settings(density=0.0125, wire=wire)  # type: ignore[arg-type]
-        assert links.kernels is not None
-        rows[title] = predict(Step(method, n, 4, 1, settings), network, links.kernels).seconds, medians[name]
+        links = read(results / name)
+        steps = json.loads((results / name).read_text(encoding="utf-8"))["steps"]
+        took = {step["method"]: step["seconds"] for step in steps}
+        if title == "8 hosts":
+            rows[f"{title}: Rabenseifner"] = predicted(links, "dense", 1.0, "plain"), took["dense"]
+        of = f", {100 * density:g} %, float32"
+        rows[f"{title}: Ok-Topk{of}"] = predicted(links, "oktopk", density), took["oktopk"]
+        rows[f"{title}: `union`{of}"] = predicted(links, "union", density), took["union"]
+    return rows
+
+
+def test_predicted_and_measured_steps_of_the_page_are_those_of_the_raw_files() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    many = results / "plan-links-100mbit-8.json"
-    links, steps = read(many), json.loads(many.read_text(encoding="utf-8"))["steps"]
-    for title, method in (
-        ("two ranks a host, two levels: Ok-Topk, float32", "oktopk"),
-        ("the same, `union`", "union"),
-    ):
-        settings = Settings(density=0.0125, wire="float32")
-        found = predict(Step(method, n, 4, 2, settings), links.network(4, 2), links.kernels)
-        (took,) = (row["seconds"] for row in steps if row["method"] == method)
-        rows[title] = found.seconds, 1e3 * took
-    for title, (predicted, measured) in rows.items():
-        off = f"{100 * (1e3 * predicted / measured - 1):.0f}".replace("-", "−")
-        assert f"| {title} | {1e3 * predicted:,.1f} | {measured:,.1f} | {off} % |" in page
+    table = ["| step | predicted, ms | measured, ms | off |", "|---|---|---|---|"]
+    for title, (predicted, measured) in compared().items():
+        off = f"{100 * (predicted / measured - 1):.0f}".replace("-", "−")
+        table.append(f"| {title} | {1e3 * predicted:,.1f} | {1e3 * measured:,.1f} | {off} % |")
+    assert "\n".join(table) in page
 
 
 def rows_of_scale() -> dict[int, list[str]]:
@@ -407,6 +424,6 @@ def test_documents_round_trip(tmp_path: Path) -> None:
     links = read(write(tmp_path / "links.json", document()))
     network = links.network(3, 2)
     assert network.between == Level(**MODEL)
-    assert np.array_equal(network.levels[1], [MODEL[name] for name in ("L", "o", "g", "G", "O", "S")])
+    assert np.array_equal(network.levels[1], [*MODEL.values()])
     with pytest.raises(ValueError, match="needs no DistributedOptimizer"):
         line_of(dense_rows(Job(1000, 0.1, 2, 1), network)[0])

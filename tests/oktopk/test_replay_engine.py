@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -227,3 +229,38 @@ def test_a_level_needs_a_latency_and_a_rate(name: str, value: float) -> None:
     given = {"L": 1e-6, "o": 0.0, "g": 0.0, "G": 1e-9} | {name: value}
     with pytest.raises(ValueError, match="is not"):
         Level(**given)
+
+
+def test_two_hosts_that_send_to_each_other_wait_where_their_connection_makes_them() -> None:
+    """Beyond the bytes that buffers take one direction waits for the other; another host does not."""
+    nbytes, buffers = 60_000, 20_000
+    link = replace(LINK, D=LINK.G, B=buffers)
+    both = [[message(RECEIVE, 1 - r, nbytes), message(SEND, 1 - r, nbytes), wait(0, 1)] for r in range(2)]
+    alone = 2 * (LINK.o + LINK.O * nbytes) + LINK.L + LINK.G * nbytes
+    for where, waits in ((network(), 0.0), (network(1, link), LINK.G * (nbytes - buffers))):
+        assert run(make_program(both, 2), where).seconds == pytest.approx(alone + waits, rel=1e-9)
+    ring = rounds(1, 3, [(SHIFT, 1, 2)], [nbytes])
+    assert run(ring, network(1, link)).seconds == pytest.approx(alone, rel=1e-9)
+    # ranks of a host do not share that connection
+    assert run(make_program(both, 2), network(2, link)).seconds < alone / 2
+    small = [[message(RECEIVE, 1 - r, buffers), message(SEND, 1 - r, buffers), wait(0, 1)] for r in range(2)]
+    expected = 2 * (LINK.o + LINK.O * buffers) + LINK.L + LINK.G * buffers
+    assert run(make_program(small, 2), network(1, link)).seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_message_that_waits_for_its_connection_leaves_the_link_to_others() -> None:
+    """Rank 0 of a host waits for the other direction; rank 1 sends to a third host meanwhile."""
+    nbytes, rates = 60_000, NOTHING.copy()
+    link = replace(LINK, D=10 * LINK.G)
+    hosts = [
+        [message(RECEIVE, 2, nbytes), message(SEND, 2, nbytes), wait(0, 1)],
+        [message(SEND, 4, nbytes), wait(0)],
+        [message(RECEIVE, 0, nbytes), message(SEND, 0, nbytes), wait(0, 1)],
+        [],
+        [message(RECEIVE, 1, nbytes), wait(0)],
+        [],
+    ]
+    done = replay(make_program(hosts, 6), network(2, link), rates)
+    spent = LINK.o + LINK.O * nbytes
+    assert done.ended[4] <= 2 * spent + LINK.L + 2 * LINK.G * nbytes + 1e-12
+    assert max(done.ended[0], done.ended[2]) > 10 * LINK.G * nbytes
