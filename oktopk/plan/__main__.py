@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.sparse import MAX_LENGTH
 from oktopk.plan.losses import SOURCE
-from oktopk.plan.picture import Curve, draw
+from oktopk.plan.picture import Curve, draw, require_matplotlib
 from oktopk.plan.rows import (
     DENSITIES,
     EVERY,
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "oktopk-plan") -> int:
     """The command `oktopk-plan`."""
     options = _parser(prog).parse_args(argv)
     try:
-        print(plan(options))
+        print(plan(options), flush=True)
+    except BrokenPipeError:  # a reader such as head has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (LinksError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
@@ -63,6 +66,8 @@ def plan(options: argparse.Namespace) -> str:
     Raises:
         LinksError, ValueError: nothing can be predicted; one sentence.
     """
+    if options.picture is not None:
+        require_matplotlib()
     links = _links(options)
     hosts, many = options.hosts, options.gpus
     if hosts * many < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from oktopk.replay.links import LinksError
@@ -21,17 +22,21 @@ class Curve:
     dashed: bool = False
 
 
+def require_matplotlib() -> None:
+    """Raise LinksError where there is none."""
+    if find_spec("matplotlib") is None:
+        raise LinksError(NO_MATPLOTLIB)
+
+
 def draw(curves: Sequence[Curve], title: str, path: Path) -> None:
     """Write a picture, whose type is that of the path.
 
     Raises:
-        LinksError: there is no matplotlib, or the file cannot be written.
+        LinksError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import StrMethodFormatter
-    except ImportError as error:
-        raise LinksError(NO_MATPLOTLIB) from error
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oktopk.plan import losses
+from oktopk.plan import losses, picture
 from oktopk.plan.__main__ import main
 from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_of, sparse_rows
 from oktopk.plan.table import table
@@ -401,8 +401,7 @@ def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 def test_a_picture_without_matplotlib_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     status, _, problem = run(capsys, *LINK, *JOB, *FEW, "--hosts", 2, "--picture", "step.svg")
     assert (status, problem) == (
         2,
@@ -418,6 +417,15 @@ def test_a_plan_imports_neither_torch_nor_mpi() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "optimizer = DistributedOptimizer(" in done.stdout
+
+
+def test_a_reader_that_has_enough_ends_a_plan_without_a_word() -> None:
+    command = [sys.executable, "-m", "oktopk.plan", *LINK, *JOB, *FEW, "--hosts", "2"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == b""
+    assert done.returncode == 0
 
 
 def test_documents_round_trip(tmp_path: Path) -> None:
