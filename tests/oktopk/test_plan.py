@@ -387,10 +387,15 @@ def test_predicted_steps_of_gpu_hosts_are_those_of_the_page() -> None:
 
 
 @pytest.mark.pictures
-def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_picture_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = sys.modules[main.__module__]
+    assert vars(command)["_MOST_HOSTS"] == 512
+    monkeypatch.setattr(command, "_MOST_HOSTS", 16)  # takes a second
     path = tmp_path / "step.svg"
     status, shown, _ = run(capsys, *LINK, *JOB, *FEW, "--hosts", 4, "--picture", path)
-    assert status == 0 and f"{path}: the step over 1 to 512 hosts." in shown
+    assert status == 0 and f"{path}: the step over 1 to 16 hosts." in shown
     assert "<svg" in path.read_text(encoding="utf-8")
     status, _, problem = run(
         capsys, *LINK, *JOB, *FEW, "--hosts", 4, "--picture", tmp_path / "no" / "step.svg"
