@@ -31,6 +31,12 @@ def show(text: object, *, file: IO[str] | None = None, flush: bool = False) -> N
     print(escaped(str(text)), file=file, flush=flush)
 
 
+def attribute_texts(described: type) -> dict[str, str]:
+    """Attribute -> what the class's docstring says of it, on one line."""
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", described.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
 def command_parser(
     name: str, description: str, *examples: str, program: str = "python -m", further: str = ""
 ) -> argparse.ArgumentParser:

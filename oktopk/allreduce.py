@@ -249,12 +249,12 @@ class GradientAllreduce(Resumable):
         the stream next sees `update`. The report is complete when the next step begins, or after `complete`. The host does not
         help such a step, which differs from one that is waited for:
 
-        - Regions are renewed by the selections of the step before.
         - A global threshold that missed moves to the best candidate that keeps between k/2 and 5k/4.
         - A selection that should be exact, but packs less than k by its guess, is exact in the next step.
         - A step that needs the host is given up: `update` is zero, and the gradient stays in the residual. That is rare: a
           selection of more than 2k, no such candidate, a region that got far too much, kept entries far from balanced. The
-          following steps are waited for until eight in a row did not need the host, as at the beginning.
+          following steps are waited for until eight in a row did not need the host, as at the beginning. So they are after a
+          step in which some rank selects fewer than k/2.
         - A gradient that is not finite is found a step later.
 
         Args:
@@ -291,8 +291,8 @@ class GradientAllreduce(Resumable):
     ) -> StepReport:
         """Start a step, which `complete` ends. Collective: every rank must call, and then `complete`, before the next step.
 
-        A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but where it computes
-        new regions, or knows no threshold to select by. `awaited` tells whether its outcome is still open; the report is then
+        A step whose kernels do all of it (`reads_tensors`) is put on the stream, and nothing is waited for but the other ranks'
+        hosts where it renews its regions. `awaited` tells whether its outcome is still open; the report is then
         incomplete. Other steps run as `step`, and have ended when this returns. The bits are those of `step`.
 
         Until `complete` has returned, `update` and `residual` do not hold; the report's last stage lasts until then.

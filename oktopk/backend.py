@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,10 @@ class Backend:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""
         return np.asarray(entries["index"])
 
-    def p2p_step(self, transport: Transport, length: int, settings: Settings) -> Any:
-        """The kernels of a step that read other ranks' memory, as `oktopk.cuda.p2p_step.P2PStep`; None without such memory."""
+    def p2p_launches(
+        self, transport: Transport, length: int, settings: Settings
+    ) -> Callable[[int], Any] | None:
+        """k -> the launches of steps that read other ranks' memory, `oktopk.cuda.p2p_launches.P2PLaunches`; None without it."""
         return None
 
     def shared_gradients(

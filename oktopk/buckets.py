@@ -39,9 +39,9 @@ class BucketedAllreduce:
     """Reduces one gradient per step in buckets, behind what the caller computes, in one order on all ranks.
 
     A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
-    it in `finish`, with `deferred` not even there. But where a bucket computes new regions, in the first sparse step, each
-    `boundary_interval` and after a new k, its start waits for the buckets before it and for the other ranks. Any other bucket
-    is reduced in a thread. In flat steps over MPI between GPUs three threads take buckets in turn, each on a stream of its own.
+    it in `finish`, with `deferred` not even there. But where a bucket renews its regions (`Settings.boundary_interval`, or after
+    a new k) its start waits for the other ranks to come there. Any other bucket is reduced in a thread. In flat steps over MPI
+    between GPUs three threads take buckets in turn, each on a stream of its own.
 
     Each bucket has a `GradientAllreduce` of its own: residual, thresholds, regions, communicator and messages. Together they keep
     k entries, one a bucket at least and the others in proportion to their lengths, so that caps and bounds of a step in words are
@@ -167,7 +167,7 @@ class BucketedAllreduce:
     ) -> Future[StepReport]:
         """Reduce the next bucket. Collective, in one order on all ranks; see `submit` for other calls.
 
-        It returns at once, but where a bucket on the stream computes new regions: see the class.
+        It returns at once, but where a bucket on the stream renews its regions: see the class.
 
         Args:
             gradient: as `GradientAllreduce.step`, a tensor list where `reads_tensors` allows it; unchanged until `finish`.

@@ -63,9 +63,9 @@ class Placement:
     def executor(self, method: Method, vectors: ErrorFeedback, settings: Settings) -> Executor:
         """What runs the steps of a method that reduces what this rank holds."""
         if isinstance(method, OkTopk) and not method.p2p_unavailable_reason(settings):
-            p2p_step = self._backend.p2p_step(self._transport, self._length, settings)
-            if p2p_step is not None:
-                return P2PExecutor(method, vectors, p2p_step)
+            lay_out = self._backend.p2p_launches(self._transport, self._length, settings)
+            if lay_out is not None:
+                return P2PExecutor(method, vectors, lay_out)
         return MessageExecutor(method, vectors)
 
     def withhold(self, vectors: ErrorFeedback, absent: Spans) -> None:

@@ -2,7 +2,8 @@
 
 Both thresholds are exact and the regions are new in every step, and entries travel plain. There is no codec, no balancing, no
 time limit, no check of arguments and no care for Inf or NaN: the library has these. P is any number of ranks, n any length from
-1 to 2^31 - 1, a Vector is float32[n]. Functions with `comm` are collective: all ranks call them.
+1 to 2^31 - 1, a Vector is float32[n]. Functions with `comm` are collective: all ranks call them. `splits` are those of a rank's
+last selection, at first `equal_splits`; a step changes them in place.
 
 Source: Li & Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning, PPoPP 2022, algorithms 1 and 2.
 """
@@ -19,7 +20,7 @@ Entries = NDArray[np.void]  # of type ENTRY, in ascending order of their indices
 ENTRY = np.dtype([("index", np.int32), ("value", np.float32)])  # 8 bytes: 2 words
 
 
-def sparse_allreduce(comm: MPI.Intracomm, residual: Vector, k: int) -> Vector:
+def sparse_allreduce(comm: MPI.Intracomm, residual: Vector, splits: Indices, k: int) -> Vector:
     """Apply k entries, summed over the ranks: the top k of the sum of all ranks' top ks.
 
     Args:
@@ -32,12 +33,14 @@ def sparse_allreduce(comm: MPI.Intracomm, residual: Vector, k: int) -> Vector:
 
     Traffic: at most 6k(P-1)/P words a rank, as a mean over the ranks; about 4k(P-1)/P where regions balance.
     """
+    boundaries = region_boundaries(comm, splits, len(residual))  # by the selections of the step before
     selected = top_k(MPI.COMM_SELF, residual, k)  # by the local threshold: that of this rank alone
-    boundaries = region_boundaries(comm, selected, len(residual))
     sums = split_and_reduce(comm, entries(selected, residual[selected]), boundaries)
     kept = top_k(comm, sums, k)  # by the global threshold
     applied = allgatherv(comm, entries(boundaries[comm.rank] + kept, sums[kept]))
     residual[np.intersect1d(selected, applied["index"])] = 0
+    if len(selected):  # they split it into equal counts
+        splits[:] = selected[len(selected) * np.arange(1, comm.size) // comm.size]
     update = np.zeros_like(residual)
     update[applied["index"]] = applied["value"]
     return update
@@ -67,15 +70,17 @@ def entries(indices: Indices, values: Vector) -> Entries:
     return packed
 
 
-def region_boundaries(comm: MPI.Intracomm, selected: Indices, length: int) -> Indices:
+def equal_splits(ranks: int, length: int) -> Indices:
+    """int64[P - 1], the indices that split the vector into equal lengths."""
+    return length * np.arange(1, ranks) // ranks
+
+
+def region_boundaries(comm: MPI.Intracomm, splits: Indices, length: int) -> Indices:
     """int64[P + 1], equal on all ranks: rank r sums the region [boundaries[r], boundaries[r + 1]).
 
-    A rank proposes the indices that split its selection into P equal counts; where it is empty, the vector into equal lengths.
-    The mean of the proposals gives all regions about equally many entries. Traffic: P - 1 integers, no payload.
+    The mean of all ranks' splits gives all regions about equally many entries. Traffic: P - 1 integers, no payload.
     """
-    parts = np.arange(1, comm.size)
-    proposal = selected[len(selected) * parts // comm.size] if len(selected) else length * parts // comm.size
-    return np.array([0, *comm.allreduce(proposal) // comm.size, length])
+    return np.array([0, *comm.allreduce(splits) // comm.size, length])
 
 
 def split_and_reduce(comm: MPI.Intracomm, packed: Entries, boundaries: Indices) -> Vector:
@@ -124,27 +129,22 @@ def allgatherv(comm: MPI.Intracomm, block: Entries) -> Entries:
     return np.roll(gathered, counts[comm.size - comm.rank :].sum())  # rank 0's block comes first
 
 
-def step_of_gradients(comm: MPI.Intracomm, gradient: Vector, residual: Vector, k: int) -> Vector:
+def step_of_gradients(comm: MPI.Intracomm, gradient: Vector, residual: Vector, splits: Indices, k: int) -> Vector:  # fmt: skip
     """Add the gradient to the residual, in place; return the mean update, which the optimizer takes for a gradient."""
     residual += gradient
-    return sparse_allreduce(comm, residual, k) / np.float32(comm.size)
+    return sparse_allreduce(comm, residual, splits, k) / np.float32(comm.size)
 
 
 def step_of_updates(
-    comm: MPI.Intracomm,
-    parameters: Vector,
-    reference: Vector,
-    residual: Vector,
-    k: int,
-    share: float | None = None,
-    decay: float = 1.0,
-) -> None:
-    """Exchange how far each rank's own optimizer moved its parameters; change all three vectors in place.
+    comm: MPI.Intracomm, parameters: Vector, reference: Vector, residual: Vector, splits: Indices, k: int,
+    share: float, decay: float = 1.0, kept: float = 1.0,
+) -> None:  # fmt: skip
+    """Exchange how far each rank's own optimizer moved its parameters; change all vectors in place.
 
-    Parameters are the reference, equal on all ranks, less a share (None: 1/P) of the residual, at first zero. Nothing is fused.
+    Parameters are the reference, equal on all ranks, less a share of the residual, at first zero. Nothing is fused.
     """
-    share = 1 / comm.size if share is None else share
     residual += (reference - share * residual) - parameters  # before the optimizer's step less after it
-    reference -= sparse_allreduce(comm, residual, k) / np.float32(comm.size)
+    reference -= sparse_allreduce(comm, residual, splits, k) / np.float32(comm.size)
+    residual *= kept  # what is old is forgotten; 1 without
     reference *= decay  # decoupled weight decay; 1 without
     parameters[:] = reference - share * residual

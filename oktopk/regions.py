@@ -20,7 +20,7 @@ def region_boundaries(splits: NDArray[np.int64], length: int, transport: Transpo
     """Cut the gradient into one contiguous region per rank, balanced by nnz.
 
     Args:
-        splits: int64[P - 1], what this rank proposes: the indices that split its own selection into equal counts.
+        splits: int64[P - 1], what this rank proposes: the indices that split its own last selection into equal counts.
         length: elements of the gradient (n).
         transport: where the ranks meet. Collective: every rank must call.
 
@@ -29,7 +29,7 @@ def region_boundaries(splits: NDArray[np.int64], length: int, transport: Transpo
         boundaries are the mean of what the ranks propose.
 
     Traffic: control only: one allreduce of P - 1 int64.
-    Source: Li & Hoefler, PPoPP 2022, section 3.1.1.
+    Source: Li & Hoefler, PPoPP 2022, section 3.1.1; there the selection is that of the same step.
     """
     size = transport.size
     boundaries = equal_boundaries(length, size)
@@ -38,28 +38,42 @@ def region_boundaries(splits: NDArray[np.int64], length: int, transport: Transpo
 
 
 class Regions:
-    """The regions of one instance of Ok-Topk, and when they are renewed.
+    """The regions of one instance of Ok-Topk: those of a renewal come from what the ranks selected before.
 
     Attributes:
-        boundaries: int64[P + 1]; None before the first step.
-        splits: int64[P - 1], the indices that split this rank's last selection into equal counts; known on all ranks or on none.
-        overflowed: a region got more entries than there is room for: the next step renews the boundaries.
+        boundaries: int64[P + 1], of the last step; at first regions of equal length.
+        splits: int64[P - 1], the indices that split this rank's last selection into equal counts; None before any step has ended,
+            on all ranks or on none.
+        stale: the next step renews the boundaries, whatever is planned: nothing was selected before these, or a region got more
+            entries than there is room for.
     """
 
     def __init__(self, length: int, transport: Transport) -> None:
         self._length, self._transport = length, transport
-        self.boundaries: NDArray[np.int64] | None = None
+        self.boundaries = equal_boundaries(length, transport.size)
         self.splits: NDArray[np.int64] | None = None
-        self.overflowed = False
+        self.stale = True
 
-    def due(self, planned: bool) -> bool:
+    def are_due(self, planned: bool) -> bool:
         """Whether this step renews the boundaries; equal on all ranks, as `planned` is."""
-        return planned or self.overflowed or self.boundaries is None
+        return self.splits is not None and (planned or self.stale)
 
-    def renew(self, splits: NDArray[np.int64]) -> None:
+    def renew(self) -> None:
         """Agree on new boundaries. Collective; see `region_boundaries`."""
-        self.boundaries = region_boundaries(splits, self._length, self._transport)
-        self.overflowed = False
+        assert self.splits is not None
+        self.boundaries = region_boundaries(self.splits, self._length, self._transport)
+        self.stale = False
+
+    def learn(self, splits: NDArray[np.int64] | None) -> None:
+        """Remember what a step selected. Every rank must call.
+
+        Args:
+            splits: of this rank's selection; None where it is empty: the rank proposes the last ones, at first equal lengths.
+        """
+        if splits is not None:
+            self.splits = splits
+        elif self.splits is None:
+            self.splits = equal_boundaries(self._length, self._transport.size)[1:-1]
 
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:
@@ -79,16 +93,17 @@ class Regions:
             raise StateError(f"splits of the state do not ascend within [0, {length}]")
 
     def state_dict(self) -> dict[str, Any]:
-        """Boundaries and splits, copied."""
-        kept = None if self.overflowed or self.boundaries is None else self.boundaries.copy()
-        return {"boundaries": kept, "splits": None if self.splits is None else self.splits.copy()}
+        """Boundaries, None where they are stale, and splits, copied."""
+        splits = None if self.splits is None else self.splits.copy()
+        return {"boundaries": None if self.stale else self.boundaries.copy(), "splits": splits}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`; what is of another number of ranks is agreed on anew."""
         size = self._transport.size
-        self.boundaries = _fitting(state["boundaries"], size + 1)
+        boundaries = _fitting(state["boundaries"], size + 1)
+        self.stale = boundaries is None
+        self.boundaries = equal_boundaries(self._length, size) if boundaries is None else boundaries
         self.splits = _fitting(state["splits"], size - 1)
-        self.overflowed = False
 
 
 def _ascend(places: list[int]) -> bool:

@@ -26,7 +26,7 @@ _ALL = 2**31 - 1
 TIED = 2**31 - 1
 """Instead of a count of candidates: many of them equal the k-th largest magnitude."""
 
-_STATE = ("bits", "slope", "trend", "needs_exact", "needs_host")
+_STATE = ("bits", "slope", "trend", "needs_exact")
 """Attributes that the next step depends on."""
 
 
@@ -45,6 +45,7 @@ class Selection:
         exact: the threshold was the k-th largest magnitude of this very step.
         threshold: the least magnitude that was selected.
         offsets: P + 1 integers, where each region begins in `packed`, if the pass computed them.
+        splits: int64[P - 1], the indices that split a list that is not empty into equal counts, likewise.
         flag: nothing of this step may be applied for another reason; with shards also where another shard has such elements.
     """
 
@@ -53,6 +54,7 @@ class Selection:
     exact: bool
     threshold: float
     offsets: Any = None
+    splits: Any = None
     flag: bool = False
 
     @property
@@ -85,14 +87,13 @@ class LocalSelection:
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
         needs_exact: the next step must be exact.
-        needs_host: there is no good lower threshold either, so the host must check the count.
     """
 
     def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
         self.bits: int | None = None
         self.slope = 4.0
         self.trend = 0
-        self.needs_exact = self.needs_host = True
+        self.needs_exact = True
         self._length = length
         self._kernels = kernels
         self._transport = transport
@@ -135,28 +136,31 @@ class LocalSelection:
             bits: the threshold that was packed by.
             exact: cut the list down to the exact top k.
         """
-        mine, offsets, buffer = packing.nnz, packing.offsets, self.buffer(k)
+        mine, buffer, found = packing.nnz, self.buffer(k), (packing.offsets, packing.splits)
         nnz, flag = self._over_shards(mine, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             nothing = SparseVector(buffer[:0], self._length)
             return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
-        if nnz > 2 * k or (exact and nnz < k):
+        if nnz > 2 * k or (exact and nnz < k and bits > 1):
             mine, bits = self._repack(residual, k, buffer)
-            nnz, exact = self._over_shards(mine, False)[0], True
-        if exact or nnz > selection_cap(k):
-            packed, threshold_bits = self._tighten(buffer[:mine], nnz, k, bits)
-            exact, offsets = True, None
+            (nnz, _), exact, found = self._over_shards(mine, False), True, (None, None)
+        packed, threshold_bits = buffer[:mine], bits
+        if packing.candidates:
+            exact, threshold_bits = True, packing.cut_bits
+            self.learn_exact(packing.candidates, k, bits, threshold_bits)
+        elif exact and nnz < k:  # all that is not zero
+            self.learn_exact(nnz, k, bits, bits)
+        elif exact or nnz > selection_cap(k):
+            packed, threshold_bits = self._tighten(packed, nnz, k, bits)
+            exact, found = True, (None, None)
         else:
-            packed, threshold_bits = buffer[:mine], bits
             self._follow(nnz, k, bits)
-        return Selection(
-            SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), offsets
-        )
+        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), *found)
 
     def force_exact(self) -> None:
-        """Make the next step exact, and let the host check it. The last pass is not used."""
-        self.needs_exact = self.needs_host = True
+        """Make the next step exact. The last pass is not used."""
+        self.needs_exact = True
 
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
@@ -164,9 +168,8 @@ class LocalSelection:
         held = {name: state[name] for name in _STATE}
         if not (0 < held["slope"] < math.inf):
             raise StateError(f"slope {held['slope']!r} of the state is not a positive number")
-        for name in ("needs_exact", "needs_host"):
-            if not isinstance(held[name], bool):
-                raise StateError(f"{name} {held[name]!r} of the state is not True or False")
+        if not isinstance(held["needs_exact"], bool):
+            raise StateError(f"needs_exact {held['needs_exact']!r} of the state is not True or False")
         check_threshold("local", state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +193,7 @@ class LocalSelection:
                 exact.
             bits: the k-th largest magnitude of them.
         """
-        self.needs_exact, self.needs_host = candidates == TIED, False
+        self.needs_exact = candidates == TIED
         if self.needs_exact:
             self.bits = bits
             return
@@ -263,5 +266,4 @@ class LocalSelection:
         self.trend = learned_trend(self.trend, missed)
         wanted = int(_FOLLOWED * missed) + self.trend
         moved = min(max(wanted, -_FARTHEST), _FARTHEST)
-        self.needs_host = self.needs_exact and moved != wanted
         self.bits = max(1, min(bits + moved, NOTHING - 1))

@@ -37,8 +37,8 @@ class Settings:
     Attributes:
         density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
         threshold_interval: steps between exact thresholds (tau'), >= 1.
-        boundary_interval: steps between new region boundaries (tau), >= 1. Before the first interval ends, steps of a
-            `Displacement` renew them in steps 1, 2, 4, 8, ..., too.
+        boundary_interval: steps between new region boundaries (tau), >= 1, which come from the selections of the step before.
+            Before the first interval ends, steps 1, 2, 4, 8, ... renew them, too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,
             >= 0; a whole run, if you like. With updates and `every` a step is an exchange. It falls every

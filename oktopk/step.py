@@ -25,7 +25,7 @@ class Plan:
     Attributes:
         k: entries wanted.
         exact: compute exact thresholds.
-        new_boundaries: agree on new region boundaries.
+        new_boundaries: agree on new region boundaries, from what was selected before.
         scale: factor on the sum over the ranks.
         timer: times the stages.
         may_defer: the step may return before the host knows how it went.

@@ -75,7 +75,6 @@ class Steps:
         self._entries: Callable[[float], int] = partial(entries_kept, length=self.length)
         self._sampler: Sampler | None = None
         self._sparse_steps = 0
-        self._moved = False  # the step adds a displacement
         self._last_k: int | None = None
         self._said_dense = False
         # the step whose result is not known yet, and the caller's report of it
@@ -137,7 +136,7 @@ class Steps:
     def _take(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
     ) -> StepReport:
-        self._moved = moved = isinstance(gradient, Displacement)
+        moved = isinstance(gradient, Displacement)
         if isinstance(gradient, GradientTensors) and not (moved or self.reads_tensors(measure)):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
@@ -237,12 +236,9 @@ class Steps:
         return report
 
     def _renews_boundaries(self) -> bool:
-        """Whether the next step computes new regions.
-
-        What an optimizer of Adam's kind moves by first is as large everywhere: its selection says nothing of later ones.
-        """
+        """Whether the next step renews its regions: often at first, when what is selected changes most."""
         sparse, interval = self._sparse_steps, self.settings.boundary_interval
-        return sparse % interval == 0 or (self._moved and sparse < interval and sparse.bit_count() == 1)
+        return sparse % interval == 0 or (sparse < interval and sparse.bit_count() == 1)
 
     def _begin(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, may_defer: bool

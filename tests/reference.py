@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from oktopk.reference import sparse_allreduce, step_of_updates, top_k
+from oktopk.reference import equal_splits, sparse_allreduce, step_of_updates, top_k
 from oktopk.results import StepReport
 from oktopk.settings import entries_kept
 from tests.devices import get
@@ -33,6 +33,7 @@ class ReferenceAllreduce:
         assert method == "oktopk"
         self._comm, self._k = comm, entries_kept(density, length)
         self.residual, self.update = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        self._splits = equal_splits(comm.size, length)
         self._steps = 0
 
     def step(self, gradient: Any) -> StepReport:
@@ -56,7 +57,7 @@ class ReferenceAllreduce:
         """Make `update` and `residual` those of the next step; return how many entries this rank selected."""
         self.residual += gradient
         selected = top_k(MPI.COMM_SELF, self.residual, self._k)
-        self.update = sparse_allreduce(comm, self.residual, self._k)
+        self.update = sparse_allreduce(comm, self.residual, self._splits, self._k)
         return len(selected)
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class ReferenceUpdates(ReferenceAllreduce):
         parameters = self._reference - self._moved - comm.size * gradient
         selected = top_k(MPI.COMM_SELF, self._moved + comm.size * gradient, self._k)
         before = self._reference.copy()
-        step_of_updates(comm, parameters, self._reference, self._moved, self._k, share=1.0)
+        step_of_updates(comm, parameters, self._reference, self._moved, self._splits, self._k, share=1.0)
         assert np.array_equal(parameters, self._reference - self._moved)
         self.update, self.residual = before - self._reference, self._moved / np.float32(comm.size)
         return len(selected)

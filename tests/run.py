@@ -20,7 +20,7 @@ its launcher with --mpiexec (and its library in MPI4PY_LIBMPI).
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import re
 import shutil
@@ -30,7 +30,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
@@ -66,10 +67,17 @@ BESIDE_LEAVING = 30  # for what runs beside to end its own groups
 
 
 class Tally:
-    """Passed, failed and skipped so far; what failed, by name."""
+    """Passed, failed and skipped so far; what failed, by name.
 
-    def __init__(self, exit_first: bool = False) -> None:
-        self.exit_first = exit_first  # run no group after a failure
+    Args:
+        exit_first: run no group after a failure.
+        output: what is printed, and by commands; None: where this process prints.
+    """
+
+    def __init__(self, exit_first: bool = False, output: IO[bytes] | None = None) -> None:
+        self.exit_first, self.output = exit_first, output
+        self.ended = False  # run no further group
+        self.running: list[subprocess.Popen[bytes]] = []
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.ran: set[str] = set()
@@ -80,19 +88,12 @@ class Tally:
         if state == "failed":
             self.failures.append(name)
 
-    def keep(self, file: Path) -> None:
-        """Leave it to a later run, which begins with what is here."""
-        kept = [self.counts, self.failures, sorted(self.ran), sorted(self.without_gpu)]
-        file.write_text(json.dumps(kept), encoding="utf-8")
-
-    def begin_with(self, file: Path) -> None:
-        """Take over what an earlier run left, if there was one."""
-        if file.exists() and file.stat().st_size:
-            counts, failures, ran, without_gpu = json.loads(file.read_text(encoding="utf-8"))
-            self.counts.update(counts)
-            self.failures += failures
-            self.ran.update(ran)
-            self.without_gpu.update(without_gpu)
+    def take(self, other: Tally) -> None:
+        """Add what another one has counted."""
+        self.counts.update(other.counts)
+        self.failures += other.failures
+        self.ran |= other.ran
+        self.without_gpu |= other.without_gpu
 
     def closing_line(self, seconds: float) -> str:
         states = ", ".join(f"{self.counts[state]} {state}" for state in ("passed", "failed", "skipped"))
@@ -100,26 +101,36 @@ class Tally:
 
 
 def run(
+    tally: Tally,
     command: Sequence[str],
     seconds: float,
     environment: Mapping[str, str] | None = None,
     leaving: float = 10,
 ) -> int | None:
-    """Exit status of a command that prints where we print; None if it had to be ended.
+    """Exit status of a command; None if it had to be ended.
 
     Args:
+        tally: says where it prints.
         seconds: that it may take.
         leaving: that it then has to end what it started.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=tally.output,
+        stderr=tally.output,
+        start_new_session=True,
     )
+    tally.running.append(process)
     try:
-        return process.wait(timeout=seconds)
+        return process.wait(timeout=0 if tally.ended else seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
         end(process, leaving)
+        tally.running.remove(process)
 
 
 def end(process: subprocess.Popen[bytes], leaving: float) -> None:
@@ -133,8 +144,13 @@ def end(process: subprocess.Popen[bytes], leaving: float) -> None:
             process.wait()
 
 
-def announce(title: str) -> None:
-    print(f"\n=== {title} ===", flush=True)
+def announce(title: str, output: IO[bytes] | None = None) -> None:
+    line = f"\n=== {title} ==="
+    if output is None:
+        print(line, flush=True)
+    else:
+        output.write(f"{line}\n".encode())
+        output.flush()
 
 
 @contextmanager
@@ -176,33 +192,23 @@ def checks_beside(tally: Tally) -> Iterator[None]:
 
 
 @contextmanager
-def host_cuda_beside(tally: Tally, options: argparse.Namespace, folder: Path) -> Iterator[None]:
-    """The tests of GPUs on a host, in a run of their own beside the groups that are run meanwhile; what it says comes last."""
-    kept, said = folder / "host-cuda-tally", folder / "host-cuda-said"
-    command = [sys.executable, "-m", "tests.run", "--host-cuda", f"--tally={kept}"]
-    command += ["--long"] * options.long + ["--all"] * options.all
-    command += [f"--ranks={','.join(map(str, options.ranks))}"] if options.ranks else []
-    command += [f"--workers={options.workers}"] if options.workers is not None else []
-    command += [f"--mpiexec={options.mpiexec}"] if options.mpiexec else []
-    with open(said, "wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield
-        status = process.wait()  # each of its groups has a time limit
-        print(said.read_text("utf-8", errors="replace").rsplit("\n=== closing ===", 1)[0], flush=True)
-        before = len(tally.failures)
-        tally.begin_with(kept)
-        if status and len(tally.failures) == before:
-            tally.add("failed", f"kernels on the host: ended with status {status}")
-    finally:
-        end(process, BESIDE_LEAVING)
+def beside(tally: Tally, work: Callable[[Tally], None]) -> Iterator[None]:
+    """Do work in a thread beside the groups that are run meanwhile; what it prints comes last."""
+    with tempfile.TemporaryFile() as said:
+        own = Tally(output=said)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(work, own)
+            try:
+                yield
+                done.result()  # each of its groups has a time limit
+            except BaseException:
+                own.ended = True
+                for process in list(own.running):
+                    end(process, BESIDE_LEAVING)
+                raise
+        said.seek(0)
+        print(said.read().decode(errors="replace"), end="", flush=True)
+    tally.take(own)
 
 
 def run_group(
@@ -216,10 +222,10 @@ def run_group(
     leaving: float = 10,
 ) -> None:
     """One pytest, on one or several ranks, and what became of each of its tests."""
-    if tally.exit_first and tally.failures:
+    if tally.ended or (tally.exit_first and tally.failures):
         return
-    announce(title)
-    status = run(command, seconds, environment, leaving)
+    announce(title, tally.output)
+    status = run(tally, command, seconds, environment, leaving)
     states = read_outcomes(outcomes)
     tally.without_gpu |= {test for test, state in states.items() if state == WITHOUT_GPU}
     states = {test: state for test, state in states.items() if state != WITHOUT_GPU}
@@ -262,8 +268,7 @@ def run_host_cuda(tally: Tally, pytest: Sequence[str], folder: Path, options: ar
         return
     title = "kernels on the host"
     if shutil.which("g++") is None and not os.environ.get("CI"):
-        announce(title)
-        print("The kernels are not run: there is no g++ to compile them for the host.", flush=True)
+        announce(f"{title}: not run, as there is no g++ to compile them", tally.output)
         tally.add("skipped", title)
         return
     asked = {host_cuda.ASKED_FOR: "1", "OKTOPK_CUDA_AWARE_MPI": "1"}
@@ -437,12 +442,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="Run only the tests of GPUs on a host that stands in for them",
     )
     parser.add_argument(
-        "--tally",
-        type=Path,
-        metavar="FILE",
-        help="File of counts that those of this run are added to; default: none",
-    )
-    parser.add_argument(
         "paths", nargs="*", default=ALL_TESTS, help="Files or folders of tests; default: tests"
     )
     return parser.parse_args(arguments)
@@ -453,8 +452,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     started = time.monotonic()
     tally = Tally(options.exit_first)
-    if options.tally is not None:
-        tally.begin_with(options.tally)
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
     if options.host_cuda:
@@ -491,8 +488,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run_group(tally, "single process", command, SINGLE_SECONDS, os.environ, outcomes, partial)
         groups = [] if options.no_ranks else rank_groups(options, files_with_rank_tests(options.paths))
         # a few tests are shown as they run, and behind a failure that ends the run there is nothing to run beside
-        beside = bool(groups) and not (options.no_host_cuda or partial or options.exit_first)
-        with host_cuda_beside(tally, options, Path(folder)) if beside else nullcontext():
+        both = bool(groups) and not (options.no_host_cuda or partial or options.exit_first)
+        host_cuda_groups = functools.partial(
+            run_host_cuda, pytest=plain, folder=Path(folder), options=options
+        )
+        with beside(tally, host_cuda_groups) if both else nullcontext():
             for number, (ranks, files, mark) in enumerate(groups):
                 if partial and not files:
                     continue
@@ -502,8 +502,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 title = f"{ranks} rank{'s' if ranks > 1 else ''}"
                 may_be_empty = partial or mark == "mpi and long"
                 run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)
-        if not options.no_host_cuda and not beside:
-            run_host_cuda(tally, plain, Path(folder), options)
+        if not options.no_host_cuda and not both:
+            host_cuda_groups(tally)
         if options.slurm or (options.all and not partial and not options.host_cuda):
             run_slurm(tally, pytest, Path(folder))
     announce("closing")
@@ -513,8 +513,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {failure}")
     if not sum(tally.counts.values()):
         print("no test was run")
-    if options.tally is not None:
-        tally.keep(options.tally)
     print(tally.closing_line(time.monotonic() - started), flush=True)
     # without a Slurm, or a compiler, there is nothing to pass
     ran = tally.counts["passed"] or ((options.slurm or options.host_cuda) and tally.counts["skipped"])

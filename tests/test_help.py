@@ -17,7 +17,6 @@ from jobs.config.config import Config
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     "jobs.bench",
-    "jobs.bench.bandwidth",
     "jobs.demo",
     "jobs.experiment",
     "jobs.report",

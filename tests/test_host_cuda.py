@@ -81,7 +81,7 @@ def test_threads_that_wait_at_different_places_are_an_error(capfd: pytest.Captur
     assert "threads wait for each other at different places" in capfd.readouterr().err
 
 
-def test_blocks_come_one_after_the_other_and_arguments_by_their_types() -> None:
+def test_blocks_come_in_order_and_arguments_by_type() -> None:
     finished, out = np.zeros(1, np.uint32), np.zeros(32, np.uint32)
     assert run("last_block", 3, 2, 32, pointer(finished), pointer(out), ctypes.c_float(100.5)) == 0
     assert finished[0] == 6

@@ -174,7 +174,7 @@ TALK_TO_LIBRARIES = {REFERENCE} | {
 }
 
 
-def test_the_reference_needs_numpy_and_mpi4py_alone_and_has_at_most_150_lines() -> None:
+def test_the_reference_is_short_and_needs_numpy_and_mpi4py() -> None:
     path = ROOT / REFERENCE
     assert imports_of(path) == {"__future__", "numpy", "mpi4py"}
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
@@ -293,7 +293,7 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_what_starts_no_ranks_or_lists_types_is_imported_without_mpi(missing: str, modules: str) -> None:
+def test_what_starts_no_ranks_imports_no_mpi(missing: str, modules: str) -> None:
     code = f"import sys; sys.modules.update({missing}); import {modules}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False

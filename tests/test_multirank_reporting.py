@@ -43,7 +43,7 @@ def run_ranks(
     return job, states
 
 
-def test_a_failure_on_one_rank_fails_the_test_and_spares_the_next(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_spares_the_next_test(tmp_path: Path) -> None:
     job, states = run_ranks(
         tmp_path,
         """
@@ -115,7 +115,7 @@ def test_still_in_step(comm):
     assert job.stdout.count("short test summary info") == 1  # rank 0 alone reports
 
 
-def test_a_rank_that_fails_inside_a_collective_operation_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_fails_in_a_collective_ends_the_job(tmp_path: Path) -> None:
     job, states = run_ranks(
         tmp_path,
         """

@@ -44,7 +44,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_mutant_is_found_or_survives_all_tests_and_the_tree_stays(tree: Path, tmp_path: Path) -> None:
+def test_a_mutant_is_found_or_survives_all_tests(tree: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     found = check(tree, [FOUND, SURVIVES], results)
     assert [found["a"]["found"], found["b"]["found"]] == ["group: tests/test_kept.py::test_a[1]", ""]
@@ -69,7 +69,7 @@ def test_a_test_that_fails_without_the_mutant_finds_nothing(tree: Path) -> None:
         check(tree, [SURVIVES], None)
 
 
-def test_a_run_that_fails_without_a_failed_test_is_an_error(tree: Path) -> None:
+def test_a_failed_run_without_failed_tests_is_an_error(tree: Path) -> None:
     (tree / "tests" / "run.py").write_text("raise SystemExit('no test was run')")
     with pytest.raises(MutantError, match="no test was run"):
         check(tree, [FOUND], None)

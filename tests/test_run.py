@@ -21,13 +21,15 @@ from tests.run import (
     MANY_RANKS,
     ROOT,
     Tally,
+    announce,
+    beside,
     files_of_ranks_alone,
     files_of_tests,
     files_with_rank_tests,
-    host_cuda_beside,
     marked,
     parse,
     rank_groups,
+    run,
     run_group,
 )
 
@@ -121,79 +123,38 @@ def test_a_group_that_ends_badly_counts_as_failed(
     assert tally.failures == ([f"group: {failure}"] if failure else [])
 
 
-@pytest.mark.parametrize(
-    ("program", "passed", "failures"),
-    [
-        ("keep(3, [])", 3, []),
-        ("keep(3, ['kernels on the host: a']); sys.exit(1)", 3, ["kernels on the host: a"]),
-        ("sys.exit(1)", 0, ["kernels on the host: ended with status 1"]),
-    ],
-    ids=["passes", "a test fails", "fails for no reported reason"],
-)
-def test_what_runs_beside_is_counted_and_shown_behind_the_others(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    program: str,
-    passed: int,
-    failures: list[str],
-) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "__init__.py").touch()
-    (tmp_path / "tests" / "run.py").write_text(
-        "import json, sys\n"
-        "def keep(passed, failures):\n"
-        "    file = next(word for word in sys.argv if word.startswith('--tally=')).removeprefix('--tally=')\n"
-        "    with open(file, 'w') as tally:\n"
-        "        json.dump([{'passed': passed, 'failed': len(failures)}, failures, ['a'], ['a', 'b']], tally)\n"
-        "print(*(word for word in sys.argv[1:] if 'tally' not in word), flush=True)\n"
-        "print('\\n=== closing ===\\nof its own', flush=True)\n"
-        f"{program}\n"
-    )
-    monkeypatch.setattr("tests.run.ROOT", tmp_path)
+def test_what_runs_beside_is_counted_and_shown_last(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(own: Tally) -> None:
+        announce("its group", own.output)
+        assert run(own, [sys.executable, "-c", "print('of its own')"], 60) == 0
+        own.add("failed", "its group: a")
+        own.ran, own.without_gpu = {"a"}, {"a", "b"}
+
     tally = Tally()
     tally.add("passed", "before")
-    with host_cuda_beside(tally, parse(["--long", "--ranks", "1,4"]), tmp_path):
+    with beside(tally, work):
+        time.sleep(0.2)
         print("of the others", flush=True)
-    said = capfd.readouterr().out
-    assert said.split("\n")[:2] == ["of the others", "--host-cuda --long --ranks=1,4"]
-    assert "closing" not in said
-    assert (tally.counts["passed"], tally.failures) == (1 + passed, failures)
-    assert tally.without_gpu - tally.ran == ({"b"} if passed else set())
+    assert capfd.readouterr().out.split("\n") == ["of the others", "", "=== its group ===", "of its own", ""]
+    assert (tally.counts, tally.failures) == ({"passed": 1, "failed": 1}, ["its group: a"])
+    assert tally.without_gpu - tally.ran == {"b"}
 
 
-def test_what_runs_beside_ends_with_a_run_that_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "__init__.py").touch()
-    (tmp_path / "tests" / "run.py").write_text(
-        "import os, time\nopen('up', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
-    )
-    monkeypatch.setattr("tests.run.ROOT", tmp_path)
-    up = tmp_path / "up"
-    with pytest.raises(KeyboardInterrupt), host_cuda_beside(Tally(), parse([]), tmp_path):
+def test_what_runs_beside_ends_with_an_interrupt(tmp_path: Path) -> None:
+    program = "import sys, time; open(sys.argv[1], 'w').write('up'); time.sleep(600)"
+    files = [tmp_path / name for name in ("first", "second")]
+
+    def work(own: Tally) -> None:
+        for file in files:
+            command = [sys.executable, "-c", program, str(file)]
+            run_group(own, "group", command, 300, os.environ, tmp_path / "outcomes", may_be_empty=True)
+
+    with pytest.raises(KeyboardInterrupt), beside(Tally(), work):
         end = time.monotonic() + 60
-        while not (up.exists() and up.read_text()) and time.monotonic() < end:
+        while not files[0].exists() and time.monotonic() < end:
             time.sleep(0.01)
-        process = int(up.read_text())
         raise KeyboardInterrupt
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
-
-
-def test_a_later_run_closes_with_the_sum(tmp_path: Path) -> None:
-    file = tmp_path / "tally"
-    first, second = Tally(), Tally()
-    first.begin_with(file)
-    first.add("passed", "a")
-    first.add("failed", "b")
-    first.keep(file)
-    second.begin_with(file)
-    second.add("passed", "c")
-    second.add("skipped", "d")
-    assert second.closing_line(1) == "2 passed, 1 failed, 1 skipped in 1 s"
-    assert second.failures == ["b"]
+    assert [file.exists() for file in files] == [True, False]
 
 
 def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
@@ -229,7 +190,7 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
 
 
-def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None:
+def test_ignored_files_have_tests_of_ranks_alone() -> None:
     ignored, files = files_of_ranks_alone(), files_with_rank_tests(ALL_TESTS)
     assert (
         {"tests/oktopk/test_contract.py", "tests/collectives/test_cuda_dense_p2p.py"} < {*ignored} < {*files}
@@ -237,7 +198,7 @@ def test_files_that_a_single_process_ignores_have_tests_of_ranks_alone() -> None
     assert not {"tests/oktopk/test_levels.py", "tests/jobs/bench/test_bench.py"} & {*ignored}
 
 
-def test_every_test_of_four_ranks_or_more_is_run_by_default() -> None:
+def test_tests_of_four_ranks_are_run_by_default() -> None:
     for file in files_with_rank_tests(ALL_TESTS):
         nodes = ast.parse((ROOT / file).read_text("utf-8")).body
         of_all = " ".join(ast.unparse(node) for node in nodes if "pytestmark =" in ast.unparse(node))

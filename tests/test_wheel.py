@@ -129,7 +129,7 @@ def test_the_wheel_from_the_sdist_holds_every_file(dist: Path) -> None:
 
 @pytest.mark.long("downloads what the wheel needs; `make test` has what sdist and wheel hold")
 @pytest.mark.timeout(420)
-def test_the_wheel_in_an_empty_environment_trains_by_the_readmes_loop(dist: Path, tmp_path: Path) -> None:
+def test_the_wheel_trains_by_the_readmes_loop(dist: Path, tmp_path: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     site, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()

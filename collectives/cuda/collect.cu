@@ -4,8 +4,8 @@
 //          lists in rotation order (own, r-1, r-2, ...), one after the other. splits[ranks][tiles + 1]: where each tile of the region
 //          begins in each list, as positions in the pool. report in host memory: each rank's entries for this region. p: structs
 //          of layouts.py.
-// Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. cap: most entries of a
-//          selection.
+// Units    a tile is 2^shift elements; the step gives shift, the region's first element and its tiles. k: entries wanted; cap: most
+//          entries of a selection.
 // Launch   collect_region: (blocks, ranks) of THREADS; every block waits for the signals of all ranks. The others: one block of 128.
 // Signals  SELECTED: nnz, perhaps with SHORT_BIT, nonfinite, and ranks + 1 offsets at which the regions begin in the selection. KEPT:
 //          no words.
@@ -18,11 +18,11 @@
 constexpr int THREADS = 256;
 constexpr int AHEAD = 4;
 
-// Signal a selection that the host counted.
+// Signal a finite selection that the host counted.
 extern "C" __global__ void put_selection(const __grid_constant__ PutSelection p) {
   if (threadIdx.x == 0) {
     p.header[0] = static_cast<unsigned>(p.nnz);
-    p.header[1] = p.nonfinite;
+    p.header[1] = 0;
   }
   if (threadIdx.x <= p.p2p.ranks) p.header[2 + threadIdx.x] = lower_bound(p.entries, 0, p.nnz, p.boundaries[threadIdx.x]);
   __syncthreads();
@@ -50,20 +50,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
   const int tiles = p.p2p.step->tiles, shift = p.p2p.step->shift;
   const WindowHead* head = wait_signal(p.p2p, SELECTED, p.p2p.step->epoch);
   if (!head) return;
+  const int row = selected_row(p.p2p);
   // all headers at once: one trip to memory
   for (int i = threadIdx.x; i < ranks * (3 + ranks); i += THREADS)
-    headers[i / (3 + ranks)][i % (3 + ranks)] = read_volatile(head->messages[SELECTED][i / (3 + ranks)] + i % (3 + ranks));
+    headers[i / (3 + ranks)][i % (3 + ranks)] = read_volatile(head->messages[row][i / (3 + ranks)] + i % (3 + ranks));
   __syncthreads();
   if (warp == 0) {
     const int source = (rank - lane + ranks) % ranks;  // lane: position in rotation order
     unsigned nnz = 0, nonfinite = 0, from = 0, count = 0;
-    bool over = false, overflows = false;
+    bool over = false, few = false, overflows = false;
     if (lane < ranks) {
       nnz = headers[source][0];
       nonfinite = headers[source][1];
       from = headers[source][2 + rank];
       count = headers[source][3 + rank] - from;
       over = nnz > p.cap;
+      few = 2 * nnz < p.k;
       unsigned long long incoming = 0;  // of region `lane`
       for (int q = 0; q < ranks; ++q) incoming += headers[q][3 + lane] - headers[q][2 + lane];
       overflows = incoming > p.capacity;
@@ -73,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
     length[lane] = count;
     begin[lane] = inclusive - count;
     const bool infinite = __any_sync(FULL_WARP, nonfinite > 0);
-    const bool bad_selection = __any_sync(FULL_WARP, over), bad_regions = __any_sync(FULL_WARP, overflows);
+    const bool bad_selection = __any_sync(FULL_WARP, over), any_few = __any_sync(FULL_WARP, few);
+    const bool bad_regions = __any_sync(FULL_WARP, overflows);
     const int reason = infinite ? NOT_FINITE : bad_selection ? BAD_SELECTION : bad_regions ? BAD_REGIONS : PROCEED;
     if (lane == 0) stop = reason;
     if (blockIdx.x == 0 && blockIdx.y == 0) {
@@ -81,7 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) collect_region(const __gri
         p.report[source] = count;
         if (infinite) p.p2p.decision->counts[source] = nonfinite;
       }
-      if (lane == 0) atomicMax(&p.p2p.decision->stop, static_cast<unsigned>(reason));
+      if (lane == 0) {
+        p.p2p.decision->few = any_few;
+        atomicMax(&p.p2p.decision->stop, static_cast<unsigned>(reason));
+      }
     }
   }
   __syncthreads();

@@ -48,7 +48,6 @@ class DeviceKernels:
     Attributes:
         sum_kernels: sum_tiles and sum_overflowed_tiles, to be launched one after the other.
         keep_kernel: keep_sums.
-        splits_kernel: equal_count_splits.
         overflow_blocks: blocks for sum_overflowed_tiles.
         sums_state: address of the SumsState that these share.
         summed: address of the word that holds how many entries were summed last.
@@ -70,7 +69,7 @@ class DeviceKernels:
         self.keep_kernel = Kernel(sums, "keep_sums")
         self._split_at_least = Kernel(lists, "split_at_least")
         self._region_offsets = Kernel(lists, "region_offsets")
-        self.splits_kernel = Kernel(lists, "equal_count_splits")
+        self._equal_count_splits = Kernel(lists, "equal_count_splits")
         self._write_block = Kernel(lists, "write_block")
         self._add_values = Kernel(lists, "add_values")
         self._scale_values = Kernel(lists, "scale_values")
@@ -325,7 +324,7 @@ class DeviceKernels:
         device = self.device
         report = device.report("splits", parts)
         device.launch(
-            self.splits_kernel, 1, 128,
+            self._equal_count_splits, 1, 128,
             entries=entries.pointer, n=len(entries), parts=parts, report=device.address("splits"),
         )  # fmt: skip
         device.synchronize()

@@ -21,19 +21,23 @@ MOST_DIGITS = 2048  # counters of a histogram of digits
 LEVELS = 3  # histograms until a magnitude is known
 # signals; DIGITS + level carries a whole histogram, the others at most MESSAGE_WORDS
 SELECTED, COUNTED, KEPT, DIGITS, SIGNALS = 0, 1, 2, 3, 6
+# rows of messages: one a signal that has any, and a second one of SELECTED, for launches that are ODD
+ODD_SELECTED, MESSAGES = 3, 4
 # why a step cannot go on without the host, the same on all ranks; 0: it can
 PROCEED, BAD_SELECTION, BAD_THRESHOLD, SKEWED, NOT_FINITE, BAD_REGIONS, BAD_SUMS, ABORTED = range(8)
 MISSING, RAISED, DIFFERS = 1, 2, 3  # why a rank is behind an abort
 # how a step goes on (bits of its flags). CUT_TO_K: cut the selection to its top k wherever it holds as many, not only above the
-# cap; where it holds fewer the step stops, unless it is deferred. DEFERRED: no host waits to help, so a threshold that missed by
-# little does not stop the step; equal on all ranks.
-CUT_TO_K, DEFERRED = 1, 2
+# cap; where it holds fewer, and not all nonzeros, the step stops, unless it is deferred. DEFERRED: no host waits to help, so a
+# threshold that missed by little does not stop the step; equal on all ranks. FLAGGED: this rank's gradient counts as not finite.
+# ODD: of every second launch. A rank may launch the next one as soon as it knows that this one stopped at the selections, while
+# kernels of another rank still read these.
+CUT_TO_K, DEFERRED, FLAGGED, ODD = 1, 2, 4, 8
 # set in the size of a selection that holds too few, which is above any cap then: all ranks stop
 SHORT_BIT = 31
 NARROWEST, WIDEST = 12, 16  # a tile of a region is 2^shift elements
 NUM_CANDIDATES = 65  # candidate thresholds
 NUM_COUNTERS = NUM_CANDIDATES + 1  # of sums: at the candidates, and those that are not finite
-DECISION_WORDS = 4  # before a decision's counts
+DECISION_WORDS = 5  # before a decision's counts
 COMPACT_THREADS, COMPACT_TILE = 256, 2048  # of a block that compacts; entries that it compacts
 HOT_ROWS = 8  # equal rows that a warp adds up one by one; of more it loads many at a time
 DECODE_WORDS = 128  # of a coded list's bitmap that a block decodes
@@ -129,14 +133,14 @@ Step = struct("Step", """
     unsigned epoch; unsigned local_bits; unsigned global_bits; unsigned support; unsigned lower; int tiles;
     int shift; unsigned flags;""")
 # What all ranks decided alike. counts: sums each rank keeps; after a stop for NOT_FINITE its elements that are not finite. total:
-# sums kept; after a stop for BAD_THRESHOLD those that reach the candidate nearest k.
+# sums kept; after a stop for BAD_THRESHOLD those that reach the candidate nearest k. few: some selection holds fewer than k/2.
 Decision = struct("Decision", """
-    unsigned stop; unsigned nearest; unsigned bits; unsigned total;
+    unsigned stop; unsigned nearest; unsigned bits; unsigned total; unsigned few;
     unsigned counts[MOST_PEERS]; unsigned starts[MOST_PEERS];""")
 # aborted: 0, or the epoch from which on no rank waits any more; reasons: by rank, why it is behind that, if it is
 WindowHead = struct("WindowHead", """
     unsigned aborted; unsigned reasons[MOST_PEERS];
-    unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[DIGITS][MOST_PEERS][MESSAGE_WORDS];
+    unsigned signals[SIGNALS][MOST_PEERS]; unsigned messages[MESSAGES][MOST_PEERS][MESSAGE_WORDS];
     unsigned digits[LEVELS][MOST_PEERS][MOST_DIGITS];""")
 # windows: the address of every rank's window, null without symmetric memory. timeout: ns that a signal may be late
 P2P = struct("P2P", """
@@ -153,12 +157,12 @@ struct("DenseAllreduce", """
     float scale; int aligned; unsigned long long* counts; unsigned long long* calls; unsigned* nonfinite;
     volatile unsigned* report; unsigned call;""", "dense_one_shot", "dense_lines", "dense_two_shot", "dense_two_shot_lines")
 struct("PutSelection", """
-    P2P p2p; const Entry* entries; long long nnz; unsigned nonfinite; const long long* boundaries; unsigned* header;
+    P2P p2p; const Entry* entries; long long nnz; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "put_selection")
 struct("PutKept", "P2P p2p;", "put_kept")
 struct("AwaitSignal", "P2P p2p; int signal;", "await_signal")
 struct("CollectRegion", """
-    P2P p2p; unsigned long long packed_at; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
+    P2P p2p; unsigned long long packed_at; unsigned k; unsigned cap; unsigned capacity; Entry* pool; unsigned* splits;
     volatile unsigned* report;""", "collect_region")
 struct("SplitTiles", """
     const Entry* pool; const long long* ranges; int lists; Region region; unsigned* splits;""", "split_tiles")
@@ -174,7 +178,7 @@ struct("SplitAtLeast", """
 struct("RegionOffsets", """
     const Entry* entries; long long n; const long long* boundaries; int count; volatile unsigned* report;""", "region_offsets")
 struct("EqualCountSplits", """
-    const Entry* entries; long long n; const unsigned* count; int parts; volatile unsigned* report;""", "equal_count_splits")
+    const Entry* entries; long long n; int parts; volatile unsigned* report;""", "equal_count_splits")
 struct("WriteBlock", "const Entry* entries; long long n; long long lower; float* block;", "write_block")
 struct("AddValues", "float* kept; const float* incoming; long long n;", "add_values")
 struct("ScaleValues", "float* values; long long n; float scale; volatile unsigned* report;", "scale_values")

@@ -18,10 +18,9 @@ extern "C" __global__ void region_offsets(const __grid_constant__ RegionOffsets 
   for (int i = threadIdx.x; i < p.count; i += blockDim.x) p.report[i] = lower_bound(p.entries, 0, p.n, p.boundaries[i]);
 }
 
-// report[i] = index of entry n·(i + 1) / parts; n is at most count[0], unless count is null
+// report[i] = index of entry n·(i + 1) / parts
 extern "C" __global__ void equal_count_splits(const __grid_constant__ EqualCountSplits p) {
-  const long long n = p.count && *p.count < p.n ? *p.count : p.n;
-  for (int i = threadIdx.x; i + 1 < p.parts; i += blockDim.x) p.report[i] = p.entries[n * (i + 1) / p.parts].x;
+  for (int i = threadIdx.x; i + 1 < p.parts; i += blockDim.x) p.report[i] = p.entries[p.n * (i + 1) / p.parts].x;
 }
 
 // block[index - lower] = value

@@ -17,13 +17,16 @@
 
 __device__ __forceinline__ WindowHead* head_of(unsigned long long window) { return reinterpret_cast<WindowHead*>(window); }
 
+// The row of the messages that SELECTED carries in this launch.
+__device__ __forceinline__ int selected_row(const P2P& p2p) { return p2p.step->flags & ODD ? ODD_SELECTED : SELECTED; }
+
 // Send every rank, this one too, a signal with a message of `count` words. A whole block calls, after all the message speaks of is
 // written.
 __device__ __forceinline__ void put_signal(const P2P& p2p, int signal, const unsigned* message, int count, unsigned epoch) {
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, row = signal == SELECTED ? selected_row(p2p) : signal;
   for (int peer = threadIdx.x >> 5; peer < p2p.ranks; peer += blockDim.x >> 5) {
     WindowHead* head = head_of(p2p.windows[peer]);
-    volatile unsigned* to = signal < DIGITS ? head->messages[signal][p2p.rank] : head->digits[signal - DIGITS][p2p.rank];
+    volatile unsigned* to = signal < DIGITS ? head->messages[row][p2p.rank] : head->digits[signal - DIGITS][p2p.rank];
     for (int i = lane; i < count; i += 32) to[i] = message[i];
     __threadfence_system();
     __syncwarp();

@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from jobs.bench.bandwidth import bandwidth
+from docs.results.bandwidth import bandwidth
 from jobs.bench.document import BenchError, read
 from jobs.bench.options import parse
 from jobs.bench.run import run_all

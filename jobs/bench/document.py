@@ -1,6 +1,6 @@
 """Format of the bench's JSON: results, machine, command.
 
-    {"format": "oktopk bench 1", "kind": "bench" | "ablation" | "sweep" | "gpu table", or that of a script beside results,
+    {"format": "oktopk bench 1", "kind": "bench", or that of a script beside results,
      "command": "...", "date": UTC, "commit": ..., "dirty": ...,
      "machine": {...}, "versions": {...}, "mpi": library, "environment": {...},
      "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},
@@ -40,7 +40,7 @@ HOST_ROWS = {
 """Ok-Topk flat and in two levels, on each wire, for hosts of several ranks: name -> settings."""
 
 BENCHES = ("bench", "ablation", "sweep", "gpu table")
-"""Kinds of documents of the bench itself, not of scripts beside results."""
+"""Kinds of documents whose runs are as the bench has them, also of scripts beside results."""
 
 BASELINES = {"float32": "nccl", "bfloat16": "nccl-bf16", "float16": "nccl"}
 """Gradient type -> the method that its times are compared with."""

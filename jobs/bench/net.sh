@@ -220,18 +220,16 @@ bench() {
         return
     fi
     local defaults=(--device "$device")
-    if [[ " $* " != *" --ablate "* && " $* " != *" --table"* ]]; then
-        # dense steps take a second each at these rates: a few of them say as much as sixty
-        if [ "$device" = cuda ]; then
-            local wires=(plain float32 bfloat16 int8 int4)
-            methods=(nccl nccl-bf16 "${wires[@]/#/oktopk-flat-}")
-            [ "$ranks" -le "$hosts" ] || methods+=("${wires[@]/#/oktopk-hosts-}")
-            defaults+=(--steps 64 --warmup 64 --dense-steps 4 --no-memory --length 14728266,133547324,306535400)
-        else
-            defaults+=(--dense-steps 10)
-        fi
-        defaults+=(--methods "${methods[@]}" --link "$rate")
+    # dense steps take a second each at these rates: a few of them say as much as sixty
+    if [ "$device" = cuda ]; then
+        local wires=(plain float32 bfloat16 int8 int4)
+        methods=(nccl nccl-bf16 "${wires[@]/#/oktopk-flat-}")
+        [ "$ranks" -le "$hosts" ] || methods+=("${wires[@]/#/oktopk-hosts-}")
+        defaults+=(--steps 64 --warmup 64 --dense-steps 4 --no-memory --length 14728266,133547324,306535400)
+    else
+        defaults+=(--dense-steps 10)
     fi
+    defaults+=(--methods "${methods[@]}" --link "$rate")
     "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
         --network "$hosts hosts, $network" "$@" </dev/null
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives.sparse import check_length
+from data.command import attribute_texts
 from jobs.bench.device import DEVICES, PROFILES
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
 from jobs.bench.libraries import ALGORITHMS
@@ -28,17 +29,6 @@ KNOWN = {
 """device -> what `--methods` takes."""
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Reads numbers of at least 1, for a parser."""
-    try:
-        found = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{min(found)} is not at least 1")
-    return found
-
-
 def _at_least(least: int) -> Callable[[str], int]:
     """Reads a number of at least `least`, for a parser."""
 
@@ -49,6 +39,14 @@ def _at_least(least: int) -> Callable[[str], int]:
 
     read.__name__ = "int"
     return read
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of at least 1, for a parser."""
+    try:
+        return tuple(map(_at_least(1), text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 2,4,8") from None
 
 
 class _Setting(argparse.Action):
@@ -66,112 +64,52 @@ class _Setting(argparse.Action):
         namespace.settings = {**getattr(namespace, "settings", {}), name: value}
 
 
-def _option(default: Any, text: str, **how: Any) -> Any:
-    """A field with its help text; how: as `add_argument` takes it, with `flag` where that is not the field's name."""
-    text += "" if "default: " in text or "action" in how else f"; default: {default}"
-    return field(default=default, metadata={"help": text, **how})
-
-
-_METHODS = (
-    f"Methods to measure, of {', '.join(KNOWN['cpu'])}; default: all but mpi-ring, mpi-rabenseifner and those that begin with "
-    f"oktopk-. On --device cuda of {', '.join(KNOWN['cuda'])}; default: all but those that begin with oktopk-. Rows such as "
-    "oktopk-hosts-int4 name levels and wire"
-)
-_LENGTHS = (
-    "Number of elements of the gradient, or several such as 14728266,133547324, measured one after another; default: 14728266, "
-    "those of VGG-16"
-)
-_LINK = (
-    "Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and a "
-    "transfer of a step's size shows whether it holds; default: not told"
-)
-_SETTING = "Setting of the reduction for all methods, such as threshold_interval=32; may be repeated"
-
-
 @dataclass(frozen=True)
 class Options:
-    """The options with their defaults, equal on all ranks; their help texts explain them.
+    """What is measured, and how; equal on all ranks. The text of an attribute is the help of its option.
 
     Attributes:
-        methods: names in KNOWN[device], each once.
-        lengths: empty for the GPU table, which has its own.
-        warmup, dense_steps: -1 until they are known, by the density and the steps.
-        gradient_type: a name in GRADIENT_TYPES[device]; "" for both types of the GPU table.
-        rows: empty for all.
-        module: that the command of the document names.
+        methods: Methods to measure, of {cpu}; default: all but mpi-ring, mpi-rabenseifner and those that begin with oktopk-.
+            On --device cuda of {cuda}; default: all but those that begin with oktopk-. Rows such as oktopk-hosts-int4 name
+            levels and wire
+        lengths: Number of elements of the gradient, or several such as 14728266,133547324, measured one after another;
+            default: 14728266, those of VGG-16
+        density: Share of the entries applied per step, in (0, {densest}]; default: 0.01
+        steps: Number of steps to measure, at least the threshold interval; default: 64
+        warmup: Number of steps discarded before those, at least 0; default: 2/density, rounded up
+        dense_steps: Number of steps to measure of dense methods, from 1 to --steps; default: --steps
+        gradients: Kind of the random gradients; default: heavy
+        seed: Seed of the random gradients; default: 1
+        device: Device that gradients lie on; default: cpu
+        gradient_type: Type of the gradients, on a CPU float32 alone; default: float32
+        settings: Setting of the reduction for all methods, such as threshold_interval=32; may be repeated
+        commit: Commit that is measured, for the record; default: the one that git names
+        json: File to write all results to; default: none
+        memory: Skip the measurement of memory, which slows the last steps of the warm-up
+        network: Network that joins the ranks, in words for the record; default: none
+        link: Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and
+            a transfer of a step's size shows whether it holds; default: not told
+        quiet: Print neither tables nor progress on the terminal
     """
 
-    methods: tuple[str, ...] = _option((), _METHODS, nargs="+", metavar="NAME")
-    lengths: tuple[int, ...] = _option((14_728_266,), _LENGTHS, flag="--length", type=numbers, metavar="N,N")
-    density: float = _option(
-        0.01, f"Share of the entries applied per step, in (0, {DENSE_ABOVE}]", type=float, metavar="SHARE"
-    )
-    steps: int = _option(
-        64,
-        "Number of steps to measure, at least the threshold interval",
-        type=_at_least(1),
-        metavar="N",
-    )
-    warmup: int = _option(
-        -1,
-        "Number of steps discarded before those, at least 0; default: 2/density, rounded up",
-        type=_at_least(0),
-        metavar="N",
-    )
-    dense_steps: int = _option(
-        -1,
-        "Number of steps to measure of dense methods, from 1 to --steps; default: --steps",
-        type=_at_least(1),
-        metavar="N",
-    )
-    gradients: str = _option(
-        "heavy",
-        "Kind of the random gradients; default: heavy, with --ablate clustered",
-        choices=tuple(PROFILES),
-    )
-    seed: int = _option(1, "Seed of the random gradients", type=int, metavar="N")
-    device: str = _option(
-        "cpu", "Device that gradients lie on; default: cpu, with --table gpu cuda", choices=DEVICES
-    )
-    gradient_type: str = _option(
-        "float32",
-        "Type of the gradients, on a CPU float32 alone; default: float32, with --table both of its types",
-        choices=GRADIENT_TYPES["cuda"],
-    )
-    settings: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": _SETTING, "flag": "--set", "action": _Setting, "metavar": "NAME=VALUE"},
-    )
-    ablate: bool = _option(
-        False, "Measure Ok-Topk with each of its ideas taken away in turn", action="store_true"
-    )
-    table: str = _option(
-        "",
-        "Table to measure in place of one run: gpu, ten cells beside NCCL; default: none",
-        choices=("gpu",),
-    )
-    rows: tuple[int, ...] = _option(
-        (), "Numbers of the rows of --table gpu to measure, from 1; default: all", type=numbers, metavar="I,I"
-    )
-    commit: str = _option(
-        "", "Commit that is measured, for the record; default: the one that git names", metavar="TEXT"
-    )
-    json: Path | None = field(
-        default=None,
-        metadata={"help": "File to write all results to; default: none", "type": Path, "metavar": "FILE"},
-    )
-    memory: bool = _option(
-        True,
-        "Skip the measurement of memory, which slows the last steps of the warm-up",
-        flag="--no-memory",
-        action="store_false",
-    )
-    network: str = _option(
-        "", "Network that joins the ranks, in words for the record; default: none", metavar="TEXT"
-    )
-    link: str = _option("", _LINK, metavar="RATE")
-    quiet: bool = _option(False, "Print neither tables nor progress on the terminal", action="store_true")
-    module: str = "jobs.bench"
+    methods: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = (14_728_266,)
+    density: float = 0.01
+    steps: int = 64
+    warmup: int = -1  # until it is known, by the density
+    dense_steps: int = -1  # until they are known, by the steps
+    gradients: str = "heavy"
+    seed: int = 1
+    device: str = "cpu"
+    gradient_type: str = "float32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
+    json: Path | None = None
+    memory: bool = True
+    network: str = ""
+    link: str = ""
+    quiet: bool = False
+    module: str = "jobs.bench"  # that the command of the document names
 
     @property
     def length(self) -> int:
@@ -184,27 +122,33 @@ class Options:
         return int(self.settings.get("threshold_interval", Settings.threshold_interval))
 
 
-OPTIONS = {
-    each.name: each.metadata.get("flag", "--" + each.name.replace("_", "-"))
-    for each in fields(Options)
-    if each.metadata
-}
+TEXTS = attribute_texts(Options)
+OPTIONS = {name: "--" + name.replace("_", "-") for name in TEXTS}
+OPTIONS |= {"lengths": "--length", "settings": "--set", "memory": "--no-memory"}
 """Field -> its flag."""
-OF_THE_TABLE = ("table", "rows", "device", "gradient_type", "seed", "json", "network", "quiet", "commit")
-"""Options that the GPU table takes, "rows" alone."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "ablate": {"methods": ("oktopk",), "gradients": "clustered"},
-    "table": {
-        "device": "cuda",
-        "lengths": (),
-        "gradient_type": "",
-        "methods": ("oktopk", OVER_MPI, *NCCL_ROWS),
-    },
+_READ: dict[str, dict[str, Any]] = {
+    "methods": {"nargs": "+", "metavar": "NAME"},
+    "lengths": {"type": numbers, "metavar": "N,N"},
+    "density": {"type": float, "metavar": "SHARE"},
+    "steps": {"type": _at_least(1), "metavar": "N"},
+    "warmup": {"type": _at_least(0), "metavar": "N"},
+    "dense_steps": {"type": _at_least(1), "metavar": "N"},
+    "gradients": {"choices": tuple(PROFILES)},
+    "seed": {"type": int, "metavar": "N"},
+    "device": {"choices": DEVICES},
+    "gradient_type": {"choices": GRADIENT_TYPES["cuda"]},
+    "settings": {"action": _Setting, "metavar": "NAME=VALUE"},
+    "json": {"type": Path, "metavar": "FILE"},
+    "memory": {"action": "store_false"},
+    "link": {"metavar": "RATE"},
+    "quiet": {"action": "store_true"},
 }
-"""Option -> the defaults that are not those of Options where it is given."""
+"""Field -> how its option is read; others are a text."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """One that raises BenchError for what it does not take."""
+
     def error(self, message: str) -> NoReturn:
         # not printed from here: every rank may parse, one speaks
         if match := re.match(r"unrecognized arguments: (-n|-np|--np|--ranks)\b", message):
@@ -216,21 +160,20 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
-    made = _Parser(
+    made = Parser(
         prog="python -m jobs.launch -n RANKS -m jobs.bench",
         description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
         epilog="examples:\n"
         "  python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
-        "  python -m jobs.launch -n 8 -m jobs.bench --ablate --json ablation.json\n"
-        "  python -m jobs.launch -n 4 -m jobs.bench --table gpu --json gpu.json",
+        "  python -m jobs.launch -n 2 -m jobs.bench --device cuda --methods oktopk nccl --json gpu.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # what the words name, and nothing else
     )
-    for each in fields(Options):
-        if each.name in OPTIONS:
-            how = {name: value for name, value in each.metadata.items() if name != "flag"}
-            made.add_argument(OPTIONS[each.name], dest=each.name, **how)
+    known = {device: ", ".join(names) for device, names in KNOWN.items()}
+    for name, text in TEXTS.items():
+        how = _READ.get(name, {"metavar": "TEXT"})
+        made.add_argument(OPTIONS[name], dest=name, help=text.format(densest=DENSE_ABOVE, **known), **how)
     return made
 
 
@@ -240,29 +183,7 @@ def parse(words: Sequence[str]) -> Options:
     Raises:
         BenchError: it cannot be done; the message names the value and the bound.
     """
-    values = vars(parser().parse_args(words))
-    table = "table" in values
-    for name in values:
-        if table and name not in OF_THE_TABLE:
-            raise BenchError(f"{OPTIONS[name]} is not for --table gpu: it says how it is measured")
-        if not table and name == "rows":
-            raise BenchError("--rows is for --table gpu")
-    defaults = DEFAULTS["table"] if table else DEFAULTS["ablate"] if "ablate" in values else {}
-    options = Options(**defaults | values)
-    return _checked_table(options) if table else _checked_bench(options)
-
-
-def _checked_table(options: Options) -> Options:
-    """The options of the GPU table, which has its own lengths."""
-    if options.device != "cuda":
-        raise BenchError(f"--table gpu is measured on --device cuda, not {options.device}")
-    if options.gradient_type == "float16":
-        raise BenchError("gradient type 'float16' is not one of float32, bfloat16, the table's")
-    return options
-
-
-def _checked_bench(options: Options) -> Options:
-    """The options with what depends on others."""
+    options = Options(**vars(parser().parse_args(words)))
     device, density, steps = options.device, options.density, options.steps
     if options.gradient_type not in GRADIENT_TYPES[device]:
         types = ", ".join(GRADIENT_TYPES[device])
@@ -270,8 +191,6 @@ def _checked_bench(options: Options) -> Options:
             f"gradient type {options.gradient_type!r} is not one of {types} on --device {device}"
         )
     methods = _checked_methods(options.methods, device)
-    if options.ablate and methods != ("oktopk",):
-        raise BenchError(f"--ablate compares settings of oktopk, not methods {', '.join(methods)}")
     if not 0 < density <= DENSE_ABOVE:
         raise BenchError(f"density {density} is not in (0, {DENSE_ABOVE}]: above, every method runs densely")
     try:

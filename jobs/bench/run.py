@@ -16,7 +16,7 @@ from collectives.cuda.environment import gpu_problem
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, step_limit, upper_bound
 from data.command import show
-from jobs.bench.contestants import chosen, contestants, make_reducer, takes_part
+from jobs.bench.contestants import contestant, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
 from jobs.bench.floors import ENTRY_BYTES
@@ -34,15 +34,19 @@ FAULTS = (BenchError, ValueError, OSError, MemoryError)
 """What ends a bench with a message where it happens before the first step."""
 
 
-def measure_run(options: Options, comm: MPI.Intracomm) -> dict[str, Any]:
+def measure_run(options: Options, comm: MPI.Intracomm, everyone: Sequence[Contestant] = ()) -> dict[str, Any]:
     """The run as it stands in the document; on rank 0. Collective.
+
+    Args:
+        everyone: who takes part; none: those of the options' methods.
 
     Raises:
         BenchError: it cannot be done; on every rank alike.
     """
     device = open_device(options.device, options.gradient_type, comm)
     try:
-        present, left_out = takes_part(contestants(options, comm.size), device, comm)
+        everyone = everyone or [contestant(name) for name in options.methods]
+        present, left_out = takes_part(everyone, device, comm)
         return _measure(options, comm, device, present, left_out)
     finally:
         device.release()
@@ -194,7 +198,8 @@ def main(argv: Sequence[str] | None = None, comm: MPI.Intracomm = MPI.COMM_WORLD
     except BenchError as error:
         say(comm, f"jobs.bench: {error}")
         return 2
-    status = run_all(partial(_todo, options, comm), options, comm)
+    each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
+    status = run_all(lambda: ("bench", [partial(measure_run, own, comm) for own in each]), options, comm)
     leave_nccl()  # not after an exception: a rank that is alone would wait for the others
     return status
 
@@ -242,13 +247,3 @@ def run_all(todo: Callable[[], tuple[str, Sequence[Measure]]], options: Options,
         say(comm, f"{options.module}: {error}")
         return 2
     return 0
-
-
-def _todo(options: Options, comm: MPI.Intracomm) -> tuple[str, list[Measure]]:
-    """The kind of the document, and its runs."""
-    if options.table == "gpu":
-        return "gpu table", [partial(measure_run, own, comm) for own in chosen(options)]
-    if options.ablate and comm.size == 1:
-        raise BenchError("--ablate is not for one rank, which sends nothing: start two or more")
-    each = [dataclasses.replace(options, lengths=(length,)) for length in options.lengths]
-    return "ablation" if options.ablate else "bench", [partial(measure_run, own, comm) for own in each]

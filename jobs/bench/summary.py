@@ -28,6 +28,7 @@ N_SIZED = 1 << 20
 """An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
 
 
+TRAFFIC = ("words", "bytes_between", "messages", "control_words", "control_messages")
 UNIONS = ("topka", "topkdsa", "gaussiank")
 """Methods whose update is the sum of all selections, up to kP entries."""
 
@@ -57,11 +58,7 @@ def summarize(
         "stages": {kind: _stages(samples, chosen) for kind, chosen in which.items()},
         "floors": floors,
         "device_stages": device_stages(samples.on_device, floors),
-        "words": _traffic(fields["words"]),
-        "bytes_between": _traffic(fields["bytes_between"]),
-        "messages": _traffic(fields["messages"]),
-        "control_words": _traffic(fields["control_words"]),
-        "control_messages": _traffic(fields["control_messages"]),
+        **{name: _traffic(fields[name]) for name in TRAFFIC},
         "formulas": formulas(contestant.method, k, length, ranks),
         "nnz": _nnz(fields, k, contestant.method),
         "memory": {kind: _growth(samples.growth[kind == "exact"], length) for kind in ("regular", "exact")},

@@ -211,13 +211,10 @@ def script_table(run: Run) -> list[Block]:
         found = at(method, path)
         return found if isinstance(found, int | float) else None
 
-    def cell(path: str, form: str, scale: float, method: Run) -> str:
-        return shown(number(path, method), form, scale)
-
     columns = [Column("step, ms", NAME)]
     for head, (path, form, scale) in _OF_SCRIPTS.items():
         if any(number(path, method) is not None for method in run["methods"]):
-            columns.append(Column(head, functools.partial(cell, path, form, scale)))
+            columns.append(Column(head, figure(path, form, scale)))
     columns.append(Column("counted", lambda method: "yes" if method["counted"] else "by formula"))
     columns.append(Column("by", _carrier))
     heading = f"{run['ranks']} ranks, {run['backend']} on {run['device']}, {_course(run)}"

@@ -159,7 +159,8 @@ def commented_toml(sections: Mapping[str, Any]) -> str:
         model = section.annotation
         assert isinstance(model, type) and issubclass(model, BaseModel)
         values = sections.get(name, {})
-        lines += [*(f"# {line}" for line in _summary(model)), f"[{name}]"]
+        about = map(str.strip, (model.__doc__ or "").splitlines())
+        lines += [*(f"# {line}" for line in about if line), f"[{name}]"]
         for key, field in model.model_fields.items():
             default = field.get_default(call_default_factory=True)
             lines.append(f"# {key_comment(field)}")
@@ -204,10 +205,6 @@ def bounds(field: FieldInfo) -> Iterator[str]:
         for constraint in field.metadata:
             if (limit := getattr(constraint, bound, None)) is not None:
                 yield words.format(limit)
-
-
-def _summary(model: type[BaseModel]) -> list[str]:
-    return [line.strip() for line in (model.__doc__ or "").strip().splitlines() if line.strip()]
 
 
 def _either(words: Sequence[str]) -> str:

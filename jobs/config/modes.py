@@ -7,17 +7,17 @@ TRAINING_MODES = ("nccl", "ddp", "powersgd", "sparseloco")
 see jobs.train.reduce."""
 
 DENSE_OVLP = "dense-ovlp"
-"""What tables call `nccl` and `dense` with `overlap`; on GPUs that is `ddp`, under another name."""
+"""What tables call `dense` with `overlap`."""
 
 OVERLAPPED_MODES = (DENSE_OVLP, "ddp", "powersgd")
 """Rows of tables that reduce behind the backward pass."""
 
 DDP_MODES = ("ddp", "powersgd")
-"""Those that torch's DistributedDataParallel reduces, in buckets, beside `nccl` with `overlap`."""
+"""Those that torch's DistributedDataParallel reduces, in buckets."""
 
 
 def row_of(method: str, overlap: bool, sends: str = "gradients") -> str:
     """What tables call a run of a method."""
     if sends != "gradients":
         return f"{method}-{sends}"
-    return DENSE_OVLP if overlap and method in ("dense", "nccl") else method
+    return DENSE_OVLP if overlap and method == "dense" else method

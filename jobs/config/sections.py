@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from data.command import attribute_texts
 from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
 from oktopk import METHODS, Settings
 
@@ -280,14 +281,11 @@ class ScheduleConfig(Section):
         return self
 
 
-def _described(docstring: str) -> dict[str, str]:
-    """The first sentence of each attribute in a docstring of Google's form."""
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", docstring, re.MULTILINE)
-    first = {name: " ".join(text.split()).split(". ")[0].rstrip(".") for name, text in entries}
-    return {name: text[:1].upper() + text[1:] for name, text in first.items()}
-
-
-_SETTINGS = _described(Settings.__doc__ or "")
+_SETTINGS = {
+    name: (first := text.split(". ")[0].rstrip("."))[:1].upper() + first[1:]
+    for name, text in attribute_texts(Settings).items()
+}
+"""Attribute of oktopk.Settings -> the first sentence on it."""
 
 
 def _setting(name: str) -> Any:
@@ -332,7 +330,7 @@ class ReductionConfig(Section):
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
     overlap: bool = False
-    """For methods of oktopk and nccl: reduce gradients in buckets behind the backward pass"""
+    """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
     """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     powersgd_rank: int = Field(default=1, ge=1)
@@ -349,7 +347,7 @@ class ReductionConfig(Section):
     @classmethod
     def _is_registered(cls, value: str) -> str:
         if value == DENSE_OVLP:
-            raise ValueError(f"{value!r} is overlap = true with method 'nccl' or 'dense'")
+            raise ValueError(f"{value!r} is overlap = true with method 'dense', on GPUs method 'ddp'")
         if value not in METHODS and value not in TRAINING_MODES:
             raise ValueError(f"{value!r} is not one of {', '.join([*sorted(METHODS), *TRAINING_MODES])}")
         return value
@@ -357,8 +355,9 @@ class ReductionConfig(Section):
     @model_validator(mode="after")
     def _settings_hold(self) -> Self:
         Settings(**self.settings())
-        if self.overlap and self.method not in (*METHODS, "nccl"):
-            raise ValueError(f"overlap is for nccl and the methods of oktopk, not for {self.method!r}")
+        if self.overlap and self.method not in METHODS:
+            instead = ": its like is 'ddp'" if self.method == "nccl" else ""
+            raise ValueError(f"overlap is for the methods of oktopk, not for {self.method!r}{instead}")
         return self
 
     def buckets(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ EXPERIMENTS = _experiments()
 """Name -> experiment, of each table of results."""
 
 
-SUMMED_ELSEWHERE = ("nccl", "ddp")  # GPUs only, and compared by speed alone
+ALWAYS_TIMED = ("nccl", "ddp")  # what speeds are held against, on GPUs alone
 KINDS = ("train", "sweep", "speed")
 
 
@@ -154,21 +154,19 @@ def trials(
         usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
             trained with again. None: nothing is swept.
     """
-    elsewhere, asked = (
-        not options.no_gpu_methods,
-        options.methods or (*experiment.methods, *experiment.rivals),
-    )
-    overlapped: dict[str, Any] = {"reduction.method": "nccl" if elsewhere else "dense"}
-    overlapped |= {"reduction.overlap": True, "reduction.deferred": False}
     ways: dict[str, Mapping[str, Any]] = {
         **{name: {"reduction.method": name} for name in (*experiment.methods, *experiment.fast)},
-        DENSE_OVLP: overlapped,
         **experiment.rivals,
     }
-    usable = [name for name, way in ways.items() if elsewhere or way["reduction.method"] in METHODS]
-    own = [name for name in experiment.methods if name in asked and name in usable]
-    rivals = [name for name in experiment.rivals if name in asked and name in usable]
-    fast = [name for name in experiment.fast if name in usable and name in (*asked, *SUMMED_ELSEWHERE)]
+    here = {name: name for name in ways}
+    if options.no_gpu_methods:
+        here = {name: name for name, way in ways.items() if way["reduction.method"] in METHODS}
+        overlapped = {"reduction.method": "dense", "reduction.overlap": True, "reduction.deferred": False}
+        here["ddp"], ways[DENSE_OVLP] = DENSE_OVLP, overlapped
+    asked = options.methods or (*experiment.methods, *experiment.rivals)
+    own = [here[name] for name in experiment.methods if name in asked and name in here]
+    rivals = [name for name in experiment.rivals if name in asked and name in here]
+    fast = [here[name] for name in experiment.fast if name in here and name in (*asked, *ALWAYS_TIMED)]
     methods = {name: name for name in ways} | {name: ways[name]["reduction.method"] for name in rivals}
     seeds = {name: range(options.seeds if name in experiment.repeated else 1) for name in ways}
 

@@ -12,10 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from jobs.config.config import differences
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
 from jobs.experiment.experiments import CONFIGS, KINDS, Experiment, Trial, launches, trials
-from jobs.restart.start import other_data
+from jobs.restart.start import differing_run
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
 
@@ -126,36 +125,22 @@ def _of_no_consequence(trial: Trial) -> set[str]:
 
 
 def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
-    """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now.
-
-    The data may lie elsewhere, but must have the name of their file and, where they are there and the run file knows it, their
-    checksum.
-    """
+    """Whether a run is complete. Raises RunFileError: it is, and was another one than is asked for now."""
     config = validate(document)
-    wanted_config = config.to_json()
     try:
         with RunReader(file) as reader:
             if reader.status != "complete":
                 return False
             info = reader.info
-            found, ranks = info.config, info.ranks
             steps, evaluated = reader.steps()["step"], reader.evaluations()["seconds"]
     except (RunFileError, *DAMAGE):
         return False
     ended = len(steps) and len(evaluated) and steps[-1] == config.training.steps
     if trial.kind == "speed" and not ended:
         return False
-    differing = differences(
-        found, wanted_config, frozenset({"run", "checkpoint", *_of_no_consequence(trial)})
-    )
-    if ranks != trial.ranks:
-        differing.append(f"ranks: {ranks} there, {trial.ranks} here")
-    paths = [json.loads(each).get("data", {}).get("path") or "" for each in (found, wanted_config)]
-    data, wanted = (Path(path).name for path in paths)
-    if data != wanted:
-        differing.append(f"data: {data!r} there, {wanted!r} here")
-    else:
-        differing += other_data(config.data.path, info)
+    differing = differing_run(info, config, frozenset({"run", "checkpoint", *_of_no_consequence(trial)}))
+    if info.ranks != trial.ranks:
+        differing.append(f"ranks: {info.ranks} there, {trial.ranks} here")
     if differing:
         raise RunFileError(
             f"{file} is a complete run of another experiment ({'; '.join(differing)}): choose another -o"

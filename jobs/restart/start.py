@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -76,25 +77,34 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
     if overwrite and info.job != environ.get("SLURM_JOB_ID", ""):
         return Start(resume=False)
-    differing = differing_settings(config, ranks, info.config, info.ranks)
-    differing += other_data(config.data.path, info)
-    if differing:
+    if differing := differing_run(info, config, _free(ranks, info.ranks)):
         raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
     return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
 
 
 def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
     """Differences that keep a run from continuing one with the configuration `saved` (JSON), see `differences`."""
-    free = _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
-    return differences(saved, config.to_json(), free)
+    return differences(saved, config.to_json(), _free(ranks, saved_ranks))
 
 
-def other_data(path: str, info: RunInfo) -> list[str]:
-    """Difference between a run's data and those at a path, as differing_settings; empty where unknown."""
-    checksum = data_checksum(path)
-    if not checksum or not info.data or checksum == info.data:
-        return []
-    return [f"data: checksum {info.data} there, {checksum} here"]
+def _free(ranks: int, saved_ranks: int) -> frozenset[str]:
+    return _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
+
+
+def differing_run(info: RunInfo, config: Config, free: frozenset[str]) -> list[str]:
+    """What tells a run from the one of a configuration, see `differences`.
+
+    Data that may lie elsewhere must have the name of their file and, where they are there and the run file knows it, their
+    checksum.
+    """
+    found = differences(info.config, config.to_json(), free)
+    there, here = Path(json.loads(info.config).get("data", {}).get("path") or ""), Path(config.data.path)
+    checksum = data_checksum(config.data.path)
+    if there.name != here.name and "data.path" in free:
+        found.append(f"data: {there.name!r} there, {here.name!r} here")
+    elif checksum and info.data and checksum != info.data:
+        found.append(f"data: checksum {info.data} there, {checksum} here")
+    return found
 
 
 def _exists(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ class Column(NamedTuple):
         dtype: in the file.
         unit: of its values, or what they are.
         over: "mean" or "max" over the ranks, or "rank 0": its value, where all ranks have the same or only its own counts.
-        source: step -> value on this rank; None where no step gives it.
+        source: step -> value on this rank; None: the attribute of that name of the step's report or of its measures.
     """
 
     dtype: str
@@ -91,16 +92,8 @@ class Column(NamedTuple):
     source: Callable[[Any], float] | None = None
 
 
-def _of_report(dtype: str, unit: str, name: str, over: str = "rank 0") -> Column:
-    return Column(dtype, unit, over, lambda step: getattr(step.report, name))
-
-
 def _of_phase(phase: str, unit: str = "seconds") -> Column:
     return Column("f8", unit, "mean", lambda step: step.seconds[phase])
-
-
-def _of_measures(unit: str, name: str) -> Column:
-    return Column("f8", unit, "mean", lambda step: getattr(step.report.measures, name))
 
 
 # A word is one 4-byte value or one 4-byte index.
@@ -109,26 +102,22 @@ STEP_COLUMNS: dict[str, Column] = {
     "elapsed": Column("f8", "seconds since training began", source=lambda step: step.elapsed),
     "learning_rate": Column("f8", "", source=lambda step: step.learning_rate),
     "loss": Column("f8", "", "mean", lambda step: step.loss),
-    "words": _of_report("f8", "payload words sent", "words", "mean"),
-    "words_busiest": _of_report("f8", "payload words sent", "words", "max"),
-    "row_bytes": _of_report("f8", "payload bytes sent for tables with sparse gradients", "row_bytes", "mean"),
-    "bytes_between": _of_report("f8", "payload bytes sent to other hosts", "bytes_between", "mean"),
-    "messages": _of_report("f8", "payload messages sent", "messages", "mean"),
-    "rounded": _of_report("f8", "share of the sent magnitudes that was rounded away", "rounded", "mean"),
-    "control_words": _of_report(
-        "f8", "words sent: sizes, splits, histograms, flags", "control_words", "mean"
-    ),
-    "control_messages": _of_report("f8", "messages sent", "control_messages", "mean"),
-    "k": _of_report("i8", "entries asked for", "k"),
-    "local_nnz": _of_report("f8", "entries selected", "local_nnz", "mean"),
-    "global_nnz": _of_report("f8", "entries of the update", "global_nnz"),
-    "local_threshold": _of_report("f8", "magnitude", "local_threshold", "mean"),
-    "global_threshold": _of_report("f8", "magnitude", "global_threshold"),
-    "local_exact": _of_report(
-        "f8", "1: selected the exact top k, 0: reused a threshold", "local_exact", "mean"
-    ),
-    "global_exact": _of_report("f8", "1: exact global threshold, 0: reused or none", "global_exact"),
-    "skipped": _of_report("i1", "1: a gradient was not finite and the step was skipped", "skipped"),
+    "words": Column("f8", "payload words sent", "mean"),
+    "words_busiest": Column("f8", "payload words sent", "max", lambda step: step.report.words),
+    "row_bytes": Column("f8", "payload bytes sent for tables with sparse gradients", "mean"),
+    "bytes_between": Column("f8", "payload bytes sent to other hosts", "mean"),
+    "messages": Column("f8", "payload messages sent", "mean"),
+    "rounded": Column("f8", "share of the sent magnitudes that was rounded away", "mean"),
+    "control_words": Column("f8", "words sent: sizes, splits, histograms, flags", "mean"),
+    "control_messages": Column("f8", "messages sent", "mean"),
+    "k": Column("i8", "entries asked for"),
+    "local_nnz": Column("f8", "entries selected", "mean"),
+    "global_nnz": Column("f8", "entries of the update"),
+    "local_threshold": Column("f8", "magnitude", "mean"),
+    "global_threshold": Column("f8", "magnitude"),
+    "local_exact": Column("f8", "1: selected the exact top k, 0: reused a threshold", "mean"),
+    "global_exact": Column("f8", "1: exact global threshold, 0: reused or none"),
+    "skipped": Column("i1", "1: a gradient was not finite and the step was skipped"),
     "dense": Column(
         "i1",
         "1: the whole gradient was summed (method, warm-up or high density), by powersgd in low rank; of sparseloco every step, "
@@ -152,16 +141,16 @@ STEP_COLUMNS: dict[str, Column] = {
 # NaN where xi has no meaning.
 MEASURE_COLUMNS: dict[str, Column] = {
     "step": STEP_COLUMNS["step"],
-    "xi": _of_measures("missed / gradient_norm, the paper's assumption 1", "xi"),
-    "missed": _of_measures(
-        "norm of the exact top k of the mean accumulated gradient minus the applied update", "missed"
+    "xi": Column("f8", "missed / gradient_norm, the paper's assumption 1", "mean"),
+    "missed": Column(
+        "f8", "norm of the exact top k of the mean accumulated gradient minus the applied update", "mean"
     ),
-    "gradient_norm": _of_measures("norm of the mean gradient", "gradient_norm"),
-    "fill_in": _of_measures("entries that any rank selected, counted once, over k", "fill_in"),
-    "region_balance": _of_measures(
-        "entries selected in the busiest region over the mean region; NaN without regions", "region_balance"
+    "gradient_norm": Column("f8", "norm of the mean gradient", "mean"),
+    "fill_in": Column("f8", "entries that any rank selected, counted once, over k", "mean"),
+    "region_balance": Column(
+        "f8", "entries selected in the busiest region over the mean region; NaN without regions", "mean"
     ),
-    "seconds": _of_measures("seconds that measuring took, in no phase of the step", "seconds"),
+    "seconds": Column("f8", "seconds that measuring took, in no phase of the step", "mean"),
 }
 EVALUATION_COLUMNS: dict[str, Column] = {
     "step": Column("i8", "steps done"),
@@ -199,10 +188,10 @@ GROUPS = {
 """Groups of a run file: a value per step, evaluation, measured step, job that the run took, and span of a rank's time."""
 
 
-def rows(columns: dict[str, Column], steps: Sequence[Step]) -> NDArray[np.float64]:
-    """float64[steps, columns]: the steps of one rank."""
-    sources = [column.source for column in columns.values()]
-    values = [[source(step) for source in sources if source is not None] for step in steps]
+def rows(columns: dict[str, Column], steps: Sequence[Step], part: str) -> NDArray[np.float64]:
+    """float64[steps, columns]: the steps of one rank; part: of a step, which has what no source gives."""
+    sources = [column.source or attrgetter(f"{part}.{name}") for name, column in columns.items()]
+    values = [[source(step) for source in sources] for step in steps]
     return np.array(values, np.float64).reshape(len(steps), len(sources))
 
 
@@ -246,7 +235,8 @@ def gather(comm: MPI.Intracomm, steps: Sequence[Step]) -> Gathered | None:
     measured = [step for step in steps if step.report.measures is not None]
     names = dict.fromkeys(name for step in steps for name in step.report.seconds)
     stages = {name: np.array([step.report.seconds.get(name, 0.0) for step in steps]) for name in names}
-    gathered = comm.gather((rows(STEP_COLUMNS, steps), stages, rows(MEASURE_COLUMNS, measured)))
+    own = rows(STEP_COLUMNS, steps, "report"), stages, rows(MEASURE_COLUMNS, measured, "report.measures")
+    gathered = comm.gather(own)
     if gathered is None:
         return None
     of_steps, of_stages, of_measures = zip(*gathered, strict=True)

@@ -27,13 +27,16 @@ from data.command import command_parser, show
 from data.durable import create
 from jobs.cluster.agreement import Refused, check_launch, decide_on_root, say
 from jobs.config.file import ConfigError, add_overrides, commented_toml, load, shown
-from jobs.restart.checkpoint import CheckpointError
 from jobs.restart.signals import EXIT_STATUS, Interrupted, leave, show_when_asked
-from jobs.run.file import RunFileError
-from jobs.train.agreement import NonFiniteLossError, RanksDiverged
-from jobs.train.job import train
+from jobs.train.agreement import NonFiniteLossError
+from jobs.train.job import FAULTS, train
 from jobs.train.setup import Build, build_workload
 from oktopk import NonFiniteGradientError
+
+_ADVICE: dict[type[Exception], str] = {
+    NonFiniteGradientError: ": try a smaller optimizer.lr, or reduction.nonfinite=skip",
+    NonFiniteLossError: ": try a smaller optimizer.lr",
+}
 
 
 def main(
@@ -61,14 +64,8 @@ def main(
     except Refused as refusal:
         say(comm, f"jobs.train: {refusal}")
         return 2
-    except NonFiniteGradientError as error:
-        say(comm, f"jobs.train: {error}: try a smaller optimizer.lr, or reduction.nonfinite=skip")
-        return 1
-    except NonFiniteLossError as error:
-        say(comm, f"jobs.train: {error}: try a smaller optimizer.lr")
-        return 1
-    except (CheckpointError, RanksDiverged, RunFileError) as error:
-        say(comm, f"jobs.train: {error}")
+    except FAULTS as error:
+        say(comm, f"jobs.train: {error}{_ADVICE.get(type(error), '')}")
         return 1
     except Interrupted as leaving:
         how = "with a checkpoint" if config.checkpoint.enabled else "without a checkpoint"

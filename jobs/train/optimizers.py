@@ -32,34 +32,17 @@ def build_optimizer(
         fused: in one kernel.
         captured: and that replayed as a CUDA graph.
     """
-    optimizer = _torch_optimizer(config, parameters, fused, captured)
-    return CapturedOptimizer(optimizer) if captured else optimizer
-
-
-def _torch_optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter], fused: bool, capturable: bool
-) -> torch.optim.Optimizer:
     groups = _groups(config, parameters)
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": fused or None}
+    made: torch.optim.Optimizer
     if config.name == "sgd":
-        return torch.optim.SGD(
-            groups,
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            fused=fused or None,
-        )
-    kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    kind = kinds[config.name] if config.bias_correction else UncorrectedAdam
-    return kind(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=fused or None,
-        capturable=capturable,
-    )
+        made = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+    else:
+        kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        kind = kinds[config.name] if config.bias_correction else UncorrectedAdam
+        betas = config.beta1, config.beta2
+        made = kind(groups, betas=betas, eps=config.eps, capturable=captured, **common)
+    return CapturedOptimizer(made) if captured else made
 
 
 def _groups(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jobs.train.tasks.task import Workload
 
@@ -120,12 +120,32 @@ class CapturedPasses:
         if key not in self._captured:
             # they take turns, so that one pool serves all
             if not self._warm:
-                _warm_up(self._workload, batch, self._parameters, self._share, overlapped, self._stream)
+                self._warm_up(batch, overlapped)
             self._captured[key] = _Capture(
                 self._workload, batch, self._parameters, self._share, overlapped, self._stream, self._pool
             )
         self._current = self._captured[key]
         return self._current.forward(batch)
+
+    def _warm_up(self, batch: Any, overlapped: Overlapped | None) -> None:
+        """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
+        model = self._workload.model
+        gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        drawn = torch.cuda.get_rng_state()
+        with on_stream(self._stream):
+            for _ in range(WARM_UP):
+                with _recording(overlapped):
+                    self._workload.loss(batch).backward(self._share)
+        torch.cuda.set_rng_state(drawn)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.copy_(gradient)
 
     def backward(self) -> None:
         if self._current is None:
@@ -191,34 +211,3 @@ class _Capture:
 
 def _recording(overlapped: Overlapped | None) -> AbstractContextManager[Any]:
     return nullcontext() if overlapped is None else overlapped.recording()
-
-
-def _warm_up(
-    workload: Workload[Any],
-    batch: Any,
-    parameters: Sequence[Tensor],
-    share: Tensor,
-    overlapped: Overlapped | None,
-    stream: torch.cuda.Stream,
-) -> None:
-    """Some passes that leave no trace: gradients, buffers and random numbers are afterwards what they were."""
-    gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
-    buffers = [buffer.clone() for buffer in workload.model.buffers()]
-    drawn = torch.cuda.get_rng_state()
-    with on_stream(stream):
-        for _ in range(WARM_UP):
-            with _recording(overlapped):
-                workload.loss(batch).backward(share)
-    torch.cuda.set_rng_state(drawn)
-    _put_back(workload.model, buffers)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.copy_(gradient)
-
-
-def _put_back(model: nn.Module, buffers: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)

@@ -54,11 +54,17 @@ class Packing:
         nnz: elements that reach the threshold, packed or not.
         nonfinite: elements whose sum is NaN or Inf; never packed.
         offsets: int64[P + 1], where each region begins in the list, if that was found on the way.
+        splits: int64[P - 1], the indices that split a list that is not empty into equal counts, likewise.
+        candidates: entries that a device has cut the list down from to the top k; 0 where it is as it was packed.
+        cut_bits: the k-th largest magnitude, where the list was cut.
     """
 
     nnz: int
     nonfinite: int
     offsets: Any = None
+    splits: Any = None
+    candidates: int = 0
+    cut_bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@
 //          entries[capacity] COO; chunks[ceil(n / CHUNK)]: hits of a chunk, and where they begin in the pool;
 //          totals[groups] hits of each group of 2^shift <= MOST_GROUP chunks, cursor[1] hits in the pool, both zero before and
 //          after; boundaries[regions + 1]; header[2 + regions + 1], and the same in host memory as report: nnz, nonfinite, and where
-//          each region begins in `entries`; with windows the mailbox gets it. p: structs of layouts.py.
+//          each region begins in `entries`; behind that regions - 1 indices that split the list into equal counts; with windows the
+//          mailbox gets them. p: structs of layouts.py.
 // Units    threshold: bits of a float32 magnitude, >= 1, so that a zero of either sign is never packed.
 // Launch   accumulate_select: a block of THREADS a chunk. compact_selection: a block of THREADS a group; finished[1] zeroed once. With
 //          windows its last block signals SELECTED with the header, unless the selection must be trimmed: it holds more than `cap`
 //          entries (CUT_TO_K: at least k), all of them here. needs_no_trim[1] says which: 0 leaves signal and trimming to kth.cu. One of
-//          fewer than k gets SHORT_BIT where CUT_TO_K asks for k, and the step is not deferred.
-//          With a step, threshold and epoch are the step's.
+//          fewer than k, which are not all nonzeros, gets SHORT_BIT where CUT_TO_K asks for k, and the step is not deferred.
+//          With a step, threshold and epoch are the step's, and FLAGGED counts as one element that is not finite.
 // Order    entries ascend by index.
 // Overflow hits beyond `capacity` are counted in report[0]; `entries` is then incomplete.
 // NaN, Inf where gradient + residual is not finite the residual stays as it was, nothing is packed, report[1] counts it.
@@ -425,7 +426,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   const unsigned whole = offsets[MOST_GROUP];
   if (group == gridDim.x - 1 && threadIdx.x == 0) {
     p.header[0] = group_offset + whole;
-    p.header[1] = atomicExch(p.nonfinite, 0u);
+    const bool flagged = p.p2p.windows && p.p2p.step->flags & FLAGGED;
+    p.header[1] = atomicExch(p.nonfinite, 0u) + flagged;
   }
   for (unsigned base = threadIdx.x; base < whole; base += AHEAD * THREADS) {
     Entry entry[AHEAD];
@@ -465,7 +467,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   if (threadIdx.x == 0) *p.cursor = 0;
   const volatile unsigned* header = p.header;
   if (!p.p2p.windows) {
+    const unsigned long long listed = header[0] < p.capacity ? header[0] : p.capacity;
     for (int i = threadIdx.x; i < 3 + p.regions; i += THREADS) p.report[i] = header[i];
+    for (int part = 1 + threadIdx.x; part < p.regions; part += THREADS)
+      p.report[2 + p.regions + part] = listed ? p.entries[listed * part / p.regions].x : 0;
     return;
   }
   const unsigned nnz = header[0];
@@ -473,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   const bool trim = header[1] == 0 && nnz <= p.capacity && (flags & CUT_TO_K ? nnz >= p.k : nnz > p.cap);
   if (threadIdx.x == 0) *p.needs_no_trim = !trim;
   if (trim) return;
-  const bool is_short = (flags & (CUT_TO_K | DEFERRED)) == CUT_TO_K && nnz < p.k;
+  const bool is_short = (flags & (CUT_TO_K | DEFERRED)) == CUT_TO_K && nnz < p.k && p.p2p.step->local_bits > 1;
   if (is_short && threadIdx.x == 0) p.header[0] = nnz | 1u << SHORT_BIT;
   __syncthreads();
   put_selected(p.p2p, p.header, p.entries, nnz < p.capacity ? nnz : p.capacity, 0, 0, p.mailbox, p.p2p.step->epoch);

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import cupy
@@ -23,8 +23,7 @@ from collectives.transport import Transport
 from oktopk.backend import Backend, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
-from oktopk.cuda.p2p_graph import compile_p2p_kernels
-from oktopk.cuda.p2p_step import P2PStep
+from oktopk.cuda.p2p_launches import P2PLaunches, compile_p2p_kernels
 from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import Displacement
 from oktopk.levels import Layout
@@ -138,8 +137,10 @@ class DeviceBackend(Backend):
     def indices(self, entries: Any) -> NDArray[np.int32]:
         return np.asarray(entries.get()["index"])
 
-    def p2p_step(self, transport: Any, length: int, settings: Settings) -> P2PStep | None:
-        return P2PStep(self.kernels, transport, length, settings) if transport.p2p else None
+    def p2p_launches(
+        self, transport: Any, length: int, settings: Settings
+    ) -> Callable[[int], P2PLaunches] | None:
+        return partial(P2PLaunches, self.kernels, transport, length, settings) if transport.p2p else None
 
     def shared_gradients(self, transport: Any, length: int, peer_memory: bool | None) -> SharedGradients:
         problem = "peer memory is not wanted"

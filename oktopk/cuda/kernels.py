@@ -103,10 +103,10 @@ class DeviceKernels:
         entries: DeviceEntries,
         boundaries: NDArray[np.int64] | None = None,
     ) -> Packing:
-        """As the host's; finds where the regions begin on the way."""
+        """As the host's; finds offsets and splits on the way."""
         device = self.device
         regions = 0 if boundaries is None else len(boundaries) - 1
-        report = device.report("select", 4 + regions)
+        report = device.report("select", 3 + 2 * regions)
         width = self.gradient_bytes if isinstance(gradient, ComposedGradient) else gradient.dtype.itemsize
         launches = self.select_launches(width, residual.size, entries).for_kernels(self.kernels_of(gradient))
         if boundaries is not None and boundaries is not self._boundaries:
@@ -115,8 +115,9 @@ class DeviceKernels:
         address = 0 if boundaries is None else device.address("post boundaries")
         launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
         device.synchronize()
-        words = report[: 3 + regions].tolist()
-        return Packing(words[0], words[1], np.array(words[2:], np.int64) if regions else None)
+        nnz, nonfinite, *found = report[: 2 + 2 * regions].tolist()
+        offsets, splits = np.split(np.array(found, np.int64), [regions + 1])
+        return Packing(nnz, nonfinite, offsets, splits) if regions else Packing(nnz, nonfinite)
 
     def select_launches(self, width: int, n: int, entries: DeviceEntries) -> SelectLaunches:
         """The launches that select from a gradient of so many bytes an element into this list."""

@@ -1,17 +1,16 @@
 // kth: the k-th largest magnitude of COO lists, digit by digit, and the list of those that reach it, without the host.
 //
 // Shapes   entries[count[0]] COO; counts[MOST_DIGITS] unsigned, zero before and after; search: see layouts.py. Without windows: this
-//          rank's list alone. skip: a word that is not 0 where nothing is to be done, null for none. trim_selection: header,
+//          rank's list alone, of at least k nonzeros. skip: a word that is not 0 where nothing is to be done. trim_selection: header,
 //          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; taken[2] scratch. p: structs of layouts.py.
 // Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. k entries are kept: of those equal to
 //          the k-th magnitude the lowest indices, of lower ranks first. most_equal: if more entries than this equal the k-th
 //          magnitude, `candidates` is TIED, which makes the next selection exact.
 // Launch   kth_histogram: grid-stride, blocks of THREADS, `finished` zeroed once; its last block finds the digit, or signals the counts.
-//          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most /
-//          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once. With a step, take_exact's epoch is that.
+//          agree_on_digit: one block of THREADS, waits for the signals of all ranks. take_exact, trim_selection: ceil(most entries /
+//          COMPACT_TILE) blocks of COMPACT_THREADS; trim_selection's `finished` zeroed once.
 // Signals  DIGITS + level: the counts of all digits. trim_selection: SELECTED with the header.
-// Overflow sums that are not finite stop the step at the coarsest digit. A list shorter than k, longer than `most`, or with
-//          nonfinite[0] > 0 fails the search, and nothing is taken. NaN cannot come in otherwise.
+// Overflow sums that are not finite stop the step at the coarsest digit, and fewer than k sums at any. NaN cannot come in otherwise.
 // Traffic  8 bytes an entry read a level, and once more with 8 written to take.
 
 #include "compact.cuh"
@@ -58,21 +57,18 @@ __device__ __forceinline__ void narrow(Search& search, int level, int width, Dig
 
 extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid_constant__ KthHistogram p) {
   __shared__ unsigned local[MOST_DIGITS];
-  if (p.skip && *p.skip) return;
+  if (*p.skip) return;
   Search& search = *p.search;
   const int level = p.level, shift = p.shift, width = p.width;
   const unsigned n = *p.count;
   const bool alone = !p.p2p.windows;
-  const bool fits = !alone || (n >= p.k && n <= p.most && *p.nonfinite == 0 && !(level && search.failed));
   const int digits = 1 << width;
   for (int i = threadIdx.x; i < digits; i += THREADS) local[i] = 0;
   __syncthreads();
   const unsigned prefix = level ? search.prefix : 0;
-  if (fits) {
-    for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
-      const unsigned bits = magnitude(p.entries[i]);
-      if (bits != 0 && bits >> (shift + width) == prefix) atomicAdd(&local[bits >> shift & (digits - 1)], 1u);
-    }
+  for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
+    const unsigned bits = magnitude(p.entries[i]);
+    if (bits != 0 && bits >> (shift + width) == prefix) atomicAdd(&local[bits >> shift & (digits - 1)], 1u);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < digits; i += THREADS)
@@ -87,10 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
   const unsigned wanted = level ? search.wanted : p.k;
   const Digit found = find_digit(local, digits, wanted);
   if (threadIdx.x == 0) {
-    search.failed = !fits || found.digit < 0;
-    if (!search.failed) narrow(search, level, width, found, wanted);
-    search.ties = search.failed ? 0 : p.k - search.larger;
-    search.candidates = search.failed || local[found.digit] <= p.most_equal ? n : TIED;
+    narrow(search, level, width, found, wanted);
+    search.ties = p.k - search.larger;
+    search.candidates = local[found.digit] <= p.most_equal ? n : TIED;
   }
 }
 
@@ -158,18 +153,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) agree_on_digit(const __gri
   post_decision(p.mailbox, p.p2p, epoch);
 }
 
-// kept gets what reaches the magnitude, in order; report: kept, others, and of the search: candidates, failed, prefix, larger.
+// kept gets what reaches the magnitude, in order; nothing after a stop.
 extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) take_exact(const __grid_constant__ TakeExact p) {
   const Search& search = *p.search;
-  const bool nothing = *p.skip;
-  compact<true>(ListSource{p.entries}, nothing ? 0 : *p.count, gridDim.x, search.prefix, search.ties, p.kept, p.capacity,
-                nullptr, p.scan, p.step ? p.step->epoch : p.scan.epoch, p.report);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    p.report[2] = search.candidates;
-    p.report[3] = nothing;
-    p.report[4] = search.prefix;
-    p.report[5] = search.larger;
-  }
+  compact<true>(ListSource{p.entries}, p.p2p.decision->stop ? 0 : *p.count, gridDim.x, search.prefix, search.ties, p.kept,
+                p.capacity, nullptr, p.scan, p.p2p.step->epoch, nullptr);
 }
 
 // Trim a selection in place to what reaches the magnitude, and signal it; nothing where it needs no trim.

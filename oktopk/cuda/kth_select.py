@@ -16,9 +16,6 @@ from oktopk.cpu.histograms import LEVELS
 from oktopk.cuda.layouts import Search
 from oktopk.selection import most_equal
 
-TAKEN_WORDS = 6
-"""Of the report "taken": see take_exact of kth.cu."""
-
 _KERNELS = Path(__file__).parent
 
 
@@ -55,33 +52,26 @@ class KthSelect:
         selected: int,
         decided: int,
     ) -> None:
-        device = self._device = transport.device
-        ranks = transport.size
+        device = transport.device
         kernels: Any = transport.kernels
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram"), Kernel(kth, "agree_on_digit")
-        take = Kernel(kth, "take_exact")
         search = device.scratch("search", ctypes.sizeof(Search) // 4, np.uint32).data.ptr
-        device.report("taken", TAKEN_WORDS)
-        device.report("splits found", ranks)
-        taken = device.address("taken")
         shared = {
             "k": k,
+            "most_equal": most_equal(k),
             "search": search,
             "counts": device.scratch("digits", 1 << max(width for _, width in LEVELS), np.uint32).data.ptr,
             "finished": device.scratch("digits finished", 1, np.uint32).data.ptr,
         }
         self._local: list[PreparedLaunch] = []
-        self._trim_local: list[PreparedLaunch] = []
         self._digits: list[PreparedLaunch] = []
         self._agree: list[PreparedLaunch] = []
         for level, (shift, width) in enumerate(LEVELS):
             local = histogram.prepare(
-                entries=packed.pointer, count=header, nonfinite=header + 4, most=2 * k,
-                most_equal=most_equal(k), level=level, shift=shift, width=width, **shared,
+                entries=packed.pointer, count=header, skip=needs_no_trim, level=level, shift=shift, width=width, **shared
             )  # fmt: skip
             self._local.append(local)
-            self._trim_local.append(local.copy(skip=needs_no_trim))
             self._digits.append(
                 local.copy(p2p=p2p, entries=sums.pointer, count=kernels.summed, skip=p2p.decision)
             )
@@ -96,14 +86,10 @@ class KthSelect:
                     mailbox=decided,
                 )
             )
-        self._take_local = take.prepare(
-            entries=packed.pointer, count=header, skip=search + Search.failed.offset, search=search, kept=packed.pointer,
-            capacity=2 * k, report=taken,
-        )  # fmt: skip
         self._kept_tiles = -(-sums.size // COMPACT_TILE)
-        self._take_kept = take.prepare(
-            entries=sums.pointer, count=kernels.summed, skip=p2p.decision, search=search, kept=kept.pointer,
-            capacity=kept.size, scan=device.scan("take kept", self._kept_tiles), step=p2p.step, report=taken,
+        self._take_kept = Kernel(kth, "take_exact").prepare(
+            p2p=p2p, entries=sums.pointer, count=kernels.summed, search=search, kept=kept.pointer, capacity=kept.size,
+            scan=device.scan("take kept", self._kept_tiles),
         )  # fmt: skip
         self._trim_tiles = -(-2 * k // COMPACT_TILE)
         self._trim = Kernel(kth, "trim_selection").prepare(
@@ -112,36 +98,13 @@ class KthSelect:
             finished=device.scratch("trim finished", 1, np.uint32).data.ptr, boundaries=boundaries, header=header,
             mailbox=selected,
         )  # fmt: skip
-        self._split_taken, self._split_selected = (
-            kernels.splits_kernel.prepare(
-                entries=packed.pointer,
-                n=2 * k,
-                count=count,
-                parts=ranks,
-                report=device.address("splits found"),
-            )
-            for count in (taken, header)
-        )
-        device.scan("take", self._trim_tiles)  # its memory, before a step needs it
         self._blocks = max(1, min(2 * device.processors, -(-k // 1024)))  # a few entries a thread
-
-    def select_local(self, stream: int) -> None:
-        """Trim the selection to the exact top k, and compute its equal-count splits."""
-        for histogram in self._local:
-            histogram(self._blocks, 256, stream)
-        self._take_local.params.scan = self._device.scan("take", self._trim_tiles)
-        self._take_local(self._trim_tiles, COMPACT_THREADS, stream)
-        self._split_taken(1, 128, stream)
 
     def trim(self, stream: int) -> None:
         """Trim the selection to its exact top k and signal it, unless it needs no trim; can be captured."""
-        for histogram in self._trim_local:
+        for histogram in self._local:
             histogram(self._blocks, 256, stream)
         self._trim(self._trim_tiles, COMPACT_THREADS, stream)
-
-    def split(self, stream: int) -> None:
-        """Compute the equal-count splits of the selection as it is."""
-        self._split_selected(1, 128, stream)
 
     def select_global(self, stream: int) -> None:
         """Agree on the exact global threshold, and take what reaches it; can be captured.

@@ -17,10 +17,10 @@ LAYOUTS = base.Layouts(Path(__file__).parent, globals(), base.LAYOUTS)
 struct = LAYOUTS.struct
 
 # fmt: off
-# a magnitude's search, digit by digit. failed: the list is too short or too long. candidates: of LocalSelection.learn_exact.
-# ties: how many entries equal to the magnitude are kept. above, equal: entries of each rank above it and equal to it.
+# a magnitude's search, digit by digit. candidates: of LocalSelection.learn_exact. ties: how many entries equal to the magnitude
+# are kept. above, equal: entries of each rank above it and equal to it.
 Search = struct("Search", """
-    unsigned prefix; unsigned wanted; unsigned larger; unsigned failed; unsigned candidates; unsigned ties;
+    unsigned prefix; unsigned wanted; unsigned larger; unsigned candidates; unsigned ties;
     unsigned above[MOST_PEERS]; unsigned equal[MOST_PEERS];""")
 TensorSpan = struct("TensorSpan", "long long begin; unsigned long long address;")
 struct("AccumulateSelect", """
@@ -75,15 +75,14 @@ struct("Decide", """
     P2P p2p; const long long* candidates; long long k; long long cap; double tolerance; double miss; double trigger;
     volatile unsigned long long* mailbox;""", "decide")
 struct("KthHistogram", """
-    P2P p2p; const Entry* entries; const unsigned* count; const unsigned* nonfinite; const unsigned* skip;
-    unsigned most; unsigned most_equal; unsigned k; int level; int shift; int width; Search* search; unsigned* counts;
-    unsigned* finished;""", "kth_histogram")
+    P2P p2p; const Entry* entries; const unsigned* count; const unsigned* skip; unsigned most_equal; unsigned k;
+    int level; int shift; int width; Search* search; unsigned* counts; unsigned* finished;""", "kth_histogram")
 struct("AgreeOnDigit", """
     P2P p2p; unsigned k; int level; int width; double trigger; Search* search;
     volatile unsigned long long* mailbox;""", "agree_on_digit")
 struct("TakeExact", """
-    const Entry* entries; const unsigned* count; const unsigned* skip; const Search* search; Entry* kept;
-    unsigned capacity; Scan scan; const Step* step; volatile unsigned* report;""", "take_exact")
+    P2P p2p; const Entry* entries; const unsigned* count; const Search* search; Entry* kept; unsigned capacity;
+    Scan scan;""", "take_exact")
 struct("TrimSelection", """
     P2P p2p; Entry* entries; unsigned capacity; const Search* search; const unsigned* needs_no_trim; Scan scan;
     unsigned* taken; unsigned* finished; const long long* boundaries; unsigned* header;

@@ -1,290 +1,331 @@
-"""Ok-Topk's steps through peer memory: what the host asks of the kernels, and what it does with how far they came."""
+"""Ok-Topk's steps through peer memory: each is one launch, and ends by what the ranks decided.
+
+A launch does all of a step, also of the first one, and of one that renews regions. Where its kernels stop, all ranks stop at the
+same place, and `p2p_outcome` tells what follows. A step that is waited for goes on from a selection that the host has made right,
+with the exact threshold, or by messages. A deferred step is given up.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from collectives.cpu.kernels import bits_magnitude
-from collectives.sparse import SparseVector
+from collectives.cuda.layouts import (
+    ABORTED,
+    BAD_REGIONS,
+    CUT_TO_K,
+    DEFERRED,
+    FLAGGED,
+    NUM_COUNTERS,
+    PROCEED,
+)
+from collectives.sparse import ENTRY, SparseVector
 from collectives.tokens import TokenBoard
+from collectives.traffic import WORD_BYTES
 from collectives.transport import FlaggedRanksError
+from oktopk.cpu.histograms import LEVELS
 from oktopk.cpu.kernels import Packing
+from oktopk.cuda.p2p_outcome import (
+    STOPPED_BEFORE_SUMS,
+    Action,
+    Outcome,
+    could_be_deferred,
+    next_action,
+    packing_of,
+)
 from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.oktopk import OkTopk
-from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
 from oktopk.step import Plan, StepResult
-from oktopk.thresholds import keeps_enough
+from oktopk.thresholds import CANDIDATES
 
-
-@dataclass(slots=True)
-class _P2PHandle:
-    """A step that is on the stream, see `oktopk.step.StepHandle`.
-
-    Attributes:
-        executor: that began it; epoch: of its launch.
-        gradient: the caller's; flagged: it counts as not finite.
-        plan: of the step.
-        selection: made before the launch; None where the step's own kernels select.
-        bits: the local threshold that they select by.
-        cut_to_k: they cut what they select down to the top k.
-        exact: the exact global threshold is computed.
-        deferred: the host does not help.
-    """
-
-    executor: P2PExecutor
-    epoch: int
-    gradient: Any
-    flagged: bool
-    plan: Plan
-    selection: Selection | None
-    bits: int
-    cut_to_k: bool
-    exact: bool
-    deferred: bool
-
-    def abort(self) -> None:
-        self.executor.p2p_step.abort(self.epoch)
-
-    def result(self) -> StepResult:
-        result = self.executor.end_deferred(self) if self.deferred else self.executor.end_waited(self)
-        result.tokens = self.executor.tokens.read()
-        return result
+_CANDIDATE_BITS = CANDIDATES.tolist()
+_DIGITS = sum(1 << width for _, width in LEVELS)
+_ABORTED = "steps through peer memory cannot go on: {}. Continue from a checkpoint"
 
 
 class P2PExecutor:
     """Runs the steps of one instance of Ok-Topk whose ranks read each other's memory.
 
-    Where the kernels of a step stop, all ranks stop at the same place. A step that is waited for is launched again from a
-    selection that the host has made right, lets the kernels compute the exact threshold, or goes on by messages. A deferred step
-    is given up.
-
     Args:
         method: its thresholds and regions serve steps through peer memory and over messages alike.
         vectors: of this rank.
-        p2p_step: an `oktopk.cuda.p2p_step.P2PStep`.
+        lay_out: k -> an `oktopk.cuda.p2p_launches.P2PLaunches`. Collective.
 
     Attributes:
+        method, vectors: as given.
+        launches: for the k of the last step; None before the first.
         tokens: of its steps.
     """
 
-    def __init__(self, method: OkTopk, vectors: ErrorFeedback, p2p_step: Any) -> None:
-        self._method, self._vectors = method, vectors
-        self.p2p_step = p2p_step
+    def __init__(self, method: OkTopk, vectors: ErrorFeedback, lay_out: Callable[[int], Any]) -> None:
+        self.method, self.vectors, self._lay_out = method, vectors, lay_out
+        self.launches: Any = None
         self.tokens = TokenBoard(method.transport)
-        # a deferred step stopped at its selection: kernels of some rank may have yet to read what was selected
-        self._barrier_due = False
+        self._aborted = ""  # why no step can follow
 
-    def begin(self, gradient: Any, plan: Plan) -> _P2PHandle:
-        epoch = self.p2p_step.upcoming_epoch()
-        try:
-            return self._begin(gradient, plan, epoch)
-        except BaseException:
-            self.p2p_step.abort(epoch)
-            raise
-
-    def _begin(self, gradient: Any, plan: Plan, epoch: int) -> _P2PHandle:
-        method, vectors = self._method, self._vectors
-        regions, local, threshold = method.regions, method.selection, method.threshold
-        if not self.p2p_step.fits(plan.k):
-            self.p2p_step.prepare(plan.k)
-        if plan.problem:
-            raise ValueError(plan.problem)
-        self.tokens.post(plan.token)
-        flagged = is_flagged(gradient)
-        if self._barrier_due:
-            # a signal of this step would overwrite the one that another rank's kernels have yet to read
-            method.transport.barrier()
-            self._barrier_due = False
-        # equal on all ranks, as all that they depend on is
-        renew = regions.due(plan.new_boundaries)
-        exact = plan.exact or threshold.bits is None
-        deferred = plan.may_defer and threshold.bits is not None and not (renew and regions.splits is None)
-        selection, splits = None, regions.splits
+    def begin(self, gradient: Any, plan: Plan) -> _P2PStep:
+        method, local, threshold = self.method, self.method.selection, self.method.threshold
+        with self.launching():
+            self._lay_out_for(plan.k)
+            boundaries = method.regions_of_step(plan)
+            if plan.problem:
+                raise ValueError(plan.problem)
+            self.tokens.post(plan.token)
+            # exact and deferred are equal on all ranks, as all that they depend on is
+            exact = plan.exact or threshold.bits is None
+            deferred = plan.may_defer and threshold.bits is not None
+            cut_to_k = plan.exact or local.needs_exact or local.bits is None
+            bits = local.lower_threshold() if cut_to_k or local.bits is None else local.bits
+            flags = CUT_TO_K * cut_to_k + DEFERRED * deferred + FLAGGED * is_flagged(gradient)
+            step = (_Deferred if deferred else _Waited)(
+                self, plan, gradient, boundaries, bits, flags, exact, deferred
+            )
+            with plan.timer.stage("step", ends=deferred):
+                step.launch()
         if deferred:
-            # a guess that missed once need not come near the next time: this rank alone waits
-            first = local.needs_host and (renew or exact or local.needs_exact or local.bits is None)
-        else:
-            first = renew or flagged or local.needs_exact or local.bits is None
-            # kernels cut to k what a guess selects
-            first = first or (plan.exact and local.lower_threshold() <= 1)
-        if first:
-            with plan.timer.stage("select"):
-                selection, splits = self._select_first(gradient, flagged, plan)
-        if renew:
-            # a deferred step proposes the splits of the selection before: regions are for many steps
-            proposed = regions.splits if deferred else splits
-            assert proposed is not None
-            with plan.timer.stage("boundaries"):
-                regions.renew(proposed)
-        cut_to_k = selection is None and (plan.exact or local.needs_exact)
-        bits = 0
-        if selection is None:
-            bits = local.lower_threshold() if cut_to_k else local.bits or 0
-        step = _P2PHandle(self, epoch, gradient, flagged, plan, selection, bits, cut_to_k, exact, deferred)
-        with plan.timer.stage("step", ends=deferred):
-            self._launch(step)
-        if deferred:
-            vectors.nothing_applied()  # as far as the host knows
-            vectors.selected, vectors.pending = None, True
+            self.vectors.nothing_applied()  # as far as the host knows
+            self.vectors.selected, self.vectors.pending = None, True
         return step
 
-    def _launch(self, step: _P2PHandle) -> None:
-        """Put the step's kernels on the stream, see `P2PStep.launch`."""
-        threshold, boundaries = self._method.threshold, self._method.regions.boundaries
-        assert boundaries is not None
-        selection = step.selection
-        self.p2p_step.launch(
-            step.gradient,
-            self._vectors,
-            (step.bits, threshold.lowest if step.exact else threshold.expected),
-            boundaries,
-            selected=selection and (selection.packed.nnz, selection.nonfinite + step.flagged),
-            exact=step.exact,
-            timed=step.plan.timer.detailed,
-            cut_to_k=step.cut_to_k,
-            deferred=step.deferred,
-        )
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Abort the steps of all ranks where this one raises before its kernels are on the stream: theirs would wait for them."""
+        if self._aborted:
+            raise RuntimeError(self._aborted)
+        epoch = self.method.transport.device.epoch + 1  # type: ignore[attr-defined]
+        try:
+            yield
+        except BaseException:
+            self.abort(epoch)
+            raise
 
-    def end_waited(self, step: _P2PHandle) -> StepResult:
-        """The result of a step that the host waits for."""
-        method, vectors, plan, k = self._method, self._vectors, step.plan, step.plan.k
+    def outcome(self, epoch: int, exact: bool, packing: Packing | None = None) -> Outcome:
+        """What the ranks decided of a launch, and its traffic counted; waits for that alone.
+
+        Args:
+            exact: the launch computes the exact global threshold.
+            packing: what this rank selected in it; None where it did not begin with selections.
+
+        Raises:
+            RuntimeError: a rank raised an error of its own, or did not come within `Settings.timeout`; on every rank, at the
+                latest in its next step.
+        """
+        transport = self.method.transport
+        rank, others, traffic = transport.rank, transport.size - 1, transport.traffic
+        # while kernels run: what follows the wait keeps the GPU from its next step
+        sent = 0, 0
+        if packing is not None:
+            at = packing.offsets
+            messages = sum(other != rank and at[other] < at[other + 1] for other in range(others + 1))
+            sent = ENTRY.itemsize * (packing.nnz - at[rank + 1] + at[rank]), messages
+            traffic.count_control(WORD_BYTES * others * (others + 4))
+        outcome = Outcome.read(self.launches.decided.read(epoch))
+        if outcome.stop == ABORTED:
+            self._aborted = _ABORTED.format(self.launches.why_aborted(outcome.counts))
+            raise RuntimeError(self._aborted)
+        if outcome.stop not in STOPPED_BEFORE_SUMS:
+            traffic.count(*sent)
+            words, messages = (_DIGITS, len(LEVELS)) if exact else (NUM_COUNTERS, 1)
+            traffic.count_control(WORD_BYTES * others * words, messages)
+        if outcome.stop == PROCEED:
+            kept = outcome.counts[rank]
+            traffic.count_control(0, 1)
+            traffic.count(ENTRY.itemsize * others * kept, others if kept else 0)
+        return outcome
+
+    def applied(self, step: _P2PStep, selection: Selection, outcome: Outcome, exact: bool) -> StepResult:
+        """What a step gave that the kernels ended; learns from it."""
+        method = self.method
+        if exact:
+            method.threshold.learn_exact(outcome.bits)
+        else:
+            method.threshold.follow(outcome.bits, _CANDIDATE_BITS[outcome.nearest])
+        result = method.result(
+            selection, SparseVector(self.launches.gathered[: outcome.total], method.length)
+        )
+        self.vectors.applied(result)
+        self.launches.time_stages(step.plan.timer)
+        return result
+
+    def abort(self, epoch: int) -> None:
+        """Abort the step on all ranks from this epoch on, as this rank raises: their kernels would wait for its."""
+        if self.launches is not None:
+            self._aborted = _ABORTED.format(f"rank {self.method.transport.rank} raised an error of its own")
+            self.launches.abort(epoch)
+
+    def check(self) -> None:
+        """Look for an abort that no step of this rank has met; waits for its kernels."""
+        if self.launches is not None and not self._aborted and self.launches.aborted:
+            self._aborted = _ABORTED.format("a rank did not finish its step")
+        if self._aborted:
+            raise RuntimeError(self._aborted)
+
+    def close(self) -> None:
+        if self.launches is not None:
+            self.launches.close()
+        self.launches = None
+        self.method.close()
+
+    def _lay_out_for(self, k: int) -> None:
+        """Lay everything out for a k. Collective where it is new.
+
+        Raises:
+            RuntimeError: a rank has no memory for it, or a step was aborted; on every rank alike.
+        """
+        if self.launches is not None and self.launches.k == k:
+            return
+        if self.launches is not None:
+            if any(self.method.transport.allgather_objects(self.launches.aborted)):
+                raise RuntimeError(_ABORTED.format("a rank did not finish its step"))
+            self.launches.close()
+            self.launches = None
+        self.launches = self._lay_out(k)
+
+
+@dataclass(slots=True)
+class _P2PStep:
+    """A step that is on the stream, see `oktopk.step.StepHandle`.
+
+    Attributes:
+        peers: that began it.
+        plan: of the step.
+        gradient: the caller's.
+        boundaries: int64[P + 1], its regions.
+        bits: the local threshold; flags: of the launch.
+        exact: the launch computes the exact global threshold.
+        epoch: of the last launch.
+    """
+
+    peers: P2PExecutor
+    plan: Plan
+    gradient: Any
+    boundaries: Any
+    bits: int
+    flags: int
+    exact: bool
+    deferred: bool
+    epoch: int = 0
+
+    def launch(self, selected: int | None = None) -> None:
+        """Put its kernels on the stream, see `P2PLaunches.launch`."""
+        threshold = self.peers.method.threshold
+        bits = self.bits, threshold.lowest if self.exact else threshold.expected
+        self.epoch = self.peers.launches.launch(
+            self.gradient, self.peers.vectors, self.boundaries, bits, self.flags,
+            exact=self.exact, timed=self.plan.timer.detailed, selected=selected,
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        self.peers.abort(self.epoch)
+
+    def result(self) -> StepResult:
+        result = self._end()
+        result.tokens = self.peers.tokens.read()
+        return result
+
+    @abstractmethod
+    def _end(self) -> StepResult:
+        """As `result`, without the tokens."""
+
+    def _packing(self) -> Packing:
+        """What the last launch selected; waits for that alone, which comes long before the outcome."""
+        peers = self.peers
+        return packing_of(peers.launches.selected.read(self.epoch), peers.method.transport.size)
+
+    def _selection(self, packing: Packing) -> Selection:
+        """The selection of a launch, made right where the kernels could not; learns from it."""
+        residual, cut_to_k = self.peers.vectors.residual, bool(self.flags & CUT_TO_K)
+        assert residual is not None
+        # the kernels of a deferred step take what they have packed, if it is not all
+        exact = cut_to_k and (not self.deferred or self.bits == 1)
+        if self.flags & FLAGGED:
+            packing.nonfinite -= 1
+        return self.peers.method.selection.finish(packing, residual, self.plan.k, self.bits, exact)
+
+
+class _Waited(_P2PStep):
+    """One that the host waits for, and helps."""
+
+    __slots__ = ()
+
+    def _end(self) -> StepResult:
+        peers, plan, exact = self.peers, self.plan, self.exact
         # while kernels run: the selection is known long before the outcome
-        selection, splits = step.selection or self._selected_by(step), self._splits()
+        packing = self._packing()
+        selection = self._selection(packing)
         with plan.timer.stage("step", ends=False):
             # the one wait: the kernels run on, and need nothing that the host learns
-            outcome = self.p2p_step.outcome(step.exact)
-            # a deferred step of more than 2k would have been given up; a guess that is too short looks the same here
-            deferrable = outcome.stopped_at != "selection"
-            if not (deferrable or outcome.flagged or outcome.overflowed):
-                outcome = self._launch_again(step, selection)
-                splits = self._splits()
-        if outcome.stopped_at == "threshold" and not (step.exact or outcome.skewed):
-            # a deferred step would have gone on with what the best candidate keeps
-            deferrable = deferrable and keeps_enough(outcome.nearest, k)
-            step.exact = True
-            outcome = self.p2p_step.go_exact(method.threshold.lowest)
-        method.regions.splits = None if outcome.stopped_at else splits
-        if not outcome.stopped_at:
-            result = self._applied(step, selection, outcome)
-            result.deferrable = deferrable
-            plan.timer.record("step")
-            return result
+            first = outcome = peers.outcome(self.epoch, exact, packing)
+            action = next_action(outcome, exact=exact, deferred=False)
+            if action is Action.LAUNCH_AGAIN:
+                with peers.launching():
+                    self.launch(selected=selection.packed.nnz)
+                packing = self._packing()
+                selection.offsets, selection.splits = packing.offsets, packing.splits
+                outcome = peers.outcome(self.epoch, exact, packing)
+                action = next_action(outcome, exact=exact, deferred=False)
+        if action is Action.GO_EXACT:
+            with peers.launching():
+                self.epoch = peers.launches.launch_exact(peers.method.threshold.lowest)
+            exact, outcome = True, peers.outcome(self.epoch, True)
+            action = next_action(outcome, exact=True, deferred=False)
+        result = None
+        if action is Action.APPLY:
+            result = peers.applied(self, selection, outcome, exact)
+            result.deferrable = could_be_deferred(first, plan.k)
         plan.timer.record("step")
-        all_added = not selection.nonfinite
+        return result or self._end_by_messages(action, selection, outcome, exact)
+
+    def _end_by_messages(
+        self, action: Action, selection: Selection, outcome: Outcome, exact: bool
+    ) -> StepResult:
+        """What a step gives that the kernels could not end. Collective."""
+        peers, plan = self.peers, self.plan
+        method, vectors = peers.method, peers.vectors
         try:
-            if outcome.stopped_at == "sums":
-                raise FlaggedRanksError([])
-            if outcome.stopped_at == "threshold":
-                exact = replace(plan, exact=step.exact)
-                result = method.keep_and_gather(self.p2p_step.lists(), selection, exact)
+            if action is Action.FLAG:
+                raise FlaggedRanksError(outcome.flagged)
+            if action is Action.GATHER:
+                result = method.keep_and_gather(peers.launches.lists(), selection, replace(plan, exact=exact))
             else:
-                method.regions.overflowed = outcome.overflowed
-                if step.flagged:
-                    selection = replace(selection, nonfinite=selection.nonfinite + 1)
-                result = method.exchange(selection, vectors.update, replace(plan, new_boundaries=False))
+                result = method.exchange(selection, vectors.update, plan)
+                method.regions.stale = True
         except FlaggedRanksError:
-            method.kernels.undo_accumulate(step.gradient, vectors.residual, all_added)
+            method.kernels.undo_accumulate(self.gradient, vectors.residual, not selection.nonfinite)
             vectors.drop_update()
             raise
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
         return result
 
-    def _launch_again(self, step: _P2PHandle, selection: Selection) -> Any:
-        """The outcome of a step whose selection was too long or too short on some rank, and is right now. Collective."""
-        epoch = self.p2p_step.upcoming_epoch()
-        try:
-            # another rank's kernels may have yet to read what was selected at first
-            self._method.transport.barrier()
-            self._launch(replace(step, selection=selection, bits=0, cut_to_k=False))
-            return self.p2p_step.outcome(step.exact)
-        except BaseException:
-            self.p2p_step.abort(epoch)
-            raise
 
-    def end_deferred(self, step: _P2PHandle) -> StepResult:
-        """The result of a deferred step; not collective."""
-        method, local, k = self._method, self._method.selection, step.plan.k
-        selection = step.selection
-        if selection is None:
-            selected = self.p2p_step.selected()
-            if selected.nonfinite or selected.nnz > selection_cap(k):
-                local.force_exact()
-            else:
-                selection = self._selected_by(step)
-                if step.cut_to_k and not selection.exact and step.bits > 1:
-                    local.force_exact()
-        splits = self._splits()
-        outcome = self.p2p_step.outcome(step.exact)
-        self._barrier_due, method.regions.overflowed = outcome.stopped_at == "selection", outcome.overflowed
-        method.regions.splits = None if outcome.stopped_at else splits
-        if outcome.flagged or outcome.stopped_at == "sums":
-            raise FlaggedRanksError(list(outcome.flagged))
-        if outcome.stopped_at:
-            nothing = SparseVector.empty(method.length)
-            return StepResult(nothing, None, given_up=True)
-        assert selection is not None  # else the step had stopped
-        return self._applied(step, selection, outcome)
+class _Deferred(_P2PStep):
+    """One that ends as its kernels end it; ending it is not collective."""
 
-    def check(self) -> None:
-        self.p2p_step.check_abort()
+    __slots__ = ()
 
-    def close(self) -> None:
-        self.p2p_step.close()
-        self._method.close()
-
-    def _splits(self) -> NDArray[np.int64]:
-        """int64[P - 1], the indices that split the step's selection into equal counts."""
-        selected, method = self.p2p_step.selected(), self._method
-        if selected.nnz:
-            return np.array(selected.splits, np.int64)
-        return equal_boundaries(method.length, method.transport.size)[1:-1]
-
-    def _applied(self, step: _P2PHandle, selection: Selection, outcome: Any) -> StepResult:
-        """What a step gave that the kernels ended by themselves; learns from it."""
-        if step.exact:
-            self._method.threshold.learn_exact(outcome.bits)
-        else:
-            self._method.threshold.follow(outcome.bits, outcome.missed)
-        update = SparseVector(outcome.gathered, self._method.length)
-        result = self._method.result(selection, update, deferrable=True)
-        self._vectors.applied(result)
-        self.p2p_step.time_stages(step.plan.timer)
+    def _end(self) -> StepResult:
+        peers, regions, local = self.peers, self.peers.method.regions, self.peers.method.selection
+        packing, selection = self._packing(), None
+        if not (packing.nonfinite or packing.nnz > selection_cap(self.plan.k)):
+            selection = self._selection(packing)
+        if selection is None or (self.flags & CUT_TO_K and not selection.exact):
+            local.force_exact()  # the step stops, or its guess was too high
+        outcome = peers.outcome(self.epoch, self.exact, packing)
+        action = next_action(outcome, exact=self.exact, deferred=True)
+        if action is Action.FLAG:
+            raise FlaggedRanksError(outcome.flagged)
+        if outcome.stop == BAD_REGIONS:
+            regions.stale = True
+            regions.learn(packing.splits if packing.nnz else None)
+        if action is Action.GIVE_UP or selection is None:
+            return StepResult(SparseVector.empty(peers.method.length), None, given_up=True)
+        result = peers.applied(self, selection, outcome, self.exact)
+        result.deferrable = not outcome.few
         return result
-
-    def _selected_by(self, step: _P2PHandle) -> Selection:
-        """What the step's kernels selected."""
-        return self._selection_of(self.p2p_step.selected(), step.plan.k, step.bits)
-
-    def _selection_of(self, selected: Any, k: int, bits: int) -> Selection:
-        """What kernels selected by a threshold, cut down where that was too much; learns from it."""
-        local = self._method.selection
-        if not selected.candidates:
-            packing = Packing(selected.nnz, selected.nonfinite, selected.offsets)
-            assert self._vectors.residual is not None
-            return local.finish(packing, self._vectors.residual, k, bits, selected.short)
-        local.learn_exact(selected.candidates, k, bits, selected.bits)
-        packed = SparseVector(local.buffer(k)[: selected.nnz], self._method.length)
-        return Selection(packed, 0, True, bits_magnitude(selected.bits), selected.offsets)
-
-    def _select_first(self, gradient: Any, flagged: bool, plan: Plan) -> tuple[Selection, NDArray[np.int64]]:
-        """A selection that the host looks at before the step is launched, and the indices that split it evenly."""
-        method, local, k, residual = self._method, self._method.selection, plan.k, self._vectors.residual
-        assert residual is not None
-        if flagged:  # nothing will be exchanged
-            selection = local.select(gradient, residual, k, exact=False)
-            return selection, method.splits(selection.packed)
-        exact = plan.exact or local.needs_exact or local.bits is None
-        bits = local.lower_threshold() if exact or local.bits is None else local.bits
-        selected = self.p2p_step.select(gradient, residual, bits, exact)
-        selection = self._selection_of(selected, k, bits)
-        if selected.short or not selected.nnz or selection.packed.nnz != selected.nnz:
-            return selection, method.splits(selection.packed)
-        return selection, np.array(selected.splits, np.int64)

@@ -153,10 +153,9 @@ class SparseMethod(Method):
         overflowed: bool = False,
     ) -> StepResult:
         assert residual is not None, f"{self.name} needs a residual"
+        regions = self.regions_of_step(plan)
         with plan.timer.stage("select"):
-            selection = self.selection.select(
-                gradient, residual, plan.k, plan.exact, self.known_regions(plan)
-            )
+            selection = self.selection.select(gradient, residual, plan.k, plan.exact, regions)
             all_added = not selection.nonfinite
             if overflowed:
                 selection = replace(selection, flag=True)
@@ -187,8 +186,8 @@ class SparseMethod(Method):
             result.global_nnz = update.nnz
         return result
 
-    def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
-        """int64[P + 1], the regions that the selection will be split by, where they are known before."""
+    def regions_of_step(self, plan: Plan) -> NDArray[np.int64] | None:
+        """int64[P + 1], the regions to split the selection by; None for a method without. Collective where they change."""
         return None
 
     @abstractmethod

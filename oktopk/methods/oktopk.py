@@ -14,7 +14,7 @@ from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
 from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
-from oktopk.regions import Regions, equal_boundaries
+from oktopk.regions import Regions
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult
@@ -47,7 +47,7 @@ class OkTopk(SparseMethod):
         self.hides_work = transport.kernels.ASYNCHRONOUS
 
     @property
-    def boundaries(self) -> NDArray[np.int64] | None:
+    def boundaries(self) -> NDArray[np.int64]:
         return self.regions.boundaries
 
     @classmethod
@@ -62,31 +62,23 @@ class OkTopk(SparseMethod):
     def flat_reason(cls) -> str:
         return ""
 
-    def known_regions(self, plan: Plan) -> NDArray[np.int64] | None:
-        return None if plan.new_boundaries else self.boundaries
+    def regions_of_step(self, plan: Plan) -> NDArray[np.int64]:
+        if self.regions.are_due(plan.new_boundaries):
+            with plan.timer.stage("boundaries"):
+                self.regions.renew()
+        return self.boundaries
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        packed, regions, timer = selection.packed, self.regions, plan.timer
-        offsets = selection.offsets
-        if plan.new_boundaries or regions.boundaries is None:
-            offsets = None
-            with timer.stage("boundaries"):
-                if self.settings.balanced_regions:
-                    regions.renew(self.splits(packed))
-                else:
-                    regions.boundaries = equal_boundaries(self.length, self.transport.size)
-        regions.splits = None  # messages do not need them, and they would be of another step
-        assert regions.boundaries is not None
         rounds, rotate, codec = self.settings.bucket_rounds, self.settings.rotate, self.codec
         # a device may find only now that what the last step gathered did not decode
         flag = selection.flagged or codec.gathered_damage
-        with timer.stage("exchange"):
+        with plan.timer.stage("exchange"):
             lists = split_and_reduce(
-                packed,
-                regions.boundaries,
+                selection.packed,
+                self.boundaries,
                 self.transport,
                 flag,
-                offsets,
+                selection.offsets,
                 bucket_rounds=rounds,
                 rotate=rotate,
                 codec=codec,
@@ -101,7 +93,7 @@ class OkTopk(SparseMethod):
         trigger, codec = self.settings.balance_trigger, self.codec
         with plan.timer.stage("allgather"):
             update = balance_and_allgatherv(
-                kept, counts, self.length, self.transport, trigger, codec, self.regions.boundaries
+                kept, counts, self.length, self.transport, trigger, codec, self.boundaries
             )
         errors = (SparseVector(kept, self.length),) if codec.rounds else ()
         return self.result(
@@ -111,11 +103,16 @@ class OkTopk(SparseMethod):
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:
         result = super().result(selection, update, only_applied=True, **more)
         result.global_exact, result.global_threshold = self.threshold.exact, self.threshold.value
+        if self.settings.balanced_regions:
+            self.regions.learn(self._splits(selection))
         return result
 
-    def splits(self, packed: SparseVector) -> NDArray[np.int64]:
-        """int64[P - 1], the indices that split this rank's selection into equal counts."""
-        return self.transport.kernels.equal_count_splits(packed.entries, self.length, self.transport.size)
+    def _splits(self, selection: Selection) -> NDArray[np.int64] | None:
+        """int64[P - 1], the indices that split a selection into equal counts; None where it is empty."""
+        entries, kernels = selection.packed.entries, self.transport.kernels
+        if not len(entries) or selection.splits is not None:
+            return selection.splits if len(entries) else None
+        return kernels.equal_count_splits(entries, self.length, self.transport.size)
 
     @staticmethod
     def agreed_state(state: dict[str, Any]) -> Any:

@@ -109,7 +109,7 @@ class SelectingStep:
         self._pointers: list[list[int]] = []  # where gradients and moments lie
         self._addresses = np.zeros((3, len(parameters)), np.int64)
         self._terms = np.zeros((len(parameters), len(ADAMW_TERMS)), np.float32)
-        self._vector = torch.zeros(0)  # the steps of all parameters
+        self._vector = torch.zeros(0, dtype=torch.float32)  # the steps of all parameters
         self._views = list[Tensor]()  # of its elements
         self._version = -1  # of the vector, when it held `_counts`
         self._counts = np.zeros(len(parameters), np.int64)

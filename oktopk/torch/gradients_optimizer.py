@@ -67,7 +67,9 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         if bucket_mb is None:
             super()._make_reducer(comm, method, memory, options, bucket_mb)
             return
-        self._update = torch.zeros(self._layout.length, device=self._parameters[0].device)
+        self._update = torch.zeros(
+            self._layout.length, dtype=torch.float32, device=self._parameters[0].device
+        )
         updates = [memory.array(self._update[each]) for each in self._layout.slices]
         self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, updates=updates, **options)
 

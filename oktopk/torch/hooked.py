@@ -96,7 +96,9 @@ class HookedBuckets(Engine):
         **options: Any,
     ) -> None:
         self.buckets, self._names, self._memory = buckets, names, memory
-        self._own: list[Tensor] = [] if buckets else [nn.Parameter(torch.zeros(1, device=tables[0].device))]
+        self._own: list[Tensor] = (
+            [] if buckets else [nn.Parameter(torch.zeros(1, dtype=torch.float32, device=tables[0].device))]
+        )
         self._layout = buckets or [self._own]
         every = [parameter for parameters in self._layout for parameter in parameters]
         types = {parameter.dtype for parameter in every}

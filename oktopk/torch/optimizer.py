@@ -48,6 +48,7 @@ from oktopk.torch.overlap import (
     in_models_order,
 )
 from oktopk.torch.replica import Replica
+from oktopk.torch.residual_decay import check_power
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import check_shards
 from oktopk.torch.states import as_arrays, as_tensors, by_rank, check_groups, check_kept, load_state
@@ -113,6 +114,9 @@ class DistributedOptimizer(WrappedOptimizer):
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
             `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number.
+        residual_decay: with updates, how fast a residual forgets, >= 0: after t exchanges what joined it before exchange s counts
+            ((s + 29) / (t + 29))^residual_decay of itself. 0: nothing is lost. None: 2 with Adam's kind, `every` of 1 and several
+            replicas, else 0.
         replica: with updates, what steps on a gradient of its own. "rank": each rank. "host": the ranks of a host together, on
             the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
             there are several hosts with several ranks each, else "rank".
@@ -196,6 +200,7 @@ class DistributedOptimizer(WrappedOptimizer):
         sends: str | None = None,
         every: int = 1,
         local_share: float | None = None,
+        residual_decay: float | None = None,
         replica: str = "auto",
         **settings: Any,
     ) -> None:
@@ -233,7 +238,8 @@ class DistributedOptimizer(WrappedOptimizer):
         unsaid, sends = sends is None, self._sends if sends is None else sends
         own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
         own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
-        own |= {"broadcast": broadcast, "local_share": local_share, "replica": replica}
+        own |= {"broadcast": broadcast, "local_share": local_share, "residual_decay": residual_decay}
+        own |= {"replica": replica}
         self._arguments: dict[str, Any] = own | settings
         limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
         with ExitStack() as opened:  # closed where this raises
@@ -242,7 +248,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     check_names(settings, DistributedOptimizer, "peer_memory")
                     if isinstance(optimizer, DistributedOptimizer):
                         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
-                    self._check_sends(sends, every, local_share)
+                    self._check_sends(sends, every, local_share, residual_decay)
                     check_shards(trained, sends, replica, named, settings.get("levels", "auto"))
                     refused = self._refused(self._arguments | {"tables": tables})
                     if refused and unsaid:
@@ -262,8 +268,8 @@ class DistributedOptimizer(WrappedOptimizer):
                     memory = memory_of(self._parameters[0].device, beside=overlap)
                     alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
                     # before the reducer compares methods, which by default follow from `every`
-                    named_alike = "sends", "clip_norm", "broadcast", "every", "local_share", "replica"
-                    anywhere |= {name: own[name] for name in named_alike}
+                    named_alike = "sends", "clip_norm", "broadcast", "every", "local_share"
+                    anywhere |= {name: own[name] for name in (*named_alike, "residual_decay", "replica")}
                     anywhere |= {"tables with sparse gradients": len(tables)}
                 strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
@@ -288,7 +294,9 @@ class DistributedOptimizer(WrappedOptimizer):
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
-    def _check_sends(self, sends: str, every: int, local_share: float | None) -> None:
+    def _check_sends(
+        self, sends: str, every: int, local_share: float | None, residual_decay: float | None
+    ) -> None:
         """Raise ValueError where these arguments do not fit."""
         if sends not in self._kinds:
             raise ValueError(f"sends {sends!r} is not one of {', '.join(map(repr, sorted(self._kinds)))}")
@@ -302,6 +310,12 @@ class DistributedOptimizer(WrappedOptimizer):
         number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
         if local_share is not None and not (number and 0 <= local_share <= 1):
             raise ValueError(f"local_share {local_share!r} is not in [0, 1]")
+        if residual_decay is not None:
+            check_power(residual_decay)
+        if residual_decay and sends == "gradients":
+            raise ValueError(
+                f"residual_decay={residual_decay!r} is for sends='updates': the residual of gradients loses nothing"
+            )
         if every > 1 and sends == "gradients":
             raise ValueError(
                 f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
@@ -456,7 +470,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
         if not found:
-            found[self._applied.device] = torch.zeros((), device=self._applied.device)
+            found[self._applied.device] = torch.zeros((), dtype=torch.float32, device=self._applied.device)
         return found
 
     def _unscale(self, scaler: GradScaler, problem: str = "") -> StepReport | None:
@@ -696,7 +710,12 @@ def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
 
 def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
-    return not optimizer.state and all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
+    return not optimizer.state and not moves(optimizer)
+
+
+def moves(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning rate is not 0, as far as the host knows."""
+    return not all(_is_zero(group.get("lr")) for group in optimizer.param_groups)
 
 
 def _is_zero(rate: Any) -> bool:

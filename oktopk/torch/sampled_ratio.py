@@ -55,7 +55,9 @@ class SampledRatio:
         length = sum(sizes)
         self._stride = max(1, length // min(max(length // _SHARE, _LEAST), _MOST))
         # the sample, then its squared norm and 1 for a rank that has one; of a host times its ranks
-        self._sample = torch.zeros(-(-length // self._stride) + 2, device=parameters[0].device)
+        self._sample = torch.zeros(
+            -(-length // self._stride) + 2, dtype=torch.float32, device=parameters[0].device
+        )
         self._sum: Any = None
         if self._host is None or self._host.rank == 0:
             with memory.stream_scope():

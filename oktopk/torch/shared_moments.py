@@ -84,7 +84,9 @@ class SharedMoments:
             self._among = group.between or self._among
         self._ends = list(accumulate(tensor.numel() for tensor in replica.tensors))
         self._size = -(-self._ends[-1] // slices)
-        self._own, self._mean = torch.zeros(2, self._size, device=replica.tensors[0].device)
+        self._own, self._mean = torch.zeros(
+            2, self._size, dtype=torch.float32, device=replica.tensors[0].device
+        )
         among = self._among
         self._codec = make_codec(_WIRE, among.kernels, among.workspace, among.size, among.ranks)
 

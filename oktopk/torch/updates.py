@@ -29,10 +29,11 @@ from oktopk.torch.agreement import groups_of, reduced_twice_warning
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
-from oktopk.torch.optimizer import DistributedOptimizer
+from oktopk.torch.optimizer import DistributedOptimizer, moves
 from oktopk.torch.own_weights import keeps_weights, names_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
+from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.shared_moments import SharedMoments
 from oktopk.torch.states import (
@@ -70,6 +71,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         optimizer steps                     x, what the parameters hold, becomes x'
         residual := residual + (x - x')
         u := the sums of what the method selects and applies                # each residual loses what it sent
+        residual := residual · what `residual_decay` leaves of it
         reference := decay · (reference - u / P)
         parameters := round(reference - local_share · residual)
 
@@ -79,6 +81,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, of more than
     four replicas 0.1 over the root of their number.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
+
+    With several replicas, an optimizer of Adam's kind and an exchange in each step residuals forget
+    old updates, which were made at parameters that are no more: see `ResidualDecay`. With
+    `residual_decay=0`, and for other optimizers, nothing is lost.
 
     Optimizers of Adam's kind divide by second moments, here of one rank's gradient and not of the mean. For them
 
@@ -213,6 +219,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 share = min(share, most_share(equal_replicas))
         self.local_share = float(share)
         averages = share < 1 and self._interval == 1
+        power = self._arguments["residual_decay"]
+        if power is None:
+            often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
+            power = ADAM_DECAY if often else 0.0
+        self._forgetting = ResidualDecay(float(power))
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
@@ -540,6 +551,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self.reducer.tokens is not None:  # the ranks' hashes are equal
                 reference.marked.clear()
             factors = self._local.decay_of(self._replica.parameters, anywhere)
+            reference.scale_residual(self._forgetting.count(moves(self.inner)))
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
@@ -651,6 +663,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "exchanges": self._exchanges,
             "present": list(self._present),
             "factors": self._local.factors,
+            "forgetting": self._forgetting.state(),
             "ratio": None if self._ratio is None else self._ratio.state(),
             "shard": self._replica.shard,
         }
@@ -695,6 +708,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self._selecting is not None:
                 self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
+            self._forgetting.load([0, 0] if own is None else own["forgetting"])
             if self._ratio is not None:
                 self._ratio.measured = 0  # ranks number their averages by it
                 if own is not None and own["ratio"] is not None:
@@ -748,6 +762,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
         own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
         float(own["share"])
+        ResidualDecay.check_state(own["forgetting"])
         own["optimizer"]["state"], own["optimizer"]["param_groups"]
         wanted = len(self._parameters), len(self.param_groups)
         if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:
@@ -788,6 +803,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             own = self._own_state()
             copied._reference.gather_residual()
             copied._exchanges = self._exchanges
+            copied._forgetting.load(own["forgetting"])
             if copied._ratio is not None:
                 copied._ratio.load(own["ratio"])
             copied._go_on(own)

@@ -71,9 +71,7 @@ def test_a_job_that_was_cancelled_is_not_queued_again(
 
 @pytest.mark.parametrize("signal", ["USR1", "TERM"])
 @pytest.mark.parametrize("works", [True, False])
-def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
-    tmp_path: Path, signal: str, works: bool
-) -> None:
+def test_a_signal_before_the_ranks_start_is_not_lost(tmp_path: Path, signal: str, works: bool) -> None:
     # it comes while the launcher is tried; one that does not work is followed by no other
     status = 0 if works else 1
     tried = (
@@ -89,9 +87,7 @@ def test_a_signal_that_comes_before_the_ranks_are_started_is_not_lost(
 
 
 @pytest.mark.parametrize("signal", ["USR1", "TERM", "USR2"])
-def test_a_signal_that_kills_the_launcher_before_it_listens_queues_the_job_again(
-    tmp_path: Path, signal: str
-) -> None:
+def test_a_launcher_killed_early_queues_the_job_again(tmp_path: Path, signal: str) -> None:
     deaf = program(tmp_path / "deaf", f"sleep 0.2; kill -{signal} $SCRIPT; exec sleep 30")
     program(tmp_path / "squeue", "echo RUNNING None")
     program(tmp_path / "scontrol", f"echo $* >{tmp_path}/queued")
@@ -99,7 +95,7 @@ def test_a_signal_that_kills_the_launcher_before_it_listens_queues_the_job_again
     assert (tmp_path / "queued").read_text() == "requeue 1\n"
 
 
-def test_ranks_show_their_stacks_when_the_script_is_asked_and_go_on(tmp_path: Path) -> None:
+def test_ranks_show_their_stacks_when_asked_and_go_on(tmp_path: Path) -> None:
     asks = "while [ $n -lt 2 ]; do kill -USR2 $SCRIPT; sleep 0.3; done"
     # the script may still hand on a signal when enough have come
     ends = "trap '' USR2; echo done"

@@ -24,7 +24,7 @@ def test_without_a_witness_there_is_no_problem() -> None:
     assert launch_problem(3, {"SLURM_NTASKS": ""}) == ""
 
 
-def test_the_batch_script_knows_better_than_slurm_whose_step_counts_daemons() -> None:
+def test_the_batch_scripts_count_goes_before_slurms() -> None:
     assert launch_problem(8, {"OKTOPK_RANKS": "8", "SLURM_NTASKS": "2"}) == ""
     assert launch_problem(8, {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_NTASKS": "2"}) == ""
     assert "the batch script started 8 ranks" in launch_problem(2, {"OKTOPK_RANKS": "8", "SLURM_NTASKS": "2"})
@@ -40,9 +40,7 @@ class WrongOnTheLast(MPI.Intracomm):
 
 
 @pytest.mark.mpi
-def test_a_sum_that_is_wrong_on_one_rank_alone_is_told_by_all(
-    comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_ranks_tell_of_a_sum_wrong_on_one(comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(comm) == 0
     assert main(WrongOnTheLast(comm)) == 2
     if comm.rank == 0:

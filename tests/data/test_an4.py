@@ -46,7 +46,7 @@ def test_raw_files_of_either_byte_order_become_the_same_file(tmp_path: Path, kin
     assert_holds_the_texts(tmp_path / "a.h5")
 
 
-def test_a_file_that_is_there_is_kept_and_a_damaged_one_named(
+def test_a_whole_file_is_kept_and_a_damaged_one_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, output = tmp_path / "an4", tmp_path / "a.h5"
@@ -124,7 +124,7 @@ FAULTS: list[tuple[Callable[[Path, Path], object], str]] = [
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)))
-def test_a_fault_in_the_source_is_named_and_nothing_is_written(
+def test_a_fault_in_the_source_is_named_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: int
 ) -> None:
     source = tmp_path / "an4"
@@ -136,7 +136,7 @@ def test_a_fault_in_the_source_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("*.h5")) and not list(tmp_path.glob(".*"))
 
 
-def test_recordings_may_be_links_and_lists_may_begin_with_a_mark(tmp_path: Path) -> None:
+def test_recordings_may_be_links_and_lists_begin_with_marks(tmp_path: Path) -> None:
     written = write_an4(tmp_path / "an4", TRAIN, TEST)
     for number, path in enumerate(written["train"]):
         path.rename(tmp_path / f"{number}.wav")
@@ -161,7 +161,7 @@ def test_labels_are_the_alphabet_without_the_blank() -> None:
         encoded(" ", "here")
 
 
-def test_a_speech_file_that_was_cut_or_has_a_wrong_label_is_refused(tmp_path: Path) -> None:
+def test_a_cut_file_or_a_wrong_label_is_refused(tmp_path: Path) -> None:
     write_an4(tmp_path / "an4", TRAIN, TEST)
     assert prepare(tmp_path, tmp_path / "a.h5") == 0
     whole = (tmp_path / "a.h5").read_bytes()

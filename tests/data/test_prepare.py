@@ -93,7 +93,7 @@ def test_the_official_archive_is_known_by_its_checksum(
     assert "official archive" in open_cifar10(tmp_path / "c.h5")[0].source
 
 
-def test_an_output_that_is_right_is_kept_and_another_one_replaced_only_if_forced(
+def test_a_right_output_is_kept_another_replaced_if_forced(
     archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "c.h5"

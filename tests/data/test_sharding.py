@@ -56,32 +56,6 @@ def test_the_batches_of_all_ranks_tile_the_permutation(
     assert count - len(taken) < size * batch_size
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_step_is_found_without_those_before_it(kind: Callable[..., ShardedBatches]) -> None:
-    (walked,) = shards(100, 7, 1, 3, kind)
-    all_steps = {(epoch, step): walked.indices(epoch, step) for epoch in range(3) for step in range(14)}
-    for (epoch, step), indices in reversed(all_steps.items()):
-        (fresh,) = shards(100, 7, 1, 3, kind)
-        assert np.array_equal(fresh.indices(epoch, step), indices)
-        assert np.array_equal(walked.indices(epoch, step), indices)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_all_ranks_depends_on_its_samples_in_total_only(
-    kind: Callable[..., ShardedBatches],
-) -> None:
-    four, two = shards(64, 4, 4, 9, kind), shards(64, 8, 2, 9, kind)
-    for step in range(4):
-        left = np.concatenate([rank.indices(1, step) for rank in four])
-        assert np.array_equal(left, np.concatenate([rank.indices(1, step) for rank in two]))
-
-
-def test_orders_differ_by_epoch_and_by_seed() -> None:
-    (first,), (second,) = shards(50, 5, 1, 0), shards(50, 5, 1, 1)
-    orders = [first.order(0), first.order(1), second.order(0), second.order(1)]
-    assert len({order.tobytes() for order in orders}) == 4
-
-
 def test_the_streams_of_an_epoch_are_independent_and_pinned() -> None:
     assert not np.array_equal(epoch_draws(8, 0, 0, ORDER), epoch_draws(8, 0, 0, AUGMENTATION))
     # Runs of years apart are to be compared: these values may never change.

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
-from data.speech.file import SpeechSet
-from data.speech.loader import LengthBuckets, Utterances
+from data.speech.loader import LengthBuckets
 from data.speech.spectrogram import BINS, HOP, WINDOW, change_tempo, frame_count, log_spectrograms, played
-from tests.utterances import speech_set, spoken
-
-
-def some_speech(count: int = 23) -> SpeechSet:
-    random = np.random.default_rng(1)
-    return speech_set(
-        ["AB C"[: 1 + random.integers(4)] * (1 + random.integers(3)) + "D" for _ in range(count)]
-    )
+from tests.data.test_loaders import utterances
+from tests.utterances import spoken
 
 
 def test_a_spectrogram_is_that_of_its_definition() -> None:
@@ -68,7 +60,7 @@ def test_tempo_stretches_a_recording_and_nothing_else() -> None:
     assert (played(1, 2.0), played(40, 1.25)) == (1, 32)
 
 
-def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() -> None:
+def test_steps_have_like_lengths_and_epochs_other_company() -> None:
     lengths = np.random.default_rng(0).integers(10_000, 100_000, 948)
     buckets = LengthBuckets(lengths, batch_size=2, rank=0, size=4, seed=0)
 
@@ -83,18 +75,10 @@ def test_a_step_has_utterances_of_like_length_and_another_epoch_other_company() 
     assert np.std(first) > 10_000
 
 
-def test_a_resumed_epoch_goes_on_with_the_same_batches() -> None:
-    loaders = [Utterances(some_speech()).training(batch_size=2, rank=1, size=2, seed=5) for _ in range(2)]
-    whole, rest = list(loaders[0].epoch(4)), list(loaders[1].epoch(4, 3))
-    assert len(rest) == len(whole) - 3 > 0
-    for left, right in zip(whole[3:], rest, strict=True):
-        assert torch.equal(left.samples, right.samples) and torch.equal(left.targets, right.targets)
-        assert left.draws is not None and np.array_equal(left.draws, right.draws)
-
-
 def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
-    speech = some_speech()
-    (batch, *_) = Utterances(speech).training(batch_size=5, rank=0, size=1, seed=0).epoch(0)
+    source = utterances()
+    speech = source.speech
+    (batch, *_) = source.training(batch_size=5, rank=0, size=1, seed=0).epoch(0)
     start = 0
     for row, index in enumerate(batch.indices.tolist()):
         length, labels = int(batch.lengths[row]), int(batch.target_lengths[row])
@@ -105,10 +89,3 @@ def test_a_batch_holds_its_utterances_and_their_transcripts() -> None:
         assert batch.targets[start : start + labels].tolist() == said.tolist()
         start += labels
     assert start == len(batch.targets)
-
-
-@pytest.mark.parametrize("size", [1, 3, 30])
-def test_evaluation_hears_each_utterance_once_over_all_ranks(size: int) -> None:
-    loaders = [Utterances(some_speech()).held_out(batch_size=4, rank=rank, size=size) for rank in range(size)]
-    heard = [index for loader in loaders for batch in loader for index in batch.indices.tolist()]
-    assert sorted(heard) == list(range(23))

@@ -8,7 +8,7 @@ from data.images.loader import Pixels
 from data.images.synthetic import load_synthetic
 
 
-def test_splits_have_all_classes_equally_often_and_are_the_same_every_time() -> None:
+def test_splits_have_all_classes_equally_often_every_time() -> None:
     train, test = load_synthetic(16, classes=5, samples=100, held_out=0.2)
     assert (len(train), len(test), train.shape, len(train.classes)) == (80, 20, (3, 16, 16), 5)
     assert np.bincount(train.labels).tolist() == [16] * 5
@@ -19,7 +19,7 @@ def test_splits_have_all_classes_equally_often_and_are_the_same_every_time() -> 
     assert len({image.tobytes() for image in (*train.images, *test.images)}) == 100
 
 
-def test_classes_can_be_told_apart_by_coarse_patches_and_hardly_by_single_pixels() -> None:
+def test_classes_differ_by_coarse_patches_and_not_single_pixels() -> None:
     train, test = load_synthetic(32, classes=4, samples=800)
     pixels = [Pixels(images).cut(np.arange(len(images)))[0].numpy() for images in (train, test)]
     coarse = [each.reshape(-1, 3, 4, 8, 4, 8).mean(axis=(3, 5)) for each in pixels]

@@ -1,8 +1,8 @@
 """Packed text: nothing lost or invented on the way from files to batches, and bad files named."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -17,9 +17,9 @@ from data.text.file import SPECIAL, TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens, frequency_loss
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
+from tests.data.test_loaders import WORDS, text_set
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)
-WORDS = (*SPECIAL, *(f"word{number}" for number in range(45)))
 
 
 def corpus(folder: Path, documents: int = 60) -> Path:
@@ -34,16 +34,6 @@ def corpus(folder: Path, documents: int = 60) -> Path:
             lines.append("")
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
     return folder
-
-
-def random_set(count: int = 40, length: int = 32) -> TextSet:
-    drawn = np.random.default_rng(3)
-    documents = [
-        [list(map(int, drawn.integers(5, 50, drawn.integers(1, 9)))) for _ in range(drawn.integers(1, 12))]
-        for _ in range(count)
-    ]
-    packed = Packer(Frame(length, 0, 2, 3), "s").pack(documents)
-    return TextSet(packed, WORDS, "made.h5")
 
 
 def test_blank_lines_part_documents_and_every_byte_is_counted(tmp_path: Path) -> None:
@@ -86,7 +76,7 @@ def test_text_that_cannot_be_used_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_sequences_hold_what_their_spans_say() -> None:
-    packed = random_set().sequences
+    packed = text_set().sequences
     assert {-1, 0, 1} == set(packed.follows.tolist())
     for row, (first, used), follows in zip(packed.tokens, packed.spans, packed.follows, strict=True):
         assert row[0] == 2
@@ -106,7 +96,7 @@ def test_lone_sentences_are_packed_whole_and_long_ones_cut() -> None:
     assert packed.follows.tolist() == [-1] * len(packed)
 
 
-def test_half_of_the_second_segments_follow_and_the_others_are_of_another_document() -> None:
+def test_half_of_the_second_segments_follow() -> None:
     # every token tells its document and its place
     documents = [[[d * 200 + 5 + 2 * s, d * 200 + 6 + 2 * s] for s in range(90)] for d in range(40)]
     packed = Packer(FRAME, "x").pack(documents)
@@ -140,7 +130,7 @@ def test_no_sentence_is_lost_between_the_pairs() -> None:
     }
 
 
-def test_contiguous_sequences_are_the_text_and_each_token_is_told_the_next() -> None:
+def test_contiguous_sequences_tell_each_token_the_next() -> None:
     documents = [[[5, 6, 7], [8]], [[9] * 20], [[10]], [[11] * 7]]
     text = [5, 6, 7, 8, 3, *[9] * 20, 3, 10, 3, *[11] * 7, 3]
     packed = contiguous(documents, FRAME)
@@ -204,14 +194,19 @@ def test_text_of_several_parts_is_packed_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "PART_BYTES", 1000)
-    words, packed, original = tmp_path / "words.txt", [], text._packed
+    words, packed = tmp_path / "words.txt", []
     words.write_text("\n".join([*SPECIAL, "the", "cat", "a", "."]))
 
-    def noted(*arguments: Any) -> Sequences:
-        packed.append((arguments[-1], original(*arguments)))
-        return packed[-1][1]
+    class Noted(Packer):
+        def __init__(self, frame: Frame, seed: str) -> None:
+            super().__init__(frame, seed)
+            self.seed = seed
 
-    monkeypatch.setattr(text, "_packed", noted)
+        def pack(self, documents: Sequence[Sequence[Sequence[int]]]) -> Sequences:
+            packed.append((self.seed, super().pack(documents)))
+            return packed[-1][1]
+
+    monkeypatch.setattr(text, "Packer", Noted)
     prepare_text(corpus(tmp_path / "text"), tmp_path / "out.h5", Recipe(length=32, vocabulary=words))
     assert len(packed) > 6
     for split, found in zip(("train", "test"), open_text_file(tmp_path / "out.h5", verify=True), strict=True):
@@ -300,8 +295,8 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
         open_text_file(output)
 
 
-def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
-    texts = random_set(count=600, length=128)
+def test_fifteen_percent_of_words_are_told_most_masked() -> None:
+    texts = text_set(count=600, length=128)
     fates = np.zeros(3)
     told = words = 0
     for batch in MaskedText(texts).training(batch_size=8, rank=0, size=1, seed=1).epoch(0):
@@ -318,7 +313,7 @@ def test_fifteen_in_a_hundred_words_are_told_and_most_of_them_masked() -> None:
 
 
 def test_outside_of_the_places_nothing_changes() -> None:
-    texts = random_set()
+    texts = text_set()
     loader = MaskedText(texts).training(batch_size=4, rank=0, size=1, seed=1)
     for step, batch in enumerate(loader.epoch(3)):
         original = torch.from_numpy(texts.sequences.tokens[loader.shards.indices(3, step)].astype(np.int64))
@@ -331,63 +326,6 @@ def test_outside_of_the_places_nothing_changes() -> None:
         assert batch.follows.tolist() == [IGNORED if one < 0 else one for one in follows]
 
 
-def test_masks_are_drawn_anew_in_every_epoch_and_do_not_depend_on_the_ranks() -> None:
-    texts = random_set()
-    alone = MaskedText(texts).training(batch_size=6, rank=0, size=1, seed=1)
-    ranks = [MaskedText(texts).training(batch_size=2, rank=rank, size=3, seed=1) for rank in range(3)]
-    for step in (1, 0):
-        whole = alone.batch(2, step)
-        parts = [rank.batch(2, step) for rank in ranks]
-        for column, tensor in enumerate(whole):
-            assert torch.equal(tensor, torch.cat([part[column] for part in parts]))
-
-    def masked(epoch: int, seed: int) -> dict[int, list[int]]:
-        loader = MaskedText(texts).training(batch_size=1, rank=0, size=1, seed=seed)
-        return {
-            int(loader.shards.indices(epoch, step)[0]): sorted(batch.places[0].tolist())
-            for step, batch in enumerate(loader.epoch(epoch))
-        }
-
-    assert masked(0, 1) == masked(0, 1)
-    assert masked(0, 1) != masked(1, 1)
-    assert masked(0, 1) != masked(0, 2)
-
-
-def test_a_batch_does_not_depend_on_those_that_are_cut_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = random_set()
-    whole = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
-    monkeypatch.setattr("data.text.loader.BLOCK", 12 * texts.length)
-    pairs = MaskedText(texts).training(batch_size=5, rank=0, size=1, seed=1)
-    last = whole.steps_per_epoch - 1
-    assert last % 2 == 0, "the last block must be a short one"
-    for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
-        for one, other in zip(whole.batch(epoch, step), pairs.batch(epoch, step), strict=True):
-            assert len(one) == 5
-            assert torch.equal(one, other)
-
-
-def test_held_out_sequences_are_seen_once_and_always_masked_alike() -> None:
-    texts = random_set()
-    whole = list(MaskedText(texts).held_out(batch_size=7, rank=0, size=1))
-    parts = [b for rank in range(3) for b in MaskedText(texts).held_out(batch_size=2, rank=rank, size=3)]
-    for column in range(6):
-        left, right = (torch.cat([batch[column] for batch in batches]) for batches in (whole, parts))
-        assert torch.equal(left, right)
-    assert sum(len(batch.tokens) for batch in whole) == len(texts)
-    # so many of them: the same ones on any number of ranks, masked as among all
-    for size in (1, 3):
-        some = [
-            b
-            for rank in range(size)
-            for b in MaskedText(texts).held_out(batch_size=4, rank=rank, size=size, most=len(texts) // 2)
-        ]
-        chosen = np.arange(len(texts) // 2) * len(texts) // (len(texts) // 2)
-        tokens = torch.cat([batch.tokens for batch in whole])[chosen]
-        assert torch.equal(torch.cat([batch.tokens for batch in some]), tokens)
-    beyond = MaskedText(texts).held_out(batch_size=7, rank=0, size=1, most=10**6)
-    assert sum(len(batch.tokens) for batch in beyond) == len(texts)
-
-
 def test_word_frequencies_alone_give_their_entropy() -> None:
     often, rarely = [10] * 900, [11] * 100
     packed = Packer(FRAME, "s").pack([[often + rarely]])
@@ -396,12 +334,6 @@ def test_word_frequencies_alone_give_their_entropy() -> None:
     rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
     loss = frequency_loss(texts, MaskedText(rare).held_out(batch_size=3, rank=0, size=1))
     assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
-
-
-def test_fewer_sequences_than_ranks_are_refused_with_the_file() -> None:
-    texts = random_set(count=3)
-    with pytest.raises(DataError, match=rf"made\.h5: {len(texts)} samples are fewer than 100 ranks"):
-        MaskedText(texts).training(batch_size=1, rank=0, size=100, seed=0)
 
 
 def test_words_beyond_the_signed_range_come_back() -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from data.durable import create, exclusive, replaced, take_lock
 from data.images.file import LAYOUT
-from jobs.bench.bandwidth import chart, draw
 from jobs.bench.document import BenchError, Output
 from jobs.experiment.worker import Outcome
+from jobs.render.draw import save
 from jobs.render.table import write_columns
 from jobs.report.write import report
 from jobs.restart.start import folder_lock
 from jobs.run.file import RunFile, RunFileError
-from tests.jobs.bench.test_bandwidth import at_rate
+from tests.jobs.bench.test_bandwidth import at_rate, chart
 from tests.jobs.report.test_report import write_run
 from tests.jobs.restart.test_files import write_set
 from tests.jobs.run.test_file import INFO
@@ -50,7 +50,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "runs": lambda folder: report([write_run(folder / "run.h5")], folder),
     ".bench.json.part": lambda folder: Output(folder / "bench.json"),
     "bench.json": lambda folder: Output(folder / "bench.json"),
-    "line.png": lambda folder: draw(chart([at_rate("1gbit", 1.0)]), folder / "line.png"),
+    "line.png": lambda folder: save(chart([at_rate("1gbit", 1.0)]), folder / "line.png"),
     "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
 }
 
@@ -87,7 +87,7 @@ def test_neither_a_pipe_nor_another_users_file_is_written(
     assert (tmp_path / "theirs").read_text() == PRECIOUS
 
 
-def test_a_lock_is_not_written_into_a_file_of_a_second_name(tmp_path: Path) -> None:
+def test_a_lock_is_no_file_of_a_second_name(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text(PRECIOUS)
     (tmp_path / "lock").hardlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match="lock has a second name"):

@@ -49,7 +49,7 @@ def two_ranks(late: float) -> Columns:
     return spans(*rows)
 
 
-def test_a_bucket_is_hidden_until_the_last_backward_pass_ends_and_exposed_from_then_on() -> None:
+def test_a_bucket_is_exposed_after_the_backward_pass() -> None:
     found = spans(
         (1, 0, "backward", 0, 0.0, 0.5),
         (1, 0, "backward", 0, 1.0, 1.0),
@@ -80,9 +80,7 @@ def test_the_trace_has_every_span_of_every_rank_in_microseconds() -> None:
 
 
 @pytest.mark.mpi
-def test_clocks_of_one_host_are_found_equal_and_one_that_is_ahead_by_how_much(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_are_compared_with_rank_0s(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(clock_ahead(comm)) < 0.05
     perf_counter = __import__("time").perf_counter
     monkeypatch.setattr("jobs.train.timing.time.perf_counter", lambda: perf_counter() + 100.0 * comm.rank)
@@ -187,7 +185,7 @@ def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: P
         assert {"bucket 0", "bucket 1", "bucket 2"} <= threads
 
 
-def test_a_stage_is_a_range_in_a_profiler_that_ends_where_an_error_ends_it() -> None:
+def test_a_stage_is_a_range_that_an_error_ends() -> None:
     calls: list[str] = []
     nvtx = SimpleNamespace(RangePush=calls.append, RangePop=lambda: calls.append("end"))
     timer = StageTimer(nvtx=nvtx)

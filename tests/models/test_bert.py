@@ -73,7 +73,7 @@ def test_every_word_is_learnt_whatever_its_number() -> None:
     assert embedding[0].any() and embedding.grad[0].any()
 
 
-def test_a_sequence_that_is_too_long_is_refused_with_its_shape() -> None:
+def test_a_sequence_too_long_is_refused_with_its_shape() -> None:
     tokens = torch.zeros(1, 17, dtype=torch.long)
     with pytest.raises(ValueError, match=r"\(1, 17\).*at most 16"):
         tiny()(tokens, tokens, tokens.bool(), tokens[:, :1])

@@ -45,7 +45,7 @@ def test_an_utterance_is_scored_alike_alone_and_among_longer_ones() -> None:
         assert torch.allclose(together[row, : outputs[row]], alone[0], atol=1e-5)
 
 
-def test_a_score_depends_on_no_more_than_the_lookahead_of_future_frames() -> None:
+def test_a_score_depends_on_no_frame_beyond_the_lookahead() -> None:
     model = trained_a_little()
     first = torch.randn(1, 161, 100)
     second = first.clone()

@@ -89,7 +89,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tens
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_seed_fixes_the_weights_every_parameter_gets_a_gradient_and_steps_lower_the_loss(name: str) -> None:
+def test_every_parameter_learns_and_a_seed_fixes_weights(name: str) -> None:
     make, loss_of, chance = SMALL[name]
     models = []
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_images_of_another_shape_are_refused_with_their_shape(
         SMALL[name][0]()(torch.zeros(shape))
 
 
-def test_vgg_scales_its_channels_and_takes_one_image_and_larger_ones() -> None:
+def test_vgg_scales_channels_and_takes_larger_images() -> None:
     for width, channels in ((0.125, [8, 32, 64, 64]), (1 / 64, [1, 4, 8, 8])):  # rounded to whole ones
         model = VGG16(width=width)
         convolutions = [module.out_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -180,7 +180,7 @@ def test_vgg_scales_its_channels_and_takes_one_image_and_larger_ones() -> None:
             assert model(torch.zeros(shape)).shape == (shape[0], 10)
 
 
-def test_vits_scores_do_not_depend_on_other_images_and_do_on_the_order_of_patches() -> None:
+def test_vits_scores_depend_on_the_order_of_patches() -> None:
     torch.manual_seed(0)
     model = ViT(4, in_channels=1, layers=2, hidden=64, patch=8, image=16)
     images = torch.randn(3, 1, 16, 16)
@@ -188,7 +188,7 @@ def test_vits_scores_do_not_depend_on_other_images_and_do_on_the_order_of_patche
     assert not torch.allclose(model(images), model(images.flip(2)), atol=1e-6)
 
 
-def test_gpts_scores_depend_on_earlier_tokens_and_their_order_but_on_no_later_one() -> None:
+def test_gpts_scores_depend_on_earlier_tokens_alone() -> None:
     model, tokens = SMALL["gpt"][0](), torch.arange(12)[None] % 10
     scores = model(tokens)
     changed = tokens.clone()

@@ -66,6 +66,14 @@ MUTANTS = (
         f"{_CUDA_ON_THREE} tests/oktopk/test_device.py",
     ),
     Mutant(
+        "selections-overwritten",
+        "collectives/cuda/p2p.cuh",
+        "return p2p.step->flags & ODD ? ODD_SELECTED : SELECTED;",
+        "return SELECTED;",
+        "a second launch overwrites selections that a late rank has yet to read",
+        f"{_CUDA_ON_THREE} -k launched_once_more tests/oktopk/test_device.py",
+    ),
+    Mutant(
         "apply-residual",
         "oktopk/cuda/apply.cu",
         "      if (sent) p.residual[index] = 0.0f;\n",
@@ -109,7 +117,7 @@ MUTANTS = (
     Mutant(
         "exact-short",
         "oktopk/selection.py",
-        "if nnz > 2 * k or (exact and nnz < k):",
+        "if nnz > 2 * k or (exact and nnz < k and bits > 1):",
         "if nnz > 2 * k:",
         "an exact step whose lower threshold was too high keeps fewer than k",
         f"{_ALONE} tests/oktopk/test_selection.py",
@@ -141,10 +149,18 @@ MUTANTS = (
     Mutant(
         "regions-stale",
         "oktopk/regions.py",
-        "return planned or self.overflowed or self.boundaries is None",
-        "return planned or self.boundaries is None",
+        "return self.splits is not None and (planned or self.stale)",
+        "return self.splits is not None and planned",
         "stale regions: one that got too much is not renewed",
         "--no-single --no-ranks --ranks 4 -k too_much tests/oktopk/test_deferred_peers.py",
+    ),
+    Mutant(
+        "regions-forgotten",
+        "oktopk/regions.py",
+        "        elif self.splits is None:\n",
+        "        else:\n",
+        "a rank that selected nothing proposes regions of equal length",
+        f"{_ON_THREE} tests/oktopk/test_regions.py",
     ),
     Mutant(
         "pruned-lost",
@@ -194,6 +210,14 @@ MUTANTS = (
         "if above - size < size:",
         "a value becomes the next larger magnitude in place of the nearest",
         f"{_ALONE} tests/collectives/test_sum_values.py",
+    ),
+    Mutant(
+        "decay-again",
+        "oktopk/torch/residual_decay.py",
+        "        self.last = self.exchanges\n        return factor",
+        "        return factor",
+        "what was forgotten already is forgotten again in each exchange",
+        "--no-single --no-host-cuda --ranks 3 tests/oktopk/test_replicas.py",
     ),
     Mutant(
         "values-errors",

@@ -36,16 +36,17 @@ class BrokenError(Exception):
 
 def raise_in_launch(reducer: GradientAllreduce, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     """This rank's next launch fails; of a step that goes exact, after its selection was signalled."""
-    from oktopk.cuda.p2p_graph import P2PGraph
-    from oktopk.cuda.p2p_step import P2PStep
+    from oktopk.cuda.p2p_launches import P2PLaunches
+    from oktopk.cuda.step_graphs import StepGraphs
 
     def broken(*_: Any, **__: Any) -> None:
         raise BrokenError
 
     for executor in reducer._executors.values():  # a captured step fails as a whole
-        executor.p2p_step._graphs.clear()  # type: ignore[attr-defined]
-    monkeypatch.setattr(P2PStep, "_first_graphs", lambda step, key: None)
-    monkeypatch.setattr(P2PGraph, "_enqueue_exact_sums" if exact else "set_step", broken)
+        if executor.launches is not None:  # type: ignore[attr-defined]
+            executor.launches._graphs.clear()  # type: ignore[attr-defined]
+    monkeypatch.setattr(StepGraphs, "_second", lambda graphs, key, enqueue: None)
+    monkeypatch.setattr(P2PLaunches, "_enqueue_exact_sums" if exact else "_set_step", broken)
 
 
 @pytest.mark.parametrize("steps", [0, 3, 12], ids=["first", "waited for", "deferred"])
@@ -90,10 +91,14 @@ def test_a_rank_that_raises_before_its_launch_is_named_by_all_at_once(
 def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.cuda.p2p_launches import P2PLaunches
 
-    def broken(*_: Any, **__: Any) -> None:
-        raise BrokenError
+    launch = P2PLaunches.launch
+
+    def broken(launches: Any, *arguments: Any, selected: int | None, **more: Any) -> int:
+        if selected is not None:
+            raise BrokenError
+        return launch(launches, *arguments, selected=selected, **more)
 
     reducer = reducer_of(comm, threshold_interval=100)
     gradient = gradients(comm)
@@ -103,7 +108,7 @@ def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
     reducer._methods["oktopk"].selection.bits = 2  # type: ignore[attr-defined]
     culprit = comm.size - 1
     if comm.rank == culprit:
-        monkeypatch.setattr(P2PGraph, "put_selection", broken)
+        monkeypatch.setattr(P2PLaunches, "launch", broken)
     with pytest.raises(BrokenError if comm.rank == culprit else RuntimeError) as caught:
         reducer.step(next(gradient))
         reducer.step(next(gradient))
@@ -118,14 +123,14 @@ def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
 def test_an_error_while_a_step_is_laid_out_is_told_by_its_own_words(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.cuda.p2p_launches import P2PLaunches
 
     def broken(*_: Any, **__: Any) -> None:
         raise error
 
     reducer, culprit = reducer_of(comm), comm.size - 1
     if comm.rank == culprit:
-        monkeypatch.setattr(P2PGraph, "_lay_out", broken)
+        monkeypatch.setattr(P2PLaunches, "_lay_out", broken)
     wanted = f"^steps over symmetric memory cannot be laid out: rank {culprit}: {error}$"
     with pytest.raises(RuntimeError, match=wanted):
         reducer.step(next(gradients(comm)))
@@ -160,8 +165,7 @@ def test_an_abort_that_no_step_met_stops_the_next_step_and_the_state(
         reducer.step(next(gradient))
     comm.Barrier()
     if comm.rank == 0:  # as a kernel that waited too long, after this rank's host had read the decision
-        step = reducer._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
-        step._launches.abort(step._epoch)
+        reducer._executors["oktopk"].launches.abort(reducer.transport.device.epoch)  # type: ignore[attr-defined]
     comm.Barrier()
     if not settings:
         with pytest.raises(RuntimeError, match="cannot go on"):
@@ -194,7 +198,7 @@ def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intr
 def test_a_rank_that_alone_skips_a_step_raises_as_the_others_do(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, timeout=TIMEOUT)
     gradient = gradients(comm)
-    for _ in range(2):
+    for _ in range(3):  # the next one renews no regions
         reducer.step(next(gradient))
     comm.Barrier()
     missing = ", ".join(str(rank) for rank in range(1, comm.size))
@@ -204,7 +208,7 @@ def test_a_rank_that_alone_skips_a_step_raises_as_the_others_do(comm: MPI.Intrac
     else:  # the others close once they have raised, perhaps before this rank gives up
         with pytest.raises(
             MissingRanksError,
-            match=rf"^skip_together before step 2: rank\(s\) {missing} (called close instead, and )?did not come",
+            match=rf"^skip_together before step 3: rank\(s\) {missing} (called close instead, and )?did not come",
         ):
             reducer.skip_together(False)
     reducer.close()

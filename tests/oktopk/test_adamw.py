@@ -43,7 +43,8 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 def wrap(kind: type[Any], given: Any, comm: Any, settings: dict[str, Any], **group: Any) -> Any:
     inner = kind(given, **({"lr": 2e-3, "weight_decay": 0.0, "fused": True} | group))
-    return DistributedOptimizer(inner, comm, **({"density": 0.05, "threshold_interval": 3} | settings))
+    kept = {"density": 0.05, "threshold_interval": 3, "residual_decay": 0}  # so that moves can be added up
+    return DistributedOptimizer(inner, comm, **(kept | settings))
 
 
 def feed(held: list[nn.Parameter], rank: int, step: int) -> None:

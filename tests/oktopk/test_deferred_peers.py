@@ -10,7 +10,9 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.cuda.layouts import BAD_REGIONS, BAD_SELECTION, BAD_THRESHOLD, PROCEED
 from oktopk import GradientAllreduce, NonFiniteGradientError
+from oktopk.cuda.p2p_executor import P2PExecutor
 from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, on_real_gpus, put
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.oracle import top_k
@@ -34,16 +36,14 @@ def deferring(comm: MPI.Intracomm, length: int = LENGTH, **settings: Any) -> Gra
 @pytest.fixture
 def outcomes(cuda: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of all steps among peers from here on, one after the other."""
-    from oktopk.cuda.p2p_step import P2PStep
-
     found: list[Any] = []
-    outcome = P2PStep.outcome
+    outcome = P2PExecutor.outcome
 
-    def noted(self: Any, exact: bool) -> Any:
-        found.append(outcome(self, exact))
+    def noted(self: Any, *arguments: Any) -> Any:
+        found.append(outcome(self, *arguments))
         return found[-1]
 
-    monkeypatch.setattr(P2PStep, "outcome", noted)
+    monkeypatch.setattr(P2PExecutor, "outcome", noted)
     return found
 
 
@@ -73,9 +73,9 @@ def test_regions_that_got_too_much_are_renewed_at_once(
             reducer = deferring(comm, length, **settings)
             reducer.load_state_dict(state)
     reducer.complete()
-    assert (outcomes[0].stopped_at, outcomes[0].overflowed) == ("selection", True)
-    assert not any(outcome.overflowed for outcome in outcomes[1:])
-    assert [outcome.stopped_at for outcome in outcomes[1:]].count("selection") < 4
+    stops = [outcome.stop for outcome in outcomes]
+    assert stops.index(BAD_REGIONS) == 0 and stops.count(BAD_REGIONS) == 1
+    assert stops.count(BAD_SELECTION) < 4
 
 
 def until_deferred(cuda: str, reducer: GradientAllreduce, draw: Callable[[], NDArray[Any]]) -> None:
@@ -180,7 +180,7 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k(
             kept = np.count_nonzero(np.abs(accumulated) >= report.local_threshold)
             assert report.local_nnz == k
             assert np.count_nonzero(np.abs(accumulated) > report.local_threshold) < k <= kept
-    assert [outcome.stopped_at for outcome in outcomes] == ["", "", ""]
+    assert [outcome.stop for outcome in outcomes] == [PROCEED] * 3
 
 
 def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
@@ -220,7 +220,7 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, 
     reducer = deferring(comm, threshold_interval=6, boundary_interval=every)
     draw = cubes(comm, LENGTH)
     weights = np.linspace(0.1, 3, LENGTH, dtype=np.float32)  # so that regions move
-    renewed, proposed = 0, None
+    renewed, proposed = 0, LENGTH * np.arange(1, comm.size) // comm.size
     for step in range(40):
         may_defer(reducer)
         method: Any = reducer._methods.get("oktopk")
@@ -229,13 +229,15 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, 
             gradient := np.rint(draw() * weights[:: 1 if step % 9 < 5 else -1])
         )
         report = reducer.step(put(cuda, gradient))
-        deferred = not report.complete
-        if deferred and step % every == 0 and proposed is not None:
+        boundaries = reducer._methods["oktopk"].boundaries
+        assert boundaries is not None
+        if step % every == 0 or step in (1, 2):
             cuts = comm.allreduce(proposed) // comm.size
-            assert method.boundaries.tolist() == [0, *cuts, LENGTH]
-            renewed += method.boundaries.tolist() != before.tolist()
+            assert boundaries.tolist() == [0, *cuts, LENGTH]
+            renewed += not report.complete and boundaries is not before
+        else:
+            assert boundaries is before
         reducer.complete()
-        proposed = None
         if report.global_nnz:
             selected = top_k(accumulated, report.local_nnz)
             assert np.abs(accumulated[selected]).min() >= report.local_threshold
@@ -262,7 +264,7 @@ def expect_sums_of(reducer: GradientAllreduce, magnitude: float) -> None:
 def select_from(reducer: GradientAllreduce, magnitude: float) -> None:
     """This rank's next selection is what the next gradient holds from this magnitude on."""
     local = reducer._methods["oktopk"].selection  # type: ignore[attr-defined]
-    local.bits, local.needs_exact, local.needs_host = int(np.float32(magnitude).view(np.uint32)), False, False
+    local.bits, local.needs_exact = int(np.float32(magnitude).view(np.uint32)), False
     assert reducer.residual is not None
     reducer.residual.fill(0)
 
@@ -286,7 +288,7 @@ def test_a_global_threshold_that_missed_is_moved_unless_by_far(
     report = reducer.step(put(cuda, draw()))
     assert not report.complete
     reducer.complete()
-    assert (outcomes[0].stopped_at == "") == goes_on == bool(report.global_nnz)
+    assert (outcomes[0].stop == PROCEED) == goes_on == bool(report.global_nnz)
     assert not goes_on or report.k / 2 <= report.global_nnz <= 5 * report.k / 4
 
 
@@ -300,22 +302,22 @@ def test_kernels_compute_an_exact_threshold_where_the_host_waits(
     draw = few_magnitudes(comm, LENGTH, among._method_at(0)[1])
     for _ in range(12):
         step_alike(comm, on_cpu, among, draw())
-    peers = among._executors["oktopk"].p2p_step  # type: ignore[attr-defined]
-    named: list[str] = []
-    go_exact = peers.go_exact
+    named: list[int] = []
+    outcome = P2PExecutor.outcome
 
-    def noted(lowest: int) -> Any:
-        outcome = go_exact(lowest)
-        named.append(outcome.stopped_at)
-        return outcome
+    def noted(self: Any, epoch: int, exact: bool, packing: Any = None) -> Any:
+        found = outcome(self, epoch, exact, packing)
+        if packing is None:
+            named.append(found.stop)
+        return found
 
-    monkeypatch.setattr(peers, "go_exact", noted)
+    monkeypatch.setattr(P2PExecutor, "outcome", noted)
     for reducer in (among, on_cpu):
         select_from(reducer, 1000.0)
         expect_sums_of(reducer, 1030.0 * comm.size * factor)
     assert step_alike(comm, on_cpu, among, draw()).global_exact
     # where the ladder lies above all sums that there are, the kernels give up again
-    assert named == ["threshold" if factor == 2.0 else ""]
+    assert named == [BAD_THRESHOLD if factor == 2.0 else PROCEED]
     # only where no rung would have served a deferred step
     assert (among._trust == 0) == (factor == 2.0)
 

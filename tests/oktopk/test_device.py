@@ -11,7 +11,9 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.cuda.layouts import BAD_SELECTION, BAD_THRESHOLD, PROCEED
 from oktopk import GradientAllreduce
+from oktopk.cuda.p2p_executor import P2PExecutor
 from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
 from tests.peers import on_both, step_alike
@@ -118,25 +120,26 @@ def test_ugly_gradients_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, kind
         on_gpu.close()
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, str]]:
-    """Of each launch from now on: whether it is exact, whether it begins with the gradient, and at what it stopped."""
-    from oktopk.cuda.p2p_step import P2PStep
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, int]]:
+    """Of each launch from now on: whether it is exact, whether it begins with the gradient, and why it stopped."""
+    from oktopk.cuda.p2p_launches import P2PLaunches
 
-    noted: list[tuple[bool, bool, str]] = []
+    noted: list[tuple[bool, bool, int]] = []
     kinds: list[tuple[bool, bool]] = []
-    launch, outcome = P2PStep.launch, P2PStep.outcome
+    launch, outcome = P2PLaunches.launch, P2PExecutor.outcome
 
-    def noted_launch(step: Any, *arguments: Any, **more: Any) -> None:
+    def noted_launch(self: Any, *arguments: Any, **more: Any) -> int:
         kinds.append((more["exact"], more["selected"] is None))
-        launch(step, *arguments, **more)
+        return launch(self, *arguments, **more)
 
-    def noted_outcome(step: Any, exact: bool) -> Any:
-        found = outcome(step, exact)
-        noted.append((*kinds.pop(), found.stopped_at))
+    def noted_outcome(self: Any, epoch: int, exact: bool, packing: Any = None) -> Any:
+        found = outcome(self, epoch, exact, packing)
+        if packing is not None:
+            noted.append((*kinds.pop(), found.stop))
         return found
 
-    monkeypatch.setattr(P2PStep, "launch", noted_launch)
-    monkeypatch.setattr(P2PStep, "outcome", noted_outcome)
+    monkeypatch.setattr(P2PLaunches, "launch", noted_launch)
+    monkeypatch.setattr(P2PExecutor, "outcome", noted_outcome)
     return noted
 
 
@@ -147,7 +150,7 @@ def in_lockstep(
     steps: int,
     captured: bool = True,
     **settings: Any,
-) -> list[list[tuple[bool, bool, str]]]:
+) -> list[list[tuple[bool, bool, int]]]:
     """The launches of each step, whose bits and thresholds are the CPU's.
 
     Args:
@@ -168,14 +171,12 @@ def in_lockstep(
         noted.clear()
         step_alike(comm, on_cpu, on_gpu, gradient, held)
         found.append(noted.copy())
-        regions = on_gpu._methods["oktopk"].regions  # type: ignore[attr-defined]
-        if regions.splits is not None:  # those of the selection that was sent
-            assert on_cpu._vectors.selected is not None
-            splits = on_cpu._methods["oktopk"].splits(on_cpu._vectors.selected)  # type: ignore[attr-defined]
-            assert np.array_equal(regions.splits, splits), step
-        if "selection" in [at for *_, at in noted]:  # a deferred step would have been given up
+        # those of the selection that was sent
+        one, other = (each._methods["oktopk"].state_dict()["splits"] for each in (on_cpu, on_gpu))
+        assert np.array_equal(one, other), step
+        if BAD_SELECTION in [stop for *_, stop in noted]:  # a deferred step would have been given up
             assert on_gpu._trust == 0
-    graphs = on_gpu._executors["oktopk"].p2p_step._graphs  # type: ignore[attr-defined]
+    graphs = on_gpu._executors["oktopk"].launches._graphs._graphs  # type: ignore[attr-defined]
     assert len(graphs) == captured and all(graphs.values())
     return found
 
@@ -190,23 +191,38 @@ def test_exact_steps_are_launched_whole_and_once_more_where_a_guess_missed(
     missed = {6: 2 * OCTAVES, 10: -9 * OCTAVES, 14: 2 * OCTAVES}  # too few reach the guess, or nearly all
     wrong = {step: (more, everywhere) for step, more in missed.items()}
     found = in_lockstep(comm, monkeypatch, wrong, 16, threshold_interval=2, boundary_interval=100)
-    assert found[0] == [(True, False, "")]  # nothing is known: the host selects
-    for step in range(2, 16, 2):
-        kinds = [launch[:2] for launch in found[step]]
+    missed[0] = 0  # nothing is known yet
+    for step in range(0, 16, 2):
         if step in missed:
-            assert kinds == [(True, True), (True, False)] and found[step][0][2] == "selection"
+            assert found[step] == [(True, True, BAD_SELECTION), (True, False, PROCEED)]
         else:
-            assert kinds == [(True, True)] and not found[step][0][2]
+            assert found[step] == [(True, True, PROCEED)]
+
+
+def test_steps_that_select_all_nonzeros_are_launched_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer than k, so that no guess of a threshold could select more."""
+    noted = launches(monkeypatch)
+    on_cpu, on_gpu = on_both(comm, LENGTH, **USUAL | {"threshold_interval": 3})
+    gradient = np.zeros(LENGTH, np.float32)
+    gradient[7 + comm.rank :: LENGTH // 9] = 1 + comm.rank
+    for step in range(8):
+        noted.clear()
+        step_alike(comm, on_cpu, on_gpu, gradient if step % 4 else np.zeros(LENGTH, np.float32))
+        exact = step % 3 == 0  # which finds fewer than k sums
+        assert noted[-1] == (exact, bool(step), BAD_THRESHOLD if exact else PROCEED)
+        assert len(noted) == 1 + (not step)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["", "a rank reads late"])
 def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    from oktopk.cuda.p2p_graph import P2PGraph
-    from oktopk.cuda.p2p_step import P2PStep
+    from oktopk.cuda.p2p_launches import P2PLaunches
+    from oktopk.cuda.step_graphs import StepGraphs
 
-    enqueue = P2PGraph.enqueue
+    enqueue = P2PLaunches._enqueue
 
     def enqueue_late(*arguments: Any, **more: Any) -> None:
         time.sleep(0.05)  # between this rank's selection and its look at those of the others
@@ -214,11 +230,11 @@ def test_a_regular_selection_above_2k_is_made_right_and_launched_once_more(
 
     reads_late = late and comm.rank == 0
     if reads_late:
-        monkeypatch.setattr(P2PStep, "_first_graphs", lambda step, key: None)
-        monkeypatch.setattr(P2PGraph, "enqueue", enqueue_late)
+        monkeypatch.setattr(StepGraphs, "_second", lambda graphs, key, enqueue: None)
+        monkeypatch.setattr(P2PLaunches, "_enqueue", enqueue_late)
     settings = {"threshold_interval": 100, "boundary_interval": 100}
     found = in_lockstep(comm, monkeypatch, {9: (-9 * OCTAVES, False)}, 12, not reads_late, **settings)
-    assert found[9] == [(False, True, "selection"), (False, False, "")]
+    assert found[9] == [(False, True, BAD_SELECTION), (False, False, PROCEED)]
     assert [launch[:2] for launch in found[8]] == [(False, True)]
 
 
@@ -232,7 +248,7 @@ def test_tiles_that_are_crowded_give_the_cpus_bits(comm: MPI.Intracomm) -> None:
         for hot in (length // 7, length - 50_000):
             gradient[hot : hot + 6_000] *= 100
         step_alike(comm, on_cpu, on_gpu, gradient)
-    launches = on_gpu._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
+    launches = on_gpu._executors["oktopk"].launches  # type: ignore[attr-defined]
     # so wide that one of them holds more than half of what lies side by side
     assert comm.allreduce(1 << launches._step.shift > 2 * 6_000, MPI.LOR)
 

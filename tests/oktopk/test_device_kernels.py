@@ -424,12 +424,12 @@ def test_memory_is_taken_on_the_devices_own_gpu(device: Any) -> None:
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 2**32 // 3 + 1), (4, 2**30), (32, 2**27)])
 def test_lists_beyond_32_bit_offsets_are_refused(ranks: int, k: int) -> None:
-    from oktopk.cuda.p2p_graph import P2PGraph
+    from oktopk.cuda.p2p_launches import P2PLaunches
     from oktopk.settings import Settings
 
     transport: Any = SimpleNamespace(size=ranks, device=None)
     with pytest.raises(ValueError, match=rf"k = {k} on {ranks} ranks: .* \(< 4294967296\)"):
-        P2PGraph(None, transport, 2**31 - 1, k, Settings())
+        P2PLaunches(None, transport, 2**31 - 1, Settings(), k)
 
 
 def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> None:
@@ -438,7 +438,7 @@ def test_a_launch_with_another_kernels_parameters_is_refused(device: Any) -> Non
 
     kernels = DeviceKernels(device)
     with pytest.raises(TypeError, match="keep_sums takes KeepSums, not EqualCountSplits"):
-        PreparedLaunch(kernels.keep_kernel, kernels.splits_kernel.parameters())
+        PreparedLaunch(kernels.keep_kernel, kernels._equal_count_splits.parameters())
     with pytest.raises(AttributeError, match="limit"):
         kernels.keep_kernel.prepare(limit=1)
 

@@ -91,15 +91,18 @@ def test_a_density_falls_over_a_run_and_on_from_a_state(comm: MPI.Intracomm, met
 
 
 def test_a_skipped_exact_step_is_made_up_for_at_once(comm: MPI.Intracomm) -> None:
-    reducer = GradientAllreduce(comm, 3000, "oktopk", density=0.02, threshold_interval=100, nonfinite="skip")
-    first, second, third = gradients(comm, 3000, 3)
-    if comm.rank == 0:
-        first[3] = np.nan
-    assert reducer.step(first).skipped
-    report = reducer.step(second)
-    assert report.exact
-    assert "boundaries" in report.seconds
-    assert "boundaries" not in reducer.step(third).seconds
+    intervals = {"threshold_interval": 3, "boundary_interval": 3}
+    reducer = GradientAllreduce(comm, 3000, "oktopk", density=0.02, nonfinite="skip", **intervals)
+    broken = 0, 6
+    for step, gradient in enumerate(gradients(comm, 3000, 9)):
+        if comm.rank == 0 and step in broken:
+            gradient[3] = np.nan
+        report = reducer.step(gradient)
+        assert report.skipped == (step in broken)
+        if step - 1 in broken:
+            assert report.exact
+        # nothing was selected before step 1
+        assert ("boundaries" in report.seconds) == (step in (2, 3, 6, 7))
 
 
 def test_a_sub_communicator_works_by_itself(comm: MPI.Intracomm) -> None:

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import equal_count_splits
 from collectives.mpi import MpiTransport
 from collectives.sparse import ENTRY
 from collectives.traffic import Traffic
-from oktopk.regions import equal_boundaries, region_boundaries
+from oktopk import GradientAllreduce
+from oktopk.regions import Regions, equal_boundaries, region_boundaries
+from tests.oracle import top_k
 
 pytestmark = pytest.mark.also(ranks=8)
 
@@ -107,3 +110,73 @@ def test_boundaries_balance_a_selection_that_all_ranks_share(transport: MpiTrans
 def test_boundaries_of_the_longest_gradient_do_not_overflow(transport: MpiTransport) -> None:
     boundaries = agreed(np.arange(HUGE - 9, HUGE, dtype=np.int32), HUGE, transport)
     assert transport.size == 1 or boundaries[1] >= HUGE - 9
+
+
+@pytest.mark.mpi
+def test_renewals_follow_the_selections_of_the_step_before(comm: MPI.Intracomm) -> None:
+    """In steps 1, 2, 4 and 8, and each interval; the first step has equal regions, and one with a NaN none of its own."""
+    length, interval, skipped = 3000, 12, 7
+    reducer = GradientAllreduce(
+        comm, length, density=0.05, boundary_interval=interval, threshold_interval=1, nonfinite="skip"
+    )
+    rng = np.random.default_rng(comm.rank)
+    boundaries, proposed = equal_boundaries(length, comm.size), equal_boundaries(length, comm.size)[1:-1]
+    for step in range(30):
+        gradient = rng.standard_t(3, length).astype(np.float32)
+        gradient[step * 100 :][:300] *= 20  # what is selected moves
+        if step in (1, 2, 4, 8) or (step and step % interval == 0):
+            boundaries = np.array([0, *comm.allreduce(proposed) // comm.size, length])
+        accumulated = gradient + reducer.residual
+        if step == skipped and comm.rank == 0:
+            gradient[0] = np.nan
+        report = reducer.step(gradient)
+        assert report.skipped == (step == skipped)
+        assert reducer._methods["oktopk"].boundaries.tolist() == boundaries.tolist(), step  # type: ignore[union-attr]
+        if not report.skipped:
+            selected = top_k(accumulated, report.k)
+            proposed = selected[len(selected) * np.arange(1, comm.size) // comm.size]
+
+
+@pytest.mark.mpi
+def test_a_rank_that_selects_nothing_proposes_what_it_did_before(transport: MpiTransport) -> None:
+    size, rank = transport.size, transport.rank
+    regions = Regions(100, transport)
+    assert not regions.are_due(planned=True)
+    if rank:
+        regions.learn(None)  # before the first selection equal lengths
+    else:
+        regions.learn(cuts_of([7], 100, size))
+    assert regions.are_due(planned=False)
+    regions.renew()
+    equal = equal_boundaries(100, size)
+    assert regions.boundaries[1:-1].tolist() == [
+        (7 + (size - 1) * cut) // size for cut in equal[1:-1].tolist()
+    ]
+    assert regions.are_due(planned=True) and not regions.are_due(planned=False)
+    before = regions.boundaries
+    regions.learn(None)
+    regions.renew()
+    assert regions.boundaries.tolist() == before.tolist()
+
+
+@pytest.mark.mpi
+def test_regions_of_a_state_are_kept_or_renewed_as_soon_as_something_was_selected(
+    transport: MpiTransport,
+) -> None:
+    size = transport.size
+    regions, loaded = Regions(100, transport), Regions(100, transport)
+    regions.learn(cuts_of([3, 5, 9, 40], 100, size))
+    regions.renew()
+    for stale in (False, True):
+        regions.stale = stale  # as after a region that got too much
+        loaded.load_state_dict(regions.state_dict())
+        assert loaded.are_due(planned=False) == stale
+        loaded.renew()
+        assert loaded.boundaries.tolist() == regions.boundaries.tolist()
+    # of one rank more
+    more = {"boundaries": equal_boundaries(100, size + 1), "splits": equal_boundaries(100, size + 1)[1:-1]}
+    loaded.load_state_dict(more)
+    assert loaded.boundaries.tolist() == equal_boundaries(100, size).tolist()
+    assert not loaded.are_due(planned=True)
+    loaded.learn(cuts_of([3, 5, 9, 40], 100, size))
+    assert loaded.are_due(planned=False)

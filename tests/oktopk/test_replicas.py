@@ -97,6 +97,8 @@ class Oracle:
         self.residual[:, order] = found.residuals
         self.reference[order] -= found.update / len(self.hosts)
         self.reference *= 1 - 0.05 * 0.1 if self.adam else 1
+        if self.adam and len(self.ranks) > 1:
+            self.residual *= ((self.steps + 28) / (self.steps + 29)) ** 2
         self.held = self.reference - self.share / self.ranks * self.residual
         mean = (self.weights * gradient).sum(axis=0)
         new = np.array([(mean**2).sum(), (self.weights * gradient**2).sum()])

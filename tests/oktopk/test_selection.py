@@ -151,7 +151,6 @@ def test_many_equal_entries_make_the_next_step_exact_and_leave_the_trend(equal: 
     rank.residual.fill(0)
     assert rank.step(vector, exact=True).packed.nnz == k
     assert rank.selection.needs_exact == again
-    assert not rank.selection.needs_host
     assert (rank.selection.trend == 1234) == again
     rank.residual.fill(0)
     assert rank.step(vector).exact == again

@@ -139,7 +139,7 @@ def test_beside_other_streams_a_single_block_waits_and_no_bit_differs(
         for _ in range(9):
             reducer.step(put(cuda, rng.standard_normal(20_000).astype(np.float32) ** 3))
             updates.append(get(reducer.update).tobytes())
-        launches = reducer._executors["oktopk"].p2p_step._launches  # type: ignore[attr-defined]
+        launches = reducer._executors["oktopk"].launches  # type: ignore[attr-defined]
         assert (launches._device.priority < 0) == (priority < 0)
         reducer.close()
     assert updates[:9] == updates[9:]

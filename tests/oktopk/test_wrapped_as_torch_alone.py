@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import oktopk.torch
 from oktopk import DistributedOptimizer, GradientAllreduce
 from tests.oktopk.test_as_torch_alone import Heads, backward, sgd
 from tests.training import flat
@@ -17,6 +20,15 @@ from tests.training import flat
 pytestmark = pytest.mark.mpi
 
 OVERLAP: dict[str, Any] = {"overlap": True, "bucket_mb": 0.0005}
+
+
+@contextmanager
+def default_type(kind: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(kind)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Averaging(torch.optim.SGD):
@@ -39,6 +51,25 @@ def test_what_only_the_wrapped_optimizer_has_is_passed_on(comm: MPI.Intracomm) -
     assert optimizer.train() == "train"
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = optimizer.nothing_of_the_kind
+
+
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, oktopk.torch.AdamW])
+def test_a_default_type_of_float64_changes_no_bit(comm: MPI.Intracomm, make: Any, method: str) -> None:
+    results = []
+    for default in (torch.float32, torch.float64):
+        model = Heads()
+        with default_type(default):
+            optimizer = DistributedOptimizer(
+                make(model.parameters(), lr=0.01), comm, density=0.1, method=method, threshold_interval=2
+            )
+        for number in range(4):
+            backward(model, comm.rank, number)
+            with default_type(default):
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(flat(model))
+    assert np.array_equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP])

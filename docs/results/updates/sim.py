@@ -14,7 +14,9 @@ keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   ls: in place of lv, the share is ls times the root of the density of now over P
   stop: steps, after which the run ends with its next evaluation
   mask=union: all workers send the same entries, those that any of them chose, each a P-th; wire float32 or int4
-  rd: residual decay an exchange; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
+  rd: residual decay an exchange; fg: power of a decay by age, times 1 - fg / (s + 30) in step s
+  part: 1 holds the share lv of what was moved since the last exchange, too (h above 1); else all of it
+  blk: with mask=union groups of so many elements are chosen, by their norms; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
   w, wm, wh: a dense start of w of the steps, summed as g(radients) or u(pdates), every wh steps
   dr, dw: density falls from dr to d over the share dw of the steps
   v: own; mean (of the mean gradient, exact); ratio: own times the measured ratio of each tensor
@@ -237,8 +239,8 @@ def settle(unsent, sent, s, tg):
 
 
 def thresholds(x, k, count=400_000):
-    count = min(count, n)
-    pos = torch.randint(0, n, (count,), device=dev)
+    count = min(count, x.shape[1])
+    pos = torch.randint(0, x.shape[1], (count,), device=dev)
     return torch.topk(x[:, pos].abs(), max(1, round(count * k / n)), dim=1, sorted=False).values.amin(
         1, keepdim=True
     )
@@ -249,9 +251,11 @@ def masked(unsent, mask):
     return torch.where(mask, unsent, 0.0)
 
 
-def exchange_masked(unsent, d, wire, turn):
-    """All workers send the same entries: those that any of them chose, a P-th each."""
-    mask = (unsent.abs() >= thresholds(unsent, d * n / P * 1.05)).any(0, keepdim=True)
+def exchange_masked(unsent, d, wire, turn, group):
+    """All workers send the same entries: those that any of them chose, a P-th each, in groups of so many."""
+    size = unsent if group == 1 else unsent.view(P, -1, group).norm(dim=-1)
+    mask = (size.abs() >= thresholds(size, d * n / P * 1.05)).any(0, keepdim=True)
+    mask = mask.repeat_interleave(group, dim=1)
     sent = masked(unsent, mask)
     block = max(256, int(256 / d))
     if wire == "int4":
@@ -359,7 +363,7 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
-KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd chunk w wm wh dr dw v vs rs rg rank decay keep steps"
+KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps"
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -400,7 +404,7 @@ def run(spec):
     mask, chosen = o.get("mask"), []
     if mask not in (None, "union") or vmode not in ("own", "mean", "ratio") or set(o) - set(KEYS.split()):
         raise ValueError(f"mask {mask}, v {vmode}, or a key that is none of {KEYS}")
-    car = zeros(P) if (h > 1 or wh > 1) and lv < 1 else None
+    car = zeros(P) if (h > 1 or wh > 1) and lv < 1 and not f("part", 0) else None
     buf = zeros(1)[0] if mu else None
     vsh = zeros(1)[0] if vmode == "mean" or wm == "g" else None
     rho = torch.ones(n, device=dev)
@@ -520,7 +524,7 @@ def run(spec):
             since += 1
             if since >= hh or s == steps - 1:
                 if mask and dd < 1:
-                    u, share = exchange_masked(unsent, dd, wire, turn)
+                    u, share = exchange_masked(unsent, dd, wire, turn, int(f("blk", 1)))
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
@@ -532,8 +536,8 @@ def run(spec):
                     buf.mul_(mu).add_(u)
                     u = u + mu * buf
                 ref.sub_(olr * u)
-                if rd < 1:
-                    unsent.mul_(rd)
+                if rd < 1 or f("fg", 0):
+                    unsent.mul_(rd * (1 - f("fg", 0) / (s + 30)))
                 if car is not None:
                     car.copy_(unsent)
         if (s + 1) % max(1, steps // 4) == 0 or s == steps - 1:

@@ -57,9 +57,9 @@ class DenseTraining(ABC):
         """Forget all gradients."""
         self.inner.zero_grad(set_to_none=True)
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it backward passes add up locally."""
+        return nullcontext()
 
     @abstractmethod
     def _finish(self) -> Traffic:
@@ -109,9 +109,9 @@ class DenseTraining(ABC):
         self._steps = state.pop("reducer")["steps"]
         load_state(self.inner, state)
 
-    @abstractmethod
     def close(self) -> None:
-        """Free what was set up. Collective."""
+        """End the process group. Collective."""
+        stop_process_group()
 
 
 class NcclTraining(DenseTraining):
@@ -141,9 +141,6 @@ class NcclTraining(DenseTraining):
         for parameter, view in zip(self._parameters, self._gradients.views, strict=True):
             parameter.grad = view
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _finish(self) -> Traffic:
         vector, sent = self._gradients.collect(), self._sent
         if sent is not vector:
@@ -155,9 +152,6 @@ class NcclTraining(DenseTraining):
             vector.mul_(self._scale)
         self._attach()
         return ring_traffic(sent.nbytes // 4, dist.get_world_size(), 1)
-
-    def close(self) -> None:
-        stop_process_group()
 
 
 _COMPRESSED = {
@@ -171,6 +165,9 @@ EAGER_STEPS = 11
 
 class DdpTraining(DenseTraining):
     """torch's DistributedDataParallel around a model; its hooks reduce in the backward pass.
+
+    DistributedDataParallel forms its buckets anew after its first backward pass. On CPUs it does so here at once, for parameters
+    that become ready in the reverse of their order, so that a run that continues has the buckets of the one before.
 
     A CUDA graph of a backward pass holds what the hooks have launched while it was captured, collectives included, and a replay
     runs no hook.
@@ -186,6 +183,8 @@ class DdpTraining(DenseTraining):
     Attributes:
         network: what losses are to be computed with.
     """
+
+    _at_once_on_gpus = False  # where sums have no fixed order, and parameters may become ready in another one
 
     def __init__(
         self,
@@ -215,11 +214,28 @@ class DdpTraining(DenseTraining):
                 broadcast_buffers=False,  # batch-norm statistics are averaged before an evaluation
                 gradient_as_bucket_view=True,
             )
-        if dtype in _COMPRESSED:
-            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+        self._register_hook(dtype)
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+        if self._at_once_on_gpus or not self._parameters[0].is_cuda:
+            with self._beside():
+                self._form_buckets()
+
+    def _register_hook(self, dtype: torch.dtype) -> None:
+        if dtype in _COMPRESSED:
+            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+
+    def _form_buckets(self) -> None:
+        """Backward passes of zeros, in the buckets before and in the final ones. Collective."""
+        reducer = self.network.reducer
+        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        for _ in range(2):
+            reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
+            for parameter in reversed(parameters):
+                parameter.backward(torch.zeros_like(parameter))
+        self.zero_grad()
 
     def _beside(self) -> AbstractContextManager[None]:
         """Where the graphs will be captured, if any will."""
@@ -240,9 +256,6 @@ class DdpTraining(DenseTraining):
     def no_sync(self) -> AbstractContextManager[None]:
         context: AbstractContextManager[None] = self.network.no_sync()
         return context
-
-    def close(self) -> None:
-        stop_process_group()
 
     def _finish(self) -> Traffic:
         return ring_traffic(self.length // self._elements_per_word, self._ranks, self._pieces)

@@ -112,9 +112,6 @@ class PowerSgdTraining(DdpTraining):
     Each gradient is a matrix M, see `low_rank`. Ranks sum P = M Q, make its columns orthonormal, sum Q = transposed M P, and step
     on P times transposed Q over the number of ranks. What this rank's M has beyond that is added to its next gradient.
 
-    DistributedDataParallel forms its buckets anew after its first backward pass. Here it does so at once, for parameters that
-    become ready in the reverse of their order, so that a run that continues has the buckets that its state is of.
-
     With a rank of 1 or 2 torch's hook stops updating a parameter whose gradients and errors were 0 on all ranks in one step: its
     Q is 0 from then on. Later gradients stay in the error.
 
@@ -134,6 +131,8 @@ class PowerSgdTraining(DdpTraining):
     Source: Vogels et al., NeurIPS 2019; torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.
     """
 
+    _at_once_on_gpus = True  # its state is of the buckets
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -151,7 +150,6 @@ class PowerSgdTraining(DdpTraining):
             raise ValueError(
                 f"powersgd takes parameters of at least one dimension, and {', '.join(scalars)} has none"
             )
-        super().__init__(inner, clip_norm, network, ranks, bucket_mb=bucket_mb, captured=captured)
         self._start = start
         self._powersgd = PowerSGDState(
             None,
@@ -160,10 +158,7 @@ class PowerSgdTraining(DdpTraining):
             min_compression_rate=LEAST_RATE,
             orthogonalization_epsilon=EPSILON,
         )
-        self._hook = _Hook(self._powersgd, {id(p): number for number, p in enumerate(self._parameters)})
-        self.network.register_comm_hook(self._hook, _reduce)
-        with self._beside():
-            self._form_buckets()
+        super().__init__(inner, clip_norm, network, ranks, bucket_mb=bucket_mb, captured=captured)
         self._sums = [
             low_rank([self._parameters[number].shape for number in members], rank) for members in self._layout
         ]
@@ -172,17 +167,14 @@ class PowerSgdTraining(DdpTraining):
     def _layout(self) -> list[list[int]]:
         return [self._hook.layout[bucket] for bucket in range(len(self._hook.layout))]
 
+    def _register_hook(self, dtype: torch.dtype) -> None:
+        self._hook = _Hook(self._powersgd, {id(p): number for number, p in enumerate(self._parameters)})
+        self.network.register_comm_hook(self._hook, _reduce)
+
     def _form_buckets(self) -> None:
-        """Backward passes of zeros, in which nothing is communicated but which parameters a bucket has."""
-        reducer = self.network.reducer
-        parameters = [p for p in self.network.parameters() if p.requires_grad]
-        for _ in range(2):  # in the buckets before, and in the final ones
-            reducer._rebuild_buckets()
-            reducer.prepare_for_backward([])
-            for parameter in reversed(parameters):
-                parameter.backward(torch.zeros_like(parameter))
+        """As DdpTraining's; nothing is communicated but which parameters a bucket has."""
+        super()._form_buckets()
         self._hook.rehearsing = False
-        self.zero_grad()
 
     @property
     def eager_start(self) -> EagerStart | None:

@@ -70,8 +70,8 @@ def build_reduction(
 
     Args:
         config: a run's.
-        network: what losses are computed with. For "ddp", "powersgd" and "nccl" with overlap DistributedDataParallel is
-            wrapped around it: see DdpTraining.network.
+        network: what losses are computed with. For "ddp" and "powersgd" DistributedDataParallel is wrapped around it: see
+            DdpTraining.network.
         inner: the torch optimizer that owns its parameters.
         placement: this rank's device.
         comm: the ranks that train together.
@@ -123,14 +123,14 @@ def _build_mode(
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
-    bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
     dtype = getattr(torch, kind or "float32")
-    if method == "nccl" and not settings.overlap:
+    if method == "nccl":
         return NcclTraining(inner, clip_norm, dtype)
     if method == "sparseloco":
         return SparseLocoTraining(inner, clip_norm, comm.size, settings.sparseloco_steps)
+    bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
     common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
-    if method in ("nccl", "ddp"):  # whose buckets NCCL sums behind the backward pass
+    if method == "ddp":
         return DdpTraining(inner, clip_norm, network, comm.size, dtype=dtype, **common)
     rank, start = settings.powersgd_rank, settings.powersgd_start
     return PowerSgdTraining(inner, clip_norm, network, comm.size, rank=rank, start=start, **common)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from collectives.traffic import Traffic
 from jobs.train.reduce.baselines import DenseTraining
-from jobs.train.reduce.process_group import stop_process_group
 from oktopk.torch.states import load_state
 
 CHUNK = 4096
@@ -49,9 +48,6 @@ class SparseLocoTraining(DenseTraining):
         self._own_clip_norm, self._ranks, self._every = clip_norm, ranks, every
         self._reference = self._flat()
         self._residual = torch.zeros_like(self._reference)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def apply(self) -> None:
         """Nothing: the step was taken before the exchange."""
@@ -117,9 +113,6 @@ class SparseLocoTraining(DenseTraining):
         self._reference[: self.length] = own["reference"]
         self._residual[: self.length] = 0.0 if own["residual"] is None else own["residual"]
         self._write(own["reference" if "ranks" in own else "local"].to(self._reference))
-
-    def close(self) -> None:
-        stop_process_group()
 
 
 def encode(chunks: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from data.text.file import open_text_file
 from data.text.loader import ContextBatch, Contexts, word_counts
 from jobs.config.config import Config
-from jobs.train.tasks.task import Workload, naming
+from jobs.train.tasks.task import Workload
 from models.skipgram import SkipGram
 
 
@@ -52,7 +52,8 @@ def build_embeddings(config: Config, *, rank: int, size: int) -> Embeddings:
         Contexts(split, counts, rows=settings.rows, window=settings.window, negatives=settings.negatives)
         for split in (texts, held_out)
     )
-    torch.manual_seed(config.training.seed)
-    with naming("model"):
-        model = SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)
-    return Embeddings(model, contexts, apart, config, rank=rank, size=size)
+
+    def make() -> SkipGram:
+        return SkipGram(settings.rows, len(texts.vocabulary), width=settings.hidden, sparse=settings.sparse)
+
+    return Embeddings(make, contexts, apart, config, rank=rank, size=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
+from jobs.train.tasks.task import Workload, WorkloadError, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
 
@@ -23,20 +24,11 @@ Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
 class Classification(Workload[Batch]):
-    """Images into classes by cross entropy.
+    """Images into classes by cross entropy. The model takes images and returns logits[batch, classes]."""
 
-    Args:
-        model: images -> logits[batch, classes].
-        training, held_out, config, place: as Workload.
-    """
-
-    def __init__(
-        self, model: nn.Module, training: Pixels, held_out: Pixels, config: Config, **place: int
-    ) -> None:
-        super().__init__(model, training, held_out, config, **place)
-        self._smoothing, self._resize = config.training.label_smoothing, config.data.resize
-        channels_last = config.training.channels_last
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.channels_last if self._config.training.channels_last else torch.contiguous_format
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -45,15 +37,14 @@ class Classification(Workload[Batch]):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch."""
         logits = self._logits(self.network, batch)
-        return nn.functional.cross_entropy(logits.float(), batch[1], label_smoothing=self._smoothing)
+        smoothing = self._config.training.label_smoothing
+        return nn.functional.cross_entropy(logits.float(), batch[1], label_smoothing=smoothing)
 
     def _logits(self, network: nn.Module, batch: Batch) -> torch.Tensor:
-        images = batch[0]
-        if self._resize:
+        images, side = batch[0], self._config.data.resize
+        if side:
             # here, and not before: large images are held only as long as their batch
-            images = nn.functional.interpolate(
-                images, (self._resize, self._resize), mode="bilinear", align_corners=False
-            )
+            images = nn.functional.interpolate(images, (side, side), mode="bilinear", align_corners=False)
         logits: torch.Tensor = self._run(network, images.contiguous(memory_format=self._format))
         return logits
 
@@ -79,8 +70,8 @@ def build_images(config: Config, *, rank: int, size: int, load: Load | None = No
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
         pixels = Pixels(training, augment)
-    model = build_model(config, training)
-    return Classification(model, pixels, Pixels(held_out), config, rank=rank, size=size)
+    make = partial(make_network, config, training)
+    return Classification(make, pixels, Pixels(held_out), config, rank=rank, size=size)
 
 
 def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
@@ -96,32 +87,23 @@ def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
     return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
 
 
-def build_model(config: Config, images: ImageSet) -> nn.Module:
-    """The network for these images, seeded by training.seed.
-
-    Raises:
-        WorkloadError: it does not take such images.
-    """
-    if config.model.factory:
-        return call_factory(config)
+def make_network(config: Config, images: ImageSet) -> nn.Module:
+    """The network for these images. Raises ValueError: it does not take such images."""
     channels, height, width = images.shape
     if config.data.resize:
         height = width = config.data.resize
     sides = f"{images.name}: images of {height}x{width} pixels, but {config.model.name} takes"
-    torch.manual_seed(config.training.seed)
     if config.model.name == "vit":
         if height != width:
             raise WorkloadError(f"{sides} squares: set data.resize")
-        with naming("model"):
-            return ViT(
-                len(images.classes),
-                layers=config.model.layers,
-                hidden=config.model.hidden,
-                patch=config.model.patch,
-                image=height,
-                in_channels=channels,
-            )
+        return ViT(
+            len(images.classes),
+            layers=config.model.layers,
+            hidden=config.model.hidden,
+            patch=config.model.patch,
+            image=height,
+            in_channels=channels,
+        )
     if height % REDUCTION or width % REDUCTION:
         raise WorkloadError(f"{sides} multiples of {REDUCTION}")
-    with naming("model"):
-        return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)
+    return VGG16(classes=len(images.classes), width=config.model.width, in_channels=channels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jiwer
 import numpy as np
@@ -17,7 +18,7 @@ from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Workload, WorkloadError, call_factory, naming
+from jobs.train.tasks.task import Workload, WorkloadError
 from models.lstm import LSTM, output_lengths
 
 
@@ -25,23 +26,9 @@ class Speech(Workload[SpeechBatch]):
     """Recordings into characters by CTC.
 
     The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word
-    and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right.
-
-    Args:
-        model: spectrograms, frames -> logits, output frames.
-        training, held_out, config, place: as Workload.
+    and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right. The model takes
+    spectrograms and frames, and returns logits and output frames.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        training: Utterances,
-        held_out: Utterances,
-        config: Config,
-        **place: int,
-    ) -> None:
-        super().__init__(model, training, held_out, config, **place)
-        self._tempo, self._said = config.data.tempo, held_out.speech
 
     def move_to(self, placement: Placement) -> None:
         super().move_to(placement)
@@ -55,13 +42,13 @@ class Speech(Workload[SpeechBatch]):
     def _counts(self, batch: SpeechBatch) -> tuple[torch.Tensor | int, ...]:
         scores, frames = self._scores(self.model, batch)
         rows = zip(scores.transpose(0, 1).cpu().numpy(), frames.tolist(), strict=True)
-        said = [self._said.transcript(index) for index in batch.indices.tolist()]
+        said = [decoded(text.numpy()) for text in batch.targets.cpu().split(batch.target_lengths.tolist())]
         wrong, words, *characters = count_errors(said, [decode(row[:count]) for row, count in rows])
         return self._ctc(scores, frames, batch), words - wrong, words, *characters
 
     def _scores(self, network: nn.Module, batch: SpeechBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[output frames, batch, labels], log-probabilities, and int64[batch], the output frames of each."""
-        spectrograms, frames = spectrograms_of(batch, self._tempo)
+        spectrograms, frames = spectrograms_of(batch, self._config.data.tempo)
         logits, outputs = self._run(network, spectrograms, frames)
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
@@ -96,17 +83,8 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         # batch normalization takes no single frame
         least = 2 if split == "train" else 1
         check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
-    model = build_model(config)
-    return Speech(model, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
-
-
-def build_model(config: Config) -> nn.Module:
-    """The network, seeded by training.seed. Raises WorkloadError: it cannot be made."""
-    if config.model.factory:
-        return call_factory(config)
-    torch.manual_seed(config.training.seed)
-    with naming("model"):
-        return LSTM(labels=len(ALPHABET), width=config.model.width)
+    make = partial(LSTM, labels=len(ALPHABET), width=config.model.width)
+    return Speech(make, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
 
 
 def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:
@@ -145,7 +123,7 @@ def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int 
 BLANK = 0
 
 
-def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[int, int, int, int]:
+def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[int, ...]:
     """Compare texts, by the library jiwer.
 
     Args:
@@ -156,13 +134,12 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[
         Wrong words, words said, wrong characters, characters said. Errors are substitutions, deletions and insertions, which
         together may be more than words.
     """
-    counts = []
+    counts: list[int] = []
     for compare in (jiwer.process_words, jiwer.process_characters):
         errors = compare(list(references), list(hypotheses))
         missed = errors.substitutions + errors.deletions
         counts += [missed + errors.insertions, missed + errors.hits]
-    wrong_words, words, wrong_characters, characters = counts
-    return wrong_words, words, wrong_characters, characters
+    return tuple(counts)
 
 
 def decode(log_probabilities: NDArray[np.float32]) -> str:

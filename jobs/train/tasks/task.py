@@ -6,9 +6,10 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
@@ -45,23 +46,24 @@ class Workload(ABC, Generic[Batch]):
     """One rank's side of a training task. Nothing in it communicates.
 
     Args:
-        model: holds the parameters.
+        make: makes the network, as build_network has it; called when there are data enough for the ranks.
         training, held_out: what its batches are cut from.
         config: of the run.
         rank, size: this rank's place.
 
     Raises:
         DataError: too little data for the ranks.
+        WorkloadError: the network cannot be made.
 
     Attributes:
-        model: as given.
+        model: holds the parameters.
         network: what a loss is computed with: the model, or what was wrapped around it.
         steps_per_epoch: batches of an epoch.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        make: Callable[[], nn.Module],
         training: Source[Batch],
         held_out: Source[Batch],
         config: Config,
@@ -69,14 +71,14 @@ class Workload(ABC, Generic[Batch]):
         rank: int,
         size: int,
     ) -> None:
-        self.model = self.network = model
         own = config.training
         self._training = training.training(batch_size=own.batch_size, seed=own.seed, rank=rank, size=size)
         self._held_out = held_out.held_out(
             batch_size=own.eval_batch_size, most=config.data.eval_sequences, rank=rank, size=size
         )
         self.steps_per_epoch = self._training.steps_per_epoch
-        self._precision = own.precision
+        self._config = config
+        self.model = self.network = build_network(config, make)
 
     def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
@@ -90,7 +92,7 @@ class Workload(ABC, Generic[Batch]):
 
     def _run(self, network: nn.Module, *inputs: torch.Tensor) -> Any:
         """What a network makes of its inputs, in the precision of the run."""
-        with autocast(self._precision, inputs[0].device):
+        with autocast(self._config.training.precision, inputs[0].device):
             return network(*inputs)
 
     @abstractmethod
@@ -129,7 +131,7 @@ def naming(section: str) -> Iterator[None]:
     """Turn a ValueError in the block, unless a DataError, into a WorkloadError that names the section of the configuration."""
     try:
         yield
-    except DataError:
+    except (DataError, WorkloadError):
         raise
     except ValueError as error:
         raise WorkloadError(f"{section}: {error}") from error
@@ -142,20 +144,36 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return torch.autocast(device.type, getattr(torch, precision))
 
 
-def call_factory(config: Config) -> nn.Module:
-    """What model.factory returns for the keywords of model.arguments; torch is seeded by training.seed before.
+def build_network(config: Config, make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` returns, or model.factory for the keywords of model.arguments; torch is seeded by training.seed before.
 
-    It must suit the data set, as the network that trains on it otherwise:
+    The factory's must suit the data set, as the network that trains on it otherwise:
 
         images: images[batch, channels, height, width] -> logits[batch, classes], see models.vgg.VGG16
         speech: spectrograms, frames -> logits, output frames, see models.lstm.LSTM.forward
         text: tokens, segments, present, places -> words, follows, see models.bert.BERT.forward
 
     Raises:
-        WorkloadError: no such module or attribute, keywords that do not fit, a ValueError of the factory's own, or a result
+        WorkloadError: a ValueError of either; of the factory no such module or attribute, keywords that do not fit, or a result
             that is no torch.nn.Module with parameters to train. Other errors inside the user's code keep their traceback.
     """
-    name, arguments = config.model.factory, config.model.arguments
+    name = config.model.factory
+    if name:
+        make = _factory(name, config.model.arguments)
+    torch.manual_seed(config.training.seed)
+    with naming(f"model.factory {name!r}" if name else "model"):
+        network = make()
+    if not isinstance(network, nn.Module):
+        raise WorkloadError(
+            f"model.factory {name!r} returned a {type(network).__name__}, not a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise WorkloadError(f"model.factory {name!r} returned a network without parameters to train")
+    return network
+
+
+def _factory(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """The callable of that name with its arguments. Raises WorkloadError."""
     module = name.partition(":")[0]
     try:
         importlib.import_module(module)
@@ -176,15 +194,4 @@ def call_factory(config: Config) -> nn.Module:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise WorkloadError(f"model.arguments do not fit {name!r}: {error}") from error
-    torch.manual_seed(config.training.seed)
-    try:
-        network = factory(**arguments)
-    except ValueError as error:
-        raise WorkloadError(f"model.factory {name!r}: {error}") from error
-    if not isinstance(network, nn.Module):
-        raise WorkloadError(
-            f"model.factory {name!r} returned a {type(network).__name__}, not a torch.nn.Module"
-        )
-    if not any(parameter.requires_grad for parameter in network.parameters()):
-        raise WorkloadError(f"model.factory {name!r} returned a network without parameters to train")
-    return network
+    return partial(factory, **arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from data.text.file import TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens, TextBatch, TokenBatch
 from data.text.packing import NO_PAIR
 from jobs.config.config import Config
-from jobs.train.tasks.task import Batch, Workload, WorkloadError, call_factory, naming
+from jobs.train.tasks.task import Batch, Workload, WorkloadError
 from models.bert import BERT
 from models.gpt import GPT
 
@@ -72,20 +73,19 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
         WorkloadError: a vocabulary, a length or pairs of segments that do not go with the model.
     """
     training, held_out = open_text_file(config.data.path)
-    model = call_factory(config) if config.model.factory else build_model(config, training)
+    kinds: tuple[Any, Any] = (MaskedLanguage, MaskedText)
+    if config.model.name == "gpt":
+        kinds = NextToken, NextTokens
+    kind, cut = kinds
+    make = partial(make_network, config, training)
+    made: Language[Any] = kind(make, cut(training), cut(held_out), config, rank=rank, size=size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    if config.model.name == "gpt":
-        return NextToken(model, NextTokens(training), NextTokens(held_out), config, rank=rank, size=size)
-    return MaskedLanguage(model, MaskedText(training), MaskedText(held_out), config, rank=rank, size=size)
+    return made
 
 
-def build_model(config: Config, texts: TextSet) -> BERT | GPT:
-    """The network for a text, seeded by training.seed.
-
-    Raises:
-        WorkloadError: its vocabulary, length or pairs of segments do not fit.
-    """
+def make_network(config: Config, texts: TextSet) -> BERT | GPT:
+    """The network for a text. Raises ValueError: its vocabulary, length or pairs of segments do not fit."""
     settings, words = config.model, len(texts.vocabulary)
     if settings.vocabulary not in (0, words):
         raise WorkloadError(
@@ -98,17 +98,14 @@ def build_model(config: Config, texts: TextSet) -> BERT | GPT:
             "0 takes those of the file"
         )
     shape = {"layers": settings.layers, "hidden": settings.hidden}
-    torch.manual_seed(config.training.seed)
     if settings.name == "gpt":
         if (texts.sequences.follows != NO_PAIR).any():
             raise WorkloadError(
                 f"{texts.path}: pairs of segments, and the second may be from elsewhere: gpt takes text that "
                 "data.prepare wrote with --contiguous"
             )
-        with naming("model"):
-            return GPT(words, positions=texts.length, **shape)
-    with naming("model"):
-        model = BERT(words, dropout=settings.dropout, **shape)
+        return GPT(words, positions=texts.length, **shape)
+    model = BERT(words, dropout=settings.dropout, **shape)
     if texts.length > model.positions:
         raise WorkloadError(
             f"{texts.path}: sequences of {texts.length} tokens are longer than the model's {model.positions}"

@@ -96,7 +96,7 @@ def test_each_workload_ends_with_its_result(slurm: Slurm) -> None:
     assert json.loads(bench.read_text())["runs"][0]["ranks"] == 2
 
 
-def test_the_five_commands_of_the_documentation_end_in_a_trained_model(slurm: Slurm) -> None:
+def test_the_commands_of_the_documentation_train_a_model(slurm: Slurm) -> None:
     block = re.search(r"(?m)(?:^    .+\n){5}", (ROOT / "docs" / "cluster.md").read_text())
     assert block is not None
     clone, install, edit, submit, watch = (line.strip() for line in block[0].splitlines())
@@ -174,7 +174,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("to", "launcher"), [("batch script", "srun-pmix"), ("steps", "srun-pmix"), ("batch script", "mpiexec")]
 )
-def test_a_preempted_job_is_queued_again_and_ends_as_an_undisturbed_one(
+def test_a_preempted_job_ends_as_an_undisturbed_one(
     slurm: Slurm, undisturbed: Path, to: str, launcher: str
 ) -> None:
     path = slurm.folder / "run.h5"

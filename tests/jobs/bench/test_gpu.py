@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.contestants import Cell, chosen
 from jobs.bench.device import DrawnGradients
 from jobs.bench.document import BenchError, read
 from jobs.bench.libraries import require_nccl, torch_problem
-from jobs.bench.options import parse
 from jobs.bench.run import main as run
 from jobs.bench.run import measure_run, open_device, run_all
 from jobs.bench.tables import document_tables
 from tests.devices import gpus
+from tests.jobs.bench.test_gpu_table import script
 
-TINY = (Cell(300_000, 0.01, 8, 16),)
+TINY = (script.Cell(300_000, 0.01, 8, 16),)
 on_a_gpu = pytest.mark.skipif(not gpus(), reason="no GPU")
 without_gpus = pytest.mark.skipif(gpus() > 0, reason="there is a GPU")
 
@@ -31,16 +30,16 @@ without_gpus = pytest.mark.skipif(gpus() > 0, reason="there is a GPU")
 def test_without_a_gpu_every_rank_leaves_with_one_sentence(
     comm: MPI.Intracomm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for words in (["--device", "cuda", "--methods", "oktopk"], ["--table", "gpu"]):
-        assert run(words, comm) == 2
+    for main, words in ((run, ["--device", "cuda", "--methods", "oktopk"]), (script.main, [])):
+        assert main(words, comm) == 2
         said = capfd.readouterr().err
-        assert said.startswith("jobs.bench: --device cuda cannot be used: " if comm.rank == 0 else "")
+        assert (": --device cuda cannot be used: " in said) == (comm.rank == 0)
         assert said.count("\n") == (comm.rank == 0)
 
 
 @without_gpus
 @pytest.mark.mpi
-def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intracomm) -> None:
+def test_without_cuda_every_rank_refuses_nccl(comm: MPI.Intracomm) -> None:
     assert "NCCL's rows need a torch with CUDA" in torch_problem()
     with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
         require_nccl(comm)
@@ -51,9 +50,9 @@ def test_without_a_torch_with_cuda_nccl_is_refused_on_every_rank(comm: MPI.Intra
 @pytest.mark.timeout(300)
 def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
     path = comm.bcast(tmp_path) / "table.json"
-    options = parse(["--table", "gpu", "--quiet"])
-    todo = [partial(measure_run, own, comm) for own in chosen(options, TINY)]
-    assert run_all(lambda: ("gpu table", todo), dataclasses.replace(options, json=path), comm) == 0
+    cells = script.cells(["--quiet", "--json", str(path)], TINY)
+    todo = [partial(measure_run, own, comm) for own in cells]
+    assert run_all(lambda: ("gpu table", todo), cells[0], comm) == 0
     if comm.rank:
         return
     found = read(path)
@@ -79,7 +78,7 @@ def _host(array: Any) -> np.ndarray:
 
 @on_a_gpu
 @pytest.mark.mpi
-def test_gradients_on_a_gpu_are_those_of_the_host_to_rounding(comm: MPI.Intracomm) -> None:
+def test_gradients_on_gpus_are_the_hosts_to_rounding(comm: MPI.Intracomm) -> None:
     device = open_device("cuda", "float32", comm)
     for name in ("iid", "heavy", "clustered"):
         host = DrawnGradients(name, 10_001, comm.rank, seed=5)

@@ -1,37 +1,35 @@
-"""The table of GPUs: its cells, the launch that measures them, and what is written of it; without a GPU."""
+"""The script of the table beside docs/results/gpu.md: its cells, and what is written of them; without a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.contestants import Cell, chosen
 from jobs.bench.document import BenchError, read
 from jobs.bench.measure import in_turn
-from jobs.bench.options import Options, parse
 from jobs.bench.run import measure_run, run_all
 from jobs.bench.tables import cells_table, document_tables
 
 ROOT = Path(__file__).parents[3]
-TINY = (Cell(3000, 0.05, 4, 8), Cell(2000, 0.05, 8, 8))
-
-
-def gpu_options(*words: str) -> Options:
-    return parse(["--table", "gpu", "--quiet", *words])
+script: Any = importlib.import_module("docs.results.gpu_table")  # without types
+TINY = (script.Cell(3000, 0.05, 4, 8), script.Cell(2000, 0.05, 8, 8))
 
 
 def test_cells_are_measured_in_the_steady_state() -> None:
-    todo = chosen(gpu_options())
+    todo = script.cells([])
     assert len(todo) == 10
     for options in todo:
-        assert options.device == "cuda"
+        assert (options.device, options.module) == ("cuda", "docs.results.gpu_table")
+        assert options.methods == ("oktopk", "oktopk-mpi", "nccl", "nccl-bf16")
         assert options.threshold_interval == (128 if options.length > 10**8 else 32)
         # exact steps have their share in the mean, and error feedback has settled
         assert options.steps % options.threshold_interval == 0
@@ -39,13 +37,20 @@ def test_cells_are_measured_in_the_steady_state() -> None:
 
 
 def test_rows_and_types_of_the_table_can_be_chosen() -> None:
-    todo = chosen(gpu_options("--rows", "5,1", "--gradient-type", "bfloat16"))
+    todo = script.cells(["--rows", "5,1", "--gradient-type", "bfloat16", "--seed", "3"])
     assert [(options.density, options.gradient_type) for options in todo] == [
         (0.001, "bfloat16"),
         (0.02, "bfloat16"),
     ]
-    with pytest.raises(BenchError, match=re.escape("--rows 6 is not in [1, 5]")):
-        chosen(gpu_options("--rows", "2,6"))
+    assert {options.seed for options in todo} == {3}
+    for words, message in (
+        (["--rows", "2,6"], "--rows 6 is not in [1, 5]"),
+        (["--rows", "a"], "argument --rows: 'a' is not a list of numbers"),
+        (["--gradient-type", "float16"], "invalid choice: 'float16'"),
+        (["--length", "5"], "unrecognized arguments: --length 5"),
+    ):
+        with pytest.raises(BenchError, match=re.escape(message)):
+            script.cells(words)
 
 
 def test_everyone_is_first_in_turn() -> None:
@@ -53,19 +58,14 @@ def test_everyone_is_first_in_turn() -> None:
     assert ["".join(order) for order in orders] == ["bca", "cab", "abc", "bca", "cab", "abc"]
 
 
-def test_all_cells_are_measured_written_and_at_the_end_in_one_table(
+def test_all_cells_are_measured_and_end_in_one_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "table.json"
-    options = dataclasses.replace(
-        gpu_options("--gradient-type", "float32"),
-        device="cpu",
-        methods=("oktopk", "mpi"),
-        quiet=False,
-        json=path,
-    )
-    todo = [partial(measure_run, own, MPI.COMM_SELF) for own in chosen(options, TINY)]
-    assert run_all(lambda: ("gpu table", todo), options, MPI.COMM_SELF) == 0
+    own = script.cells(["--gradient-type", "float32", "--json", str(path)], TINY)
+    cells = [dataclasses.replace(each, device="cpu", methods=("oktopk", "mpi")) for each in own]
+    todo = [partial(measure_run, each, MPI.COMM_SELF) for each in cells]
+    assert run_all(lambda: ("gpu table", todo), cells[0], MPI.COMM_SELF) == 0
     found = read(path)
     assert capsys.readouterr().out.endswith(f"\n\n{cells_table(found)}\n")
     assert (found["kind"], found["cells"], len(found["runs"])) == ("gpu table", 2, 2)

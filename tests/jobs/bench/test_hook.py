@@ -68,7 +68,7 @@ def test_what_it_does_not_take_is_refused(
 
 @pytest.mark.pictures
 @pytest.mark.parametrize("name", ["nowhere/h.svg", "h.foo"])
-def test_a_picture_that_cannot_be_written_is_refused_in_a_sentence(
+def test_a_picture_that_cannot_be_written_is_named(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert hook.main(["--draw", str(tmp_path / name), str(RESULTS / "hook-4.json")]) == 2

@@ -53,9 +53,7 @@ def test_links_of_one_host_are_refused_on_every_rank(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_host_sends_what_its_ranks_send_and_the_busiest_host_counts(
-    comm: MPI.Intracomm, hosts: int
-) -> None:
+def test_the_host_that_sends_most_counts(comm: MPI.Intracomm, hosts: int) -> None:
     links = Links(comm, "10gbit")
     assert links.hosts == [rank % hosts for rank in range(comm.size)]
     assert links.count == hosts
@@ -102,7 +100,7 @@ def test_a_transfer_takes_as_long_as_its_last_host(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
+def test_steps_of_two_lengths_are_beyond_their_floors(
     comm: MPI.Intracomm, hosts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = comm.bcast(tmp_path) / "links.json"
@@ -135,7 +133,7 @@ def test_a_bench_of_two_lengths_says_what_steps_take_beyond_their_floors(
 
 
 @pytest.mark.parametrize(("sharers", "allowed"), [(1, None), (2, True)])
-def test_ranks_that_share_a_gpu_are_allowed_to_in_two_levels(
+def test_ranks_may_share_a_gpu_in_two_levels(
     sharers: int, allowed: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []

@@ -149,7 +149,7 @@ for one in MPI.COMM_WORLD.gather(seen) or []:
         ("ucx", [], "None ucx eth0 tcp,self,cuda_copy None 1500"),
     ],
 )
-def test_each_host_sees_its_own_gpus_and_a_link_of_the_packets_asked_for(
+def test_each_host_has_its_own_gpus_and_packets(
     networks: None, tmp_path: Path, transport: str, more: list[str], expected: str
 ) -> None:
     if "Open MPI" not in MPI.Get_library_version():

@@ -17,7 +17,7 @@ def test_warmup_is_two_over_the_density_rounded_up() -> None:
     assert parse(["--density", "0.03", "--warmup", "0"]).warmup == 0
 
 
-def test_methods_may_be_separated_by_commas_or_blanks_and_count_once() -> None:
+def test_methods_part_at_commas_or_blanks_and_count_once() -> None:
     options = parse(["--methods", "mpi,oktopk", "dense", "mpi"])
     assert options.methods == ("mpi", "oktopk", "dense")
 
@@ -27,11 +27,9 @@ def test_several_lengths_are_measured_one_after_another() -> None:
     assert options.lengths == (77, 88, 99)
 
 
-def test_defaults_are_those_of_what_is_measured() -> None:
-    ablation = parse(["--ablate"])
-    assert (ablation.methods, ablation.gradients) == (("oktopk",), "clustered")
+def test_default_methods_are_those_of_the_device() -> None:
+    assert parse([]).methods == (*METHODS, "mpi")
     assert parse(["--device", "cuda"]).methods == (*METHODS, "nccl", "nccl-bf16")
-    assert parse(["--table", "gpu"]).methods == ("oktopk", "oktopk-mpi", "nccl", "nccl-bf16")
 
 
 def test_settings_are_numbers_or_words() -> None:
@@ -79,21 +77,6 @@ def test_help_says_what_an_option_takes_and_from_where() -> None:
         (["--set", "threshold_interval"], "is not NAME=VALUE"),
         (["--set", "threshold_interval=0"], "threshold_interval 0 is not an integer >= 1"),
         (["--set", "balance_trigger=x"], "balance_trigger 'x' is not a number"),
-        (["--ablate", "--methods", "topka"], "--ablate compares settings of oktopk, not methods topka"),
-        (
-            ["--table", "gpu", "--length", "5"],
-            "--length is not for --table gpu: it says how it is measured",
-        ),
-        (["--table", "gpu", "--set", "rotate=false"], "--set is not for --table"),
-        (["--table", "gpu", "--no-memory"], "--no-memory is not for --table"),
-        (["--table", "gpu", "--ablate"], "--ablate is not for --table"),
-        (["--table", "gpu", "--steps", "64"], "--steps is not for --table"),
-        (["--table", "gpu", "--device", "cpu"], "--table gpu is measured on --device cuda, not cpu"),
-        (["--table", "gpu", "--gradient-type", "float16"], "'float16' is not one of float32, bfloat16"),
-        (["--table", "gpu", "--rows", "0"], "argument --rows: 0 is not at least 1"),
-        (["--table", "gpu", "--rows", "a"], "argument --rows: 'a' is not a list of numbers"),
-        (["--table", "cpu"], "invalid choice: 'cpu'"),
-        (["--rows", "1"], "--rows is for --table"),
         (["--gradient-type", "bfloat16"], "gradient type 'bfloat16' is not one of float32 on --device cpu"),
         (["--methods", "nccl"], "method 'nccl' is not one of dense, oktopk, "),
         (["--methods", "oktopk-mpi"], "oktopk-hosts-int4 on --device cpu"),
@@ -102,6 +85,6 @@ def test_help_says_what_an_option_takes_and_from_where() -> None:
         (["-n", "4"], "arguments: -n 4 (-n is an option of the launcher: python -m jobs.launch -n RANKS -m"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_value_and_the_bound(words: list[str], message: str) -> None:
+def test_what_cannot_be_done_names_value_and_bound(words: list[str], message: str) -> None:
     with pytest.raises(BenchError, match=re.escape(message)):
         parse(words)

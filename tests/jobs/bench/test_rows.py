@@ -14,14 +14,14 @@ volume: Any = importlib.import_module("docs.results.rows.volume")
 
 
 @pytest.mark.parametrize("skew", volume.SKEWS)
-def test_bytes_are_those_of_own_rows_and_sums_up_to_64_ranks(skew: str) -> None:
+def test_bytes_are_those_of_own_rows_and_sums(skew: str) -> None:
     for ranks in (2, 3, 4, 5, 6, 8, 16, 32, 64):
         counted = volume.row_volume(volume.RowSource(skew, 20_000, 2000, seed=1), 20_000, ranks)
         assert counted["mean"] <= 1.05, counted
         assert counted["busiest"] <= 1.3, counted
 
 
-def test_the_table_of_volumes_has_the_page_s_heads_and_a_line_for_each_skew_and_number() -> None:
+def test_the_table_of_volumes_has_the_pages_heads() -> None:
     lines = volume.volume_table(50, 9, (2, 3)).splitlines()
     assert len(lines) == 2 + 2 * len(volume.SKEWS)
     page = (Path(volume.__file__).parent.parent / "rows.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_help_counts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_drawn_rows_lie_in_the_table_and_low_ones_come_more_often_by_zipf() -> None:
+def test_drawn_rows_lie_in_the_table_low_ones_by_zipf() -> None:
     for skew in volume.SKEWS:
         rows = volume.RowSource(skew, 1000, 5000, seed=3).draw(2, 7)
         assert rows.min() >= 0 and rows.max() < 1000

@@ -106,7 +106,7 @@ def shown(value: Any) -> Any:
     return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
-def test_what_is_in_the_golden_file_can_be_worked_out_by_hand() -> None:
+def test_golden_figures_can_be_worked_out_by_hand() -> None:
     found = summary()
     assert found["words"] == {"mean": 17.5, "busiest": 25.0, "largest_step": 25.0}
     assert found["nnz"]["local_deviation"] == pytest.approx(0.4 / 8)

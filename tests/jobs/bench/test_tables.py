@@ -28,7 +28,7 @@ def leaking_links() -> dict[str, Any]:
     return content
 
 
-def test_the_tables_of_every_kind_of_document_are_those_of_the_golden_file(tmp_path: Path) -> None:
+def test_tables_of_every_kind_of_document_are_golden(tmp_path: Path) -> None:
     names = ("shared-memory", "gpu-net-none", "hook-1gbit", "rows-1gbit-4")
     documents = {name: read(RESULTS / f"{name}.json") for name in names}
     documents |= {"sweep": first_run("sweep")[0], "gpu": first_run("gpu-4xh200")[0]}

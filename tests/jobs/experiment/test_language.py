@@ -68,16 +68,3 @@ def test_runs_of_two_sizes_of_batches_are_two_tables(tmp_path: Path) -> None:
     assert "Ok-Topk (timed by stage)" in page
     assert page.count("float32, CUDA graphs") == 2  # of four tasks: at both sizes, but for DDP
     assert "Held-out accuracy" not in page  # a target alone makes no picture
-
-
-def test_the_figures_of_a_sweep_have_the_usual_settings_in_their_place(tmp_path: Path) -> None:
-    usual = [write_run(tmp_path / f"o{seed}.h5", seed=seed, settings={"density": 0.01}) for seed in (0, 1)]
-    dense = write_run(tmp_path / "dense.h5", method="dense", held_out_loss=0.4)
-    others = [
-        write_run(tmp_path / f"{density}.h5", settings={"density": density}, held_out_loss=loss)
-        for density, loss in ((0.05, 0.3), (0.001, 0.6))
-    ]
-    report([*usual, dense], tmp_path / "out", sweep=others)
-    found = rows(tmp_path / "out" / "sweep.csv")
-    assert [row["reduction.density"] for row in found] == ["0.001", "0.01", "0.05"]
-    assert [float(row["held_out_loss"]) for row in found] == [0.6, 0.5, 0.3]

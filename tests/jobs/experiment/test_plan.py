@@ -49,7 +49,7 @@ def told(settings: Mapping[str, Any], usual: Mapping[str, Any], trial: Trial | N
     return "\n".join(f"{name} = {value}" for name, value in other.items())
 
 
-def test_every_plan_and_its_settings_are_those_of_the_golden_file(tmp_path: Path) -> None:
+def test_every_plan_and_its_settings_are_golden(tmp_path: Path) -> None:
     parts = []
     for title, words in PLANS.items():
         name = title.split()[0].strip(",")
@@ -127,7 +127,7 @@ def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:
         ({"data": {"path": "other.h5"}}, [], r"data: 'other.h5' there, 'images.h5' here"),
     ],
 )
-def test_a_run_of_the_same_settings_alone_is_taken_for_done(
+def test_a_run_of_the_same_settings_alone_is_done(
     tmp_path: Path, changed: dict[str, Any], words: list[str], refused: str
 ) -> None:
     first = plan(VGG, parse(small(tmp_path)))[0]
@@ -144,7 +144,7 @@ def test_a_run_of_the_same_settings_alone_is_taken_for_done(
         plan(VGG, options)
 
 
-def test_a_run_of_other_data_of_the_same_name_is_not_taken_for_done(tmp_path: Path) -> None:
+def test_a_run_of_other_data_is_not_done(tmp_path: Path) -> None:
     options = parse(small(tmp_path))
     first = plan(VGG, options)[0]
     first.file.parent.mkdir(parents=True)

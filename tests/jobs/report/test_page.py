@@ -98,7 +98,7 @@ def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
 
 @pytest.mark.pictures
 @pytest.mark.filterwarnings("error")
-def test_a_target_far_above_the_curves_is_still_in_the_picture(tmp_path: Path) -> None:
+def test_a_target_far_above_is_in_the_picture(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", accuracy=0.1)]))
     panel = pictures.chart([group], pictures.held_out("accuracy", 0.9))
     with mpl.rc_context(PAGE):
@@ -216,7 +216,7 @@ def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     assert len(long.warm(long.step_seconds)) == 500 - WARM_STEPS
 
 
-def test_long_runs_are_drawn_by_few_points_with_the_same_mean(tmp_path: Path) -> None:
+def test_long_runs_have_few_points_of_the_same_mean(tmp_path: Path) -> None:
     (group,) = group_runs(read_runs([write_run(tmp_path / "a.h5", steps=4800, loss=np.arange(4800.0))]))
     (line,) = pictures.chart([group], pictures.LOSS).lines
     assert len(line.x) == pictures.POINTS
@@ -292,7 +292,7 @@ def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
     assert "plan.json" not in page
 
 
-def test_steps_are_compared_where_one_run_does_not_tell_its_tokens(tmp_path: Path) -> None:
+def test_without_tokens_of_all_steps_are_compared(tmp_path: Path) -> None:
     paths = [
         write_run(tmp_path / "told.h5", positions=512),
         write_run(tmp_path / "untold.h5", method="topka"),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from jobs.report.__main__ import main
 from jobs.report.summary import read_runs
 from jobs.report.write import report
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
-from jobs.run.file import RunFile, RunFileError, RunInfo
+from jobs.run.file import RunFile, RunInfo
 from jobs.watch import main as watch
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -118,31 +117,19 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.pictures
-def test_two_runs_make_a_page_csv_files_and_a_table(tmp_path: Path) -> None:
-    dense = write_run(tmp_path / "a.h5", method="dense")
-    sparse = write_run(tmp_path / "b.h5", steps=80)
-    table = str(report([dense, sparse], tmp_path / "out" / "deeper"))
-    folder = tmp_path / "out" / "deeper"
-    assert sorted(path.name for path in (folder / "runs").iterdir()) == [
-        "a-evaluations.csv",
-        "a-steps.csv",
-        "b-evaluations.csv",
-        "b-steps.csv",
-    ]
-    assert {"index.html", "summary.csv", "methods.csv"} <= {path.name for path in folder.iterdir()}
-    assert re.search(r"^Method +Dense +Ok-Topk$", table, re.MULTILINE)
-
-
 def test_csv_files_hold_every_step_and_the_summary(tmp_path: Path) -> None:
-    report([write_run(tmp_path / "a.h5", method="dense"), write_run(tmp_path / "b.h5", steps=3)], tmp_path)
-    steps = rows(tmp_path / "runs" / "b-steps.csv")
+    runs = [write_run(tmp_path / "a.h5", method="dense"), write_run(tmp_path / "b.h5", steps=3)]
+    folder = tmp_path / "out" / "deeper"
+    assert re.search(r"^Method +Dense +Ok-Topk$", str(report(runs, folder)), re.MULTILINE)
+    names = [f"{stem}-{series}.csv" for stem in "ab" for series in ("evaluations", "steps")]
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == names
+    steps = rows(folder / "runs" / "b-steps.csv")
     assert [row["step"] for row in steps] == ["1", "2", "3"]
     assert [float(row["words_sent"]) for row in steps] == [60.0, 120.0, 180.0]
     assert [float(row["loss"]) for row in steps] == pytest.approx([2.0, 1.8, 1.62])
     assert {*STEP_COLUMNS, "words_sent", "training_seconds", "stage_select"} == steps[0].keys()
-    assert [row["accuracy"] for row in rows(tmp_path / "runs" / "b-evaluations.csv")] == ["0.5", "0.9"]
-    summary = rows(tmp_path / "summary.csv")
+    assert [row["accuracy"] for row in rows(folder / "runs" / "b-evaluations.csv")] == ["0.5", "0.9"]
+    summary = rows(folder / "summary.csv")
     assert [row["run"] for row in summary] == ["a", "b"]
     assert float(summary[1]["share_of_dense"]) == pytest.approx(60 / 1500)
     assert summary[0]["global_nnz_deviation"] == ""
@@ -241,21 +228,6 @@ def test_a_report_of_nothing_is_one_line_and_leaves_nothing(
     assert "text.h5 cannot be written" in capsys.readouterr().err
     assert main([str(good), "--target", "90", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "jobs.report: --target 90.0 is not in (0, 1]\n"
-
-
-def test_an_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.run.file.FORMAT", "oktopk run 99")
-    path = write_run(tmp_path / "a.h5")
-    monkeypatch.undo()
-    with pytest.raises(RunFileError, match="its format is 'oktopk run 99', not 'oktopk run 1'"):
-        read_runs([path])
-
-
-def test_info_has_every_attribute(tmp_path: Path) -> None:
-    info = read_runs([write_run(tmp_path / "a.h5")])[0].info
-    assert [type(getattr(info, field.name)).__name__ for field in dataclasses.fields(info)] == [
-        field.type for field in dataclasses.fields(RunInfo)
-    ]
 
 
 def test_documents_of_the_bench_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ DISK = pytest.mark.long("a job on a disk of its own; `make test` has writes that
     ],
     ids=["2", "20"],
 )
-def test_after_kills_of_random_ranks_a_run_ends_as_if_there_had_been_none(
+def test_after_kills_a_run_ends_as_an_undisturbed_one(
     tmp_path: Path, moments: tuple[str, ...], steps: int, ranks: int
 ) -> None:
     """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
@@ -101,7 +101,7 @@ def assert_gone(job: Job, deadline: float) -> None:
 
 @WAITS
 @pytest.mark.timeout(400)
-def test_a_rank_that_is_stopped_is_found_by_the_others_and_the_run_can_go_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_found_by_the_others(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     job = Job(path, RANKS, [*SLOW[0], f"run.watchdog={WATCHDOG}"], SLOW[1])
     job.wait_for_step(15)
@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(
 
 @WAITS
 @pytest.mark.timeout(400)
-def test_a_last_checkpoint_that_is_not_written_in_time_is_an_error_and_no_hang(tmp_path: Path) -> None:
+def test_a_late_last_checkpoint_is_an_error_and_no_hang(tmp_path: Path) -> None:
     settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
     job = Job(tmp_path / "run.h5", RANKS, settings, ["hang=1:write"])
     assert job.wait() == 1, job.said
@@ -183,7 +183,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @DISK
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run_file_too", [False, True])
-def test_a_full_disk_stops_the_run_with_the_last_checkpoint_intact(
+def test_a_full_disk_leaves_the_last_checkpoint_intact(
     tmp_path: Path, small_disk: Path, run_file_too: bool
 ) -> None:
     path = (small_disk if run_file_too else tmp_path) / "run.h5"
@@ -226,7 +226,7 @@ def test_a_lost_file_system_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.long("starts jobs; `make test` has a signal to ranks that are up")
 @pytest.mark.timeout(400)
-def test_a_job_that_overwrites_and_is_queued_again_destroys_nothing_before_it_begins_and_then_continues(
+def test_a_job_that_overwrites_continues_when_queued_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"

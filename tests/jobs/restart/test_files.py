@@ -91,7 +91,7 @@ def test_only_data_is_unpacked() -> None:
         unpack('{"call": ["os.system", "true"]}', {})
 
 
-def test_the_newest_sets_are_kept_and_later_steps_do_not_count_among_them(tmp_path: Path) -> None:
+def test_the_newest_sets_up_to_here_are_kept(tmp_path: Path) -> None:
     for step in (10, 100, 110, 20, 30):
         write_set(tmp_path, step, keep=2)
     left = ["step-00000110", "step-00000100", "step-00000030", "step-00000020"]
@@ -99,7 +99,7 @@ def test_the_newest_sets_are_kept_and_later_steps_do_not_count_among_them(tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {*left}
 
 
-def test_a_run_that_starts_afresh_leaves_no_set_of_the_one_before(tmp_path: Path) -> None:
+def test_a_fresh_run_leaves_no_set_of_before(tmp_path: Path) -> None:
     for _ in range(2):
         assert files.set_aside(write_set(tmp_path, 10)).name == "step-00000010.refused"
     write_set(tmp_path, 20)
@@ -123,7 +123,7 @@ def test_a_draft_is_no_set_and_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unseen", [files.COMMON, files.rank_file(1)])
-def test_a_part_that_rank_0_does_not_see_as_it_was_written_makes_no_set(tmp_path: Path, unseen: str) -> None:
+def test_a_part_that_rank_0_cannot_see_makes_no_set(tmp_path: Path, unseen: str) -> None:
     path = files.draft_folder(tmp_path, 10) / files.COMMON
     parts = {files.COMMON: files.write_part(path, snapshot({"a": torch.ones(1)}))}
     with pytest.raises(OSError, match=unseen):

@@ -138,9 +138,7 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
 ]
 
 
-def test_a_set_with_right_digests_that_is_no_state_is_refused_by_name_and_the_older_one_taken(
-    started: Run, comm: MPI.Intracomm
-) -> None:
+def test_a_set_that_is_no_state_is_refused_by_name(started: Run, comm: MPI.Intracomm) -> None:
     started.train()
     good = [copy.deepcopy(state) for state in started.states()]
     started.write(1, *good)
@@ -166,9 +164,7 @@ def test_a_set_with_right_digests_that_is_no_state_is_refused_by_name_and_the_ol
 
 
 @pytest.mark.parametrize("sends", ["updates", "sparseloco"])
-def test_ranks_that_step_alone_go_on_each_from_its_own_state(
-    comm: MPI.Intracomm, tmp_path: Path, sends: str
-) -> None:
+def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, sends: str) -> None:
     if sends == "sparseloco":
         start_process_group(comm, torch.device("cpu"), "gloo", "")
     folder = comm.bcast(tmp_path)

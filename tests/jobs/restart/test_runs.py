@@ -59,9 +59,7 @@ def interrupted(comm: MPI.Intracomm, path: Path, name: str = "SIGUSR1", settings
     return done
 
 
-def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
-    comm: MPI.Intracomm, path: Path, undisturbed: Path
-) -> None:
+def test_a_stopped_run_ends_as_an_undisturbed_one(comm: MPI.Intracomm, path: Path, undisturbed: Path) -> None:
     done = interrupted(comm, path, "SIGTERM")  # those below: SIGUSR1
     status, said = train(comm, path)
     assert status == 0, said
@@ -71,9 +69,7 @@ def test_a_run_that_a_signal_stopped_ends_as_if_it_had_not(
         assert reader.segments()["step"].tolist() == [0, done]
 
 
-def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(
-    comm: MPI.Intracomm, undisturbed: Path
-) -> None:
+def test_a_complete_run_is_left_alone_another_refused(comm: MPI.Intracomm, undisturbed: Path) -> None:
     before = undisturbed.read_bytes()
     status, said = train(comm, undisturbed)
     assert status == 0
@@ -85,9 +81,7 @@ def test_what_is_complete_is_left_alone_and_what_is_another_run_is_refused(
     assert undisturbed.read_bytes() == before
 
 
-def test_a_checkpoint_of_another_run_is_refused_by_name_where_its_run_file_is_gone(
-    comm: MPI.Intracomm, path: Path
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused_by_name(comm: MPI.Intracomm, path: Path) -> None:
     settings = ["training.steps=5", "training.eval_every=5"]
     assert train(comm, path, settings)[0] == 0
     if comm.rank == 0:
@@ -156,7 +150,7 @@ def test_a_run_continues_on_another_number_of_ranks(comm: MPI.Intracomm, path: P
         ("inf", "the loss is NaN or Inf on rank(s) {}: try a smaller optimizer.lr"),  # of finite gradients
     ],
 )
-def test_what_is_not_finite_on_one_rank_ends_all_alike_and_leaves_the_last_checkpoint(
+def test_what_is_not_finite_leaves_the_last_checkpoint(
     comm: MPI.Intracomm, path: Path, fault: str, told: str
 ) -> None:
     status, said = train(comm, path, ["training.steps=30"], [f"{fault}={comm.size - 1}:25"])
@@ -172,7 +166,7 @@ def test_what_is_not_finite_on_one_rank_ends_all_alike_and_leaves_the_last_check
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("every_steps", "earliest"), [(0, 25), (10, 15)])
-def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_checkpoint(
+def test_ranks_that_drift_apart_are_found(
     comm: MPI.Intracomm, path: Path, every_steps: int, earliest: int
 ) -> None:
     settings = ["training.eval_every=60", f"checkpoint.every_steps={every_steps}"]
@@ -185,7 +179,7 @@ def test_ranks_that_drift_apart_are_found_at_the_end_of_an_epoch_or_before_a_che
 
 
 @pytest.mark.parametrize(("nonfinite", "status", "ended"), [("raise", 1, "failed"), ("skip", 0, "complete")])
-def test_a_held_out_loss_that_is_not_finite_is_named_and_written(
+def test_a_held_out_loss_that_is_nan_is_named(
     comm: MPI.Intracomm, path: Path, nonfinite: str, status: int, ended: str
 ) -> None:
     """The last step may leave parameters that no further gradient tells of."""
@@ -205,11 +199,12 @@ ADAMW = ("optimizer.name=adamw", "optimizer.lr=2e-3", "optimizer.momentum=0", "o
 @pytest.mark.parametrize(
     "settings",
     [
+        ["reduction.method=ddp", "reduction.bucket_mb=0.005"],
         ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"],
         ["reduction.method=sparseloco", "reduction.sparseloco_steps=7"],
         [*ADAMW, "reduction.sends=updates", "reduction.every=3"],
     ],
-    ids=["powersgd", "sparseloco", "updates"],
+    ids=["ddp", "powersgd", "sparseloco", "updates"],
 )
 def test_a_mode_ends_as_if_it_had_not_been_stopped(
     comm: MPI.Intracomm, path: Path, settings: list[str]

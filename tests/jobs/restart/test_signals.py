@@ -27,7 +27,7 @@ leave(EXIT_STATUS)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_second_signal_does_not_kill_a_run_that_has_stopped(name: str) -> None:
+def test_a_second_signal_does_not_kill_a_stopped_run(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STOP_TWICE.format(name=name)],
         env=launch_environment(1, "unknown"),
@@ -41,7 +41,7 @@ def test_a_second_signal_does_not_kill_a_run_that_has_stopped(name: str) -> None
     assert "most recent call first" in done.stderr
 
 
-def test_a_process_that_goes_on_after_a_run_can_be_ended_again() -> None:
+def test_a_process_can_be_ended_after_a_run() -> None:
     with SignalNote():
         pass
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN

@@ -34,9 +34,7 @@ def leave_run_file(
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted", "complete"])
-def test_a_run_that_was_interrupted_is_continued_and_a_complete_one_left_alone(
-    tmp_path: Path, status: str
-) -> None:
+def test_an_interrupted_run_continues_and_a_complete_one_not(tmp_path: Path, status: str) -> None:
     made = config(tmp_path / "run.h5")
     assert plan_start(made, 4, {}) == Start(resume=True)
     leave_run_file(tmp_path / "run.h5", made, status)
@@ -78,7 +76,7 @@ def test_a_run_is_only_continued_with_its_own_settings(
                 plan_start(own, ranks, {})
 
 
-def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> None:
+def test_a_run_only_continues_with_its_data(tmp_path: Path) -> None:
     path, images = tmp_path / "run.h5", write_images(tmp_path / "images.h5")
     made = config(path, data={"name": "prepared", "path": str(images)})
     for known in (data_checksum(images), ""):  # the run began without a file of data
@@ -93,7 +91,7 @@ def test_a_run_is_only_continued_with_the_data_it_began_with(tmp_path: Path) -> 
     assert plan_start(made, 4, {}).resume
 
 
-def test_a_job_that_overwrites_continues_what_it_has_begun_itself_when_it_is_started_again(
+def test_a_requeued_job_that_overwrites_continues_its_own_run(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.h5"
@@ -132,7 +130,7 @@ def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
             plan_start(config(tmp_path / "pipe", run=run), 4, {})
 
 
-def test_checkpoints_are_beside_the_run_file_or_where_they_are_told_to_be(tmp_path: Path) -> None:
+def test_checkpoints_are_beside_the_run_file_or_as_told(tmp_path: Path) -> None:
     assert checkpoint_folder(config(tmp_path / "a.b.h5")) == tmp_path / "a.b.checkpoints"
     told = config(tmp_path / "run.h5", checkpoint={"folder": "/scratch/run"})
     assert checkpoint_folder(told) == Path("/scratch/run")
@@ -144,7 +142,7 @@ def test_a_lock_whose_folder_is_lost_is_released_in_silence(tmp_path: Path) -> N
         folder.parent.rename(tmp_path / "gone")
 
 
-def test_who_waited_for_a_lock_that_is_removed_holds_the_next_one(tmp_path: Path) -> None:
+def test_who_waited_for_a_removed_lock_holds_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     second = folder_lock(folder)
     with ThreadPoolExecutor() as others:

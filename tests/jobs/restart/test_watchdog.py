@@ -52,7 +52,7 @@ def start(first: str, then: str, step: float = 0.5, around: float = 2.0) -> subp
         "os.set_blocking(full, True); os.dup2(full, 2)",
     ],
 )
-def test_a_hang_is_ended_without_a_place_to_tell_of_it(first: str) -> None:
+def test_a_hang_ends_without_a_place_to_tell(first: str) -> None:
     process = start(first, "watchdog.enter(Phase.STEPPING); time.sleep(60)")
     said = process.communicate(timeout=150)[1]
     # 1: even MPI's own abort waited for stderr

@@ -17,6 +17,7 @@ import pytest
 
 from jobs.run.file import RunFile, RunFileError
 from jobs.run.reader import check_readable, problem, read_record
+from tests.data.test_image_file import put
 from tests.jobs.run.test_file import INFO, columns, evaluation
 from tests.launched import ROOT
 
@@ -54,7 +55,7 @@ def damaged(whole: bytes, number: int) -> bytes:
 
 @pytest.mark.timeout(240)  # 45 s of computing in all
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long("`make test` has 20 files"))])
-def test_a_damaged_run_file_is_refused_by_name_or_can_be_continued(tmp_path: Path, count: int) -> None:
+def test_a_damaged_run_file_is_refused_or_continues(tmp_path: Path, count: int) -> None:
     closed, killed = (path.read_bytes() for path in write_run(tmp_path))
 
     def refusal(number: int) -> str:
@@ -81,19 +82,6 @@ def test_a_run_file_that_is_whole_passes(tmp_path: Path) -> None:
         check_readable(path)
 
 
-def replace(name: str, value: object) -> Callable[[h5py.File], None]:
-    def apply(file: h5py.File) -> None:
-        del file[name]
-        if value is not None:
-            file[name] = value
-
-    return apply
-
-
-def attribute(name: str, value: object) -> Callable[[h5py.File], None]:
-    return lambda file: file.attrs.__setitem__(name, value)
-
-
 def huge(file: h5py.File) -> None:
     del file["steps/loss"]
     file.create_dataset("steps/loss", shape=(1 << 40,), dtype="f8", chunks=(1024,))
@@ -102,21 +90,21 @@ def huge(file: h5py.File) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (attribute("config", "no JSON"), "Expecting value"),
-        (attribute("config", '{"training": 3}'), "its configuration has no sections"),
-        (attribute("config", "[" * 5000), "recursion"),
-        (attribute("ranks", "four"), "its ranks is no int"),
-        (attribute("host", np.zeros(3)), "its host is no str"),
-        (attribute("format", "oktopk run 9"), "its format is 'oktopk run 9', not 'oktopk run 1'"),
-        (replace("status", np.array([b"over"])), "its status is 'over'"),
-        (replace("steps", None), "steps"),
-        (replace("steps/loss", None), "no column steps/loss"),
-        (replace("steps/loss", np.zeros((8, 8))), r"its steps/loss is float64 of shape \(8, 8\)"),
-        (replace("steps/loss", np.array([b"a"] * 8)), r"its steps/loss is \|S1, not f8"),
-        (replace("steps/step", np.arange(8)[::-1]), "its steps do not ascend"),
-        (replace("segments/host", np.zeros(1)), "its segments/host is float64, not S64"),
-        (replace("stages/names", np.array([b"\xff"])), "can't decode byte 0xff"),
-        (replace("stages/seconds", np.zeros(8)), "its stages/seconds is float64 of shape"),
+        (put("@config", "no JSON"), "Expecting value"),
+        (put("@config", '{"training": 3}'), "its configuration has no sections"),
+        (put("@config", "[" * 5000), "recursion"),
+        (put("@ranks", "four"), "its ranks is no int"),
+        (put("@host", np.zeros(3)), "its host is no str"),
+        (put("@format", "oktopk run 9"), "its format is 'oktopk run 9', not 'oktopk run 1'"),
+        (put("status", np.array([b"over"])), "its status is 'over'"),
+        (put("steps"), "steps"),
+        (put("steps/loss"), "no column steps/loss"),
+        (put("steps/loss", np.zeros((8, 8))), r"its steps/loss is float64 of shape \(8, 8\)"),
+        (put("steps/loss", np.array([b"a"] * 8)), r"its steps/loss is \|S1, not f8"),
+        (put("steps/step", np.arange(8)[::-1]), "its steps do not ascend"),
+        (put("segments/host", np.zeros(1)), "its segments/host is float64, not S64"),
+        (put("stages/names", np.array([b"\xff"])), "can't decode byte 0xff"),
+        (put("stages/seconds", np.zeros(8)), "its stages/seconds is float64 of shape"),
         (huge, r"its steps/loss is float64 of shape \(1099511627776,\)"),
     ],
 )
@@ -137,7 +125,7 @@ def break_disk(file: RunFile) -> None:
         os.dup2(readable.fileno(), file._file.id.get_vfd_handle())
 
 
-def test_a_run_file_on_a_broken_disk_does_not_crash_the_process_that_wrote_it(tmp_path: Path) -> None:
+def test_a_broken_disk_does_not_crash_the_writer(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"

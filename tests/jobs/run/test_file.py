@@ -50,6 +50,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         file.append_steps(columns(1, 3), {"select": np.array([1.0, 2.0, 3.0])})
         file.append_steps(columns(4, 1), {"reduce": np.array([4.0])})
         file.append_evaluation(**evaluation(4))
+        file.append_measures({name: np.array([0.5, 1.5]) for name in MEASURE_COLUMNS})
     with RunReader(path) as reader:
         assert reader.info == INFO
         assert reader.config == {"training": {"steps": 3}}
@@ -64,12 +65,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         }
         assert reader.evaluations()["accuracy"].tolist() == [0.25]
         assert reader.evaluations()["step"].tolist() == [4]
-
-
-def test_measures_are_read(tmp_path: Path) -> None:
-    with RunFile(tmp_path / "run.h5", INFO) as file:
-        file.append_measures({name: np.array([0.5, 1.5]) for name in MEASURE_COLUMNS})
-    with RunReader(tmp_path / "run.h5") as reader:
         assert reader.measures().keys() == MEASURE_COLUMNS.keys()
         assert reader.measures()["xi"].tolist() == [0.5, 1.5]
 
@@ -161,7 +156,7 @@ def test_a_run_file_that_exists_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run.h5"]
 
 
-def test_a_run_file_is_replaced_when_allowed_even_while_it_is_written(tmp_path: Path) -> None:
+def test_a_run_file_is_replaced_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
     older = RunFile(path, INFO)
     with RunReader(path) as reader:
@@ -286,7 +281,7 @@ def test_a_run_file_continues_without_gap_or_doubled_step(tmp_path: Path) -> Non
     assert [left.name for left in tmp_path.iterdir()] == ["run.h5"]
 
 
-def test_a_run_file_is_on_the_disk_before_it_replaces_the_one_before(
+def test_a_run_file_is_synced_before_it_replaces_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.h5"

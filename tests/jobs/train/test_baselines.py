@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,16 +12,20 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.traffic import Traffic
+from jobs.restart.packing import Snapshot, unpack
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
+from jobs.train.reduce.powersgd import PowerSgdTraining
 from jobs.train.reduce.process_group import (
     WireError,
     ring_traffic,
     start_process_group,
     stop_process_group,
 )
+from jobs.train.reduce.sparseloco import SparseLocoTraining
 from tests.training import flat
 
 CPU = torch.device("cpu")
+EVERY = 3  # steps between two exchanges of SparseLoCo
 
 
 def network() -> nn.Module:
@@ -39,39 +43,46 @@ def mean_gradient(module: nn.Module) -> np.ndarray:
     return torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None]).numpy().copy()
 
 
-def nccl_training(model: nn.Module, *, clip_norm: float = 0.0) -> NcclTraining:
+def nccl(model: nn.Module, ranks: int, *, clip_norm: float = 0.0) -> NcclTraining:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return NcclTraining(inner, clip_norm, torch.float32)
 
 
-def torch_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
-    start_process_group(comm, CPU, "gloo", "")
-    return nccl_training(model)
-
-
-def ddp_training(model: nn.Module, comm: MPI.Intracomm) -> DenseTraining:
-    start_process_group(comm, CPU, "gloo", "")
+def ddp(model: nn.Module, ranks: int) -> DdpTraining:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DdpTraining(inner, 0.0, model, comm.size, bucket_mb=0.003)
+    return DdpTraining(inner, 0.0, model, ranks, bucket_mb=0.003)
 
 
-MODES = {"torch": torch_training, "ddp": ddp_training}
+def powersgd(
+    model: nn.Module, ranks: int, *, rank: int = 2, start: int = 2, bucket_mb: float = 0.004
+) -> PowerSgdTraining:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return PowerSgdTraining(inner, 0.0, model, ranks, bucket_mb=bucket_mb, rank=rank, start=start)
 
 
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Iterator[Callable[[nn.Module, MPI.Intracomm], DenseTraining]]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch has no gloo")
-    yield MODES[request.param]
-    stop_process_group()
+def sparseloco(model: nn.Module, ranks: int, clip_norm: float = 0.0) -> SparseLocoTraining:
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return SparseLocoTraining(inner, clip_norm, ranks, EVERY)
+
+
+def steps(training: DenseTraining, rank: int, numbers: range, model: nn.Module | None = None) -> list[int]:
+    """Trains on the batches of these numbers; the words of each step. model: where DDP is not around it."""
+    words = []
+    for number in numbers:
+        training.zero_grad()
+        backward(getattr(training, "network", model), rank, number)
+        words.append(training.reduce().words)
+        training.apply()
+    return words
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("mode", [nccl, ddp])
 def test_every_mode_steps_on_the_mean_of_all_gradients(
-    comm: MPI.Intracomm, mode: Callable[[nn.Module, MPI.Intracomm], DenseTraining]
+    gloo: MPI.Intracomm, mode: Callable[[nn.Module, int], DenseTraining]
 ) -> None:
-    model, plain = network(), network()
-    training = mode(model, comm)
+    model, plain, comm = network(), network(), gloo
+    training = mode(model, comm.size)
     module = training.network if isinstance(training, DdpTraining) else model
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
@@ -97,11 +108,10 @@ def test_every_mode_steps_on_the_mean_of_all_gradients(
 
 
 @pytest.mark.mpi
-@pytest.mark.usefixtures("gloo")
-def test_clipping_in_a_mode_bounds_the_norm_of_the_mean(comm: MPI.Intracomm) -> None:
+def test_clipping_in_a_mode_bounds_the_norm_of_the_mean(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = nccl_training(model, clip_norm=0.125)
-    backward(model, comm.rank, 0)
+    training = nccl(model, gloo.size, clip_norm=0.125)
+    backward(model, gloo.rank, 0)
     training.reduce()
     assert np.linalg.norm(mean_gradient(model)) == pytest.approx(0.125, rel=1e-3)
     training.close()
@@ -122,22 +132,28 @@ def test_a_second_process_group_and_unknown_backends_are_refused(comm: MPI.Intra
 
 
 @pytest.mark.mpi
-@pytest.mark.usefixtures("gloo")
-def test_a_state_goes_on_where_it_was_taken() -> None:
-    model = network()
-    training = nccl_training(model)
-    for step in range(3):
-        training.zero_grad()
-        backward(model, 0, step)
-        training.reduce()
-        training.apply()
-    resumed = nccl_training(network())
-    resumed.load_state_dict(training.state_dict())
-    assert resumed.reduce().step == 3
-    momenta = [state["momentum_buffer"] for state in resumed.inner.state_dict()["state"].values()]
-    theirs = [state["momentum_buffer"] for state in training.inner.state_dict()["state"].values()]
-    assert len(momenta) == 6
-    assert all(torch.equal(one, other) for one, other in zip(momenta, theirs, strict=True))
+@pytest.mark.parametrize("done", [1, 2, EVERY, EVERY + 2])
+@pytest.mark.parametrize("mode", [nccl, ddp, powersgd, sparseloco])
+def test_a_state_goes_on_bit_for_bit(
+    gloo: MPI.Intracomm, mode: Callable[[nn.Module, int], DenseTraining], done: int
+) -> None:
+    model, resumed_model = network(), network()
+    training, resumed = (mode(each, gloo.size) for each in (model, resumed_model))
+    steps(training, gloo.rank, range(done), model)
+    taken = Snapshot()
+    taken.take({"model": model.state_dict(), "optimizer": training.state_dict()})
+    saved = unpack(taken.tree, taken.tensors)
+    resumed_model.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    for each, own in ((training, model), (resumed, resumed_model)):
+        steps(each, gloo.rank, range(done, done + 4), own)
+    ends = [Snapshot(), Snapshot()]
+    for end, each, own in zip(ends, (training, resumed), (model, resumed_model), strict=True):
+        end.take({"model": own.state_dict(), "optimizer": each.state_dict()})
+    assert ends[0].tree == ends[1].tree
+    for name, tensor in ends[0].tensors.items():
+        assert tensor.numpy().tobytes() == ends[1].tensors[name].numpy().tobytes(), name
+    assert resumed.reduce().step == done + 4
 
 
 def test_a_ring_sends_two_times_its_share() -> None:
@@ -148,9 +164,7 @@ def test_a_ring_sends_two_times_its_share() -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nccl_averages_in_either_type_or_says_that_it_needs_a_gpu_per_rank(
-    comm: MPI.Intracomm, dtype: torch.dtype
-) -> None:
+def test_nccl_averages_or_needs_a_gpu_per_rank(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
     from jobs.train.placement import find_placement
 
     place = find_placement("cuda", comm)

@@ -42,5 +42,5 @@ def test_a_stream_continues_at_any_position_that_another_had(per_epoch: int) -> 
         assert resumed.position == whole.position
 
 
-def test_a_place_past_the_epochs_end_is_the_next_epochs_start() -> None:
+def test_past_an_epochs_end_the_next_begins() -> None:
     assert next(stream(6, Position(epoch=3, samples=65))) == (4, 0)

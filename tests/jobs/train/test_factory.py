@@ -36,7 +36,7 @@ def problem(factory: str, *more: str) -> str:
     return str(caught.value)
 
 
-def test_the_factory_gets_its_arguments_and_weights_that_are_equal_on_all_ranks() -> None:
+def test_the_factory_gets_its_arguments_and_equal_weights() -> None:
     config = load(CONFIG, overrides("tests.networks:digits", "model.arguments={hidden = 7, biased = false}"))
     models = [build_workload(config, rank=rank, size=2).model for rank in (0, 1)]
     layer = models[0][1]
@@ -108,9 +108,7 @@ def test_ones_own_network_trains_on_speech_and_on_text(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(PATIENCE)
-def test_ones_own_network_trains_on_every_rank_or_ends_all_with_status_2(
-    comm: MPI.Intracomm, tmp_path: Path
-) -> None:
+def test_ones_own_network_trains_on_every_rank(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder: Path = comm.bcast(tmp_path)
 
     def train(path: Path, *settings: str) -> tuple[int, str]:

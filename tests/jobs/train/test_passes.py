@@ -14,8 +14,6 @@ from mpi4py import MPI
 from torch import nn
 
 from data.text.loader import TextBatch
-from jobs.config.config import Config
-from jobs.config.file import ConfigError, validate
 from jobs.config.sections import OptimizerConfig
 from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
@@ -157,7 +155,7 @@ def test_a_loss_is_kept_over_later_batches() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("gradient_type", "peer_memory"), [("", True), ("", False), ("bfloat16", True)])
-def test_buckets_of_a_replayed_backward_pass_are_those_of_an_eager_one(
+def test_buckets_of_a_replay_are_the_eager_ones(
     comm: MPI.Intracomm, alike: None, gradient_type: str, peer_memory: bool, passes: int
 ) -> None:
     use("cuda", comm)
@@ -339,7 +337,7 @@ def test_a_replayed_optimizer_takes_the_same_steps(kind: dict[str, Any]) -> None
         ["reduction.method=oktopk", "optimizer.clip_norm=1.0"],
         ["reduction.method=oktopk", "reduction.gradient_type=bfloat16", "training.precision=bfloat16"],
         ["reduction.method=nccl", "training.channels_last=true"],
-        ["reduction.method=nccl", "reduction.overlap=true"],
+        ["reduction.method=ddp"],
         ["reduction.method=oktopk", "reduction.overlap=true", "reduction.bucket_mb=0.1"],
     ],
 )
@@ -357,30 +355,6 @@ def test_a_captured_run_trains_as_an_eager_one(alike: None, tmp_path: Path, over
     assert captured.steps["loss"] == pytest.approx(eager.steps["loss"], rel=loose)
     assert captured.evaluations["loss"] == pytest.approx(eager.evaluations["loss"], rel=loose)
     assert captured.steps["words"].tolist() == eager.steps["words"].tolist()
-
-
-def settings(**sections: dict[str, object]) -> Config:
-    training = {"steps": 1, "cuda_graph": True, **sections.pop("training", {})}
-    return validate({"training": training, **sections})
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"name": "lstm"}, "data": {"name": "an4", "path": "x.h5"}}, "those of speech differ"),
-        (
-            {
-                "model": {"name": "lstm"},
-                "data": {"name": "an4", "path": "x.h5"},
-                "training": {"cuda_graph": False, "label_smoothing": 0.1},
-            },
-            "label_smoothing is for images, not for speech",
-        ),
-    ],
-)
-def test_what_cannot_be_captured_is_named(sections: dict[str, dict[str, object]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(**sections)
 
 
 def test_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,17 +14,16 @@ from mpi4py import MPI
 from torch import nn
 
 from jobs.report.summary import read_runs
-from jobs.restart.packing import Snapshot, unpack
 from jobs.train.__main__ import main
 from jobs.train.reduce.baselines import EAGER_STEPS
-from jobs.train.reduce.powersgd import LowRank, PowerSgdTraining, low_rank
+from jobs.train.reduce.powersgd import LowRank, low_rank
 from jobs.train.reduce.process_group import (
     WireError,
     allow_p2p,
     ring_traffic,
 )
 from oktopk.elastic import redistribute
-from tests.jobs.train.test_baselines import backward, flat, mean_gradient, network
+from tests.jobs.train.test_baselines import backward, flat, mean_gradient, network, powersgd, steps
 from tests.launched import PATIENCE, outcome
 
 CPU = torch.device("cpu")
@@ -34,24 +33,6 @@ pytestmark = [
     pytest.mark.timeout(PATIENCE),
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo"),
 ]
-
-
-def training_of(
-    model: nn.Module, ranks: int, *, rank: int = 2, start: int = 2, bucket_mb: float = 0.004
-) -> PowerSgdTraining:
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return PowerSgdTraining(inner, 0.0, model, ranks, bucket_mb=bucket_mb, rank=rank, start=start)
-
-
-def steps(training: PowerSgdTraining, rank: int, numbers: range) -> list[int]:
-    """Trains on the batches of these numbers; the words of each step."""
-    words = []
-    for number in numbers:
-        training.zero_grad()
-        backward(training.network, rank, number)
-        words.append(training.reduce().words)
-        training.apply()
-    return words
 
 
 def test_a_parameter_is_approximated_where_that_more_than_halves_it() -> None:
@@ -65,10 +46,10 @@ def test_a_parameter_is_approximated_where_that_more_than_halves_it() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("bucket_mb", [0.004, 25.0])
-def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
+def test_counted_words_are_those_that_the_hook_sums(
     gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, bucket_mb: float
 ) -> None:
-    training = training_of(network(), gloo.size, bucket_mb=bucket_mb)
+    training = powersgd(network(), gloo.size, bucket_mb=bucket_mb)
     summed: list[int] = []
     allreduce = dist.all_reduce
 
@@ -91,11 +72,11 @@ def test_the_words_that_are_counted_are_those_that_torchs_hook_sums(
 
 
 @pytest.mark.mpi
-def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_residuals(
+def test_ranks_agree_and_keep_what_they_did_not_send(
     gloo: MPI.Intracomm,
 ) -> None:
     model = network()
-    training = training_of(model, gloo.size, rank=1)
+    training = powersgd(model, gloo.size, rank=1)
     steps(training, gloo.rank, range(2))
     applied, entered = np.zeros(training.length), np.zeros(training.length)
     for number in range(2, 6):
@@ -115,34 +96,8 @@ def test_ranks_end_with_equal_parameters_and_what_they_did_not_send_in_their_res
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("done", [1, 2, 5])
-def test_a_state_goes_on_bit_for_bit(gloo: MPI.Intracomm, done: int) -> None:
-    model = network()
-    training = training_of(model, gloo.size)
-    steps(training, gloo.rank, range(done))
-    snapshot = Snapshot()
-    snapshot.take({"optimizer": training.state_dict()})
-    resumed_model = network()
-    resumed_model.load_state_dict(model.state_dict())
-    resumed = training_of(resumed_model, gloo.size)
-    resumed.load_state_dict(unpack(snapshot.tree, snapshot.tensors)["optimizer"])
-    for each in (training, resumed):
-        steps(each, gloo.rank, range(done, done + 4))
-    assert flat(model).tobytes() == flat(resumed_model).tobytes()
-    ours, theirs = (each.state_dict()["reducer"] for each in (training, resumed))
-    assert ours["steps"] == theirs["steps"] == done + 4
-    assert torch.equal(ours["residual"], theirs["residual"])
-    assert len(ours["matrices"]) > 1
-    assert all(map(torch.equal, ours["matrices"], theirs["matrices"]))
-    narrower = training_of(network(), gloo.size, rank=1)
-    with pytest.raises(ValueError, match=r"a state of PowerSGD with .* elements in its buckets is not for"):
-        narrower.load_state_dict(training.state_dict())
-    training.close()
-
-
-@pytest.mark.mpi
 def test_a_capture_leaves_errors_where_they_are(gloo: MPI.Intracomm) -> None:
-    plain, recorded = (training_of(network(), gloo.size) for _ in range(2))
+    plain, recorded = (powersgd(network(), gloo.size) for _ in range(2))
     for training in (plain, recorded):
         steps(training, gloo.rank, range(3))
     places = [error.data_ptr() for error in recorded._powersgd.error_dict.values()]
@@ -159,7 +114,7 @@ def test_a_capture_leaves_errors_where_they_are(gloo: MPI.Intracomm) -> None:
 
 @pytest.mark.mpi
 def test_what_precedes_a_capture(gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = training_of(network(), gloo.size, start=13)
+    training = powersgd(network(), gloo.size, start=13)
     starts = [training.eager_start]
     monkeypatch.setattr(training, "_stream", object())
     for number in range(4):
@@ -172,7 +127,7 @@ def test_what_precedes_a_capture(gloo: MPI.Intracomm, monkeypatch: pytest.Monkey
 @pytest.mark.mpi
 def test_errors_are_redistributed_to_other_ranks(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, gloo.size)
+    training = powersgd(model, gloo.size)
     steps(training, gloo.rank, range(4))
     every = gloo.allgather(training.state_dict()["reducer"])
     fewer = redistribute(lambda saved: every[saved], gloo.size, 0, 1)
@@ -189,7 +144,7 @@ def test_errors_are_redistributed_to_other_ranks(gloo: MPI.Intracomm) -> None:
 @pytest.mark.mpi
 def test_a_gradient_of_zeros_stays_one(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, gloo.size)
+    training = powersgd(model, gloo.size)
     for _ in range(4):
         training.zero_grad()
         backward(training.network, gloo.rank, 0, 0.0)
@@ -200,7 +155,7 @@ def test_a_gradient_of_zeros_stays_one(gloo: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_trains_and_what_cannot_be_is_said_in_a_sentence(comm: MPI.Intracomm, tmp_path: Path) -> None:
+def test_a_run_trains_and_refusals_are_sentences(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder: Path = comm.bcast(tmp_path)
 
     def train(name: str, *overrides: str) -> tuple[int, str]:
@@ -233,11 +188,19 @@ def test_a_run_trains_and_what_cannot_be_is_said_in_a_sentence(comm: MPI.Intraco
     assert np.isfinite(run.steps["loss"]).all()
 
 
+@pytest.mark.mpi
+def test_a_state_of_another_rank_is_refused(gloo: MPI.Intracomm) -> None:
+    training, narrower = (powersgd(network(), gloo.size, rank=rank) for rank in (2, 1))
+    steps(training, gloo.rank, range(3))
+    with pytest.raises(ValueError, match=r"a state of PowerSGD with .* elements in its buckets is not for"):
+        narrower.load_state_dict(training.state_dict())
+
+
 def test_parameters_without_dimensions_are_refused() -> None:
     model = network()
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     with pytest.raises(ValueError, match="parameters of at least one dimension, and scale has none"):
-        training_of(model, 1)
+        powersgd(model, 1)
 
 
 def test_nccl_is_kept_to_host_memory_for_a_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:

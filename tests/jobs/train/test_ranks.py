@@ -134,13 +134,11 @@ def test_methods_and_modes_train_alike_on_gpus(tmp_path: Path) -> None:
         ],
         dense=["reduction.method=dense"],
         overlapped=["reduction.method=dense", "reduction.overlap=true"],
-        nccl_overlapped=["reduction.method=nccl", "reduction.overlap=true"],
         oktopk_overlapped=["reduction.method=oktopk", "reduction.overlap=true"],
         nccl=["reduction.method=nccl"],
         ddp=["reduction.method=ddp"],
         oktopk=["reduction.method=oktopk"],
         nccl_half=["reduction.method=nccl", half],
-        overlapped_half=["reduction.method=nccl", "reduction.overlap=true", half],
         ddp_half=["reduction.method=ddp", half],
         oktopk_half=["reduction.method=oktopk", half],
     )
@@ -190,9 +188,7 @@ FAILING = """
         ),
     ],
 )
-def test_a_rank_that_raises_ends_the_job_within_ten_seconds_with_its_traceback(
-    tmp_path: Path, method: str, overlap: str
-) -> None:
+def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path: Path, method: str, overlap: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + textwrap.dedent(FAILING))
     path, when = tmp_path / "run.h5", tmp_path / "when"

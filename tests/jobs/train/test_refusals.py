@@ -62,7 +62,7 @@ def test_what_the_library_refuses_is_refused_before_training(
 
 
 @pytest.mark.parametrize("method", ["append_steps", "append_evaluation", "close"])
-def test_a_broken_disk_under_the_run_file_ends_the_run_with_one_sentence(
+def test_a_broken_disk_ends_the_run_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
     path, write = tmp_path / "run.h5", getattr(RunFile, method)

@@ -50,9 +50,7 @@ def unreadable_on_rank_1(config: Any, *, rank: int, size: int) -> Workload:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_cannot_be_done_is_said_once_and_ends_every_rank_alike(
-    comm: MPI.Intracomm, folder: Path
-) -> None:
+def test_what_cannot_be_done_is_said_once(comm: MPI.Intracomm, folder: Path) -> None:
     path, taken = folder / "run.h5", folder.with_name("taken.h5")
     if comm.rank == 0:
         taken.write_text("precious")
@@ -109,7 +107,7 @@ def test_parameters_that_differ_are_named_on_every_rank(comm: MPI.Intracomm) -> 
         check_same_parameters(model, comm, 8)
 
 
-def test_dense_modes_train_like_dense_and_say_when_a_run_diverges(comm: MPI.Intracomm, folder: Path) -> None:
+def test_dense_modes_train_like_dense_or_tell_of_divergence(comm: MPI.Intracomm, folder: Path) -> None:
     settings = [
         "model.width=0.0625",
         "training.steps=8",

@@ -8,31 +8,12 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.restart.packing import Snapshot, unpack
 from jobs.train.reduce.sparseloco import CHUNK, CODED, DECAY, KEPT, SparseLocoTraining, decode, encode
 from oktopk.elastic import redistribute
-from tests.jobs.train.test_baselines import backward, flat, network
-
-EVERY = 3
+from tests.jobs.train.test_baselines import EVERY, backward, flat, network, sparseloco, steps
 
 
-def training_of(model: torch.nn.Module, ranks: int, clip_norm: float = 0.0) -> SparseLocoTraining:
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    return SparseLocoTraining(inner, clip_norm, ranks, EVERY)
-
-
-def steps(training: SparseLocoTraining, model: torch.nn.Module, rank: int, numbers: range) -> list[int]:
-    """Trains on the batches of these numbers; the words of each step."""
-    words = []
-    for number in numbers:
-        training.zero_grad()
-        backward(model, rank, number)
-        words.append(training.reduce().words)
-        training.apply()
-    return words
-
-
-def test_the_largest_of_each_chunk_travel_with_their_sign_and_one_of_two_magnitudes() -> None:
+def test_a_chunks_largest_travel_with_sign_and_magnitude() -> None:
     drawn = torch.Generator().manual_seed(3)
     chunks = torch.randn(5, CHUNK, generator=drawn)
     chunks[3] = 0.0
@@ -52,25 +33,25 @@ def test_the_largest_of_each_chunk_travel_with_their_sign_and_one_of_two_magnitu
 
 
 @pytest.mark.mpi
-def test_nothing_is_lost_but_by_the_decay_and_ranks_agree_after_every_exchange(gloo: MPI.Intracomm) -> None:
+def test_nothing_is_lost_and_ranks_agree_after_an_exchange(gloo: MPI.Intracomm) -> None:
     model = network()
-    training = training_of(model, gloo.size)
+    training = sparseloco(model, gloo.size)
     before = torch.from_numpy(flat(model))
     kept = torch.zeros(training.length)
     for first in range(0, 4 * EVERY, EVERY):
-        assert steps(training, model, gloo.rank, range(first, first + EVERY - 1)) == [0] * (EVERY - 1)
+        assert steps(training, gloo.rank, range(first, first + EVERY - 1), model) == [0] * (EVERY - 1)
         assert gloo.size == 1 or len(set(gloo.allgather(flat(model).tobytes()))) > 1
         with training.agreed():
             assert flat(model).tobytes() == before.numpy().tobytes()
         # the last local step, by itself
         apart = network()
         apart.load_state_dict(model.state_dict())
-        alone = training_of(apart, gloo.size)
+        alone = sparseloco(apart, gloo.size)
         alone.inner.load_state_dict(copy.deepcopy(training.inner.state_dict()))
         backward(apart, gloo.rank, first + EVERY - 1)
         alone.inner.step()
         changed = torch.from_numpy(flat(apart)) - before
-        (words,) = steps(training, model, gloo.rank, range(first + EVERY - 1, first + EVERY))
+        (words,) = steps(training, gloo.rank, range(first + EVERY - 1, first + EVERY), model)
         assert 4 * words == (gloo.size - 1) * CODED * -(-training.length // CHUNK)
         residual = training.state_dict()["reducer"]["residual"]
         sent = gloo.allreduce((DECAY * kept + changed - residual).double().numpy()) / gloo.size
@@ -85,24 +66,15 @@ def test_nothing_is_lost_but_by_the_decay_and_ranks_agree_after_every_exchange(g
 def test_a_ranks_own_gradient_is_clipped(gloo: MPI.Intracomm) -> None:
     model, plain = network(), network()
     training = SparseLocoTraining(torch.optim.SGD(model.parameters(), lr=1.0), 0.125, gloo.size, EVERY)
-    steps(training, model, gloo.rank, range(1))
+    steps(training, gloo.rank, range(1), model)
     assert torch.from_numpy(flat(model) - flat(plain)).norm().item() == pytest.approx(0.125, rel=1e-3)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("done", [EVERY, EVERY + 1])
-def test_a_state_goes_on_bit_for_bit(gloo: MPI.Intracomm, done: int) -> None:
+def test_other_ranks_start_from_what_all_had_agreed_on(gloo: MPI.Intracomm) -> None:
     model, resumed_model = network(), network()
-    training, resumed = (training_of(each, gloo.size) for each in (model, resumed_model))
-    steps(training, model, gloo.rank, range(done))
-    snapshot = Snapshot()
-    snapshot.take({"optimizer": training.state_dict()})
-    resumed.load_state_dict(unpack(snapshot.tree, snapshot.tensors)["optimizer"])
-    for each, own in ((training, model), (resumed, resumed_model)):
-        steps(each, own, gloo.rank, range(done, done + EVERY))
-        assert flat(own).tobytes() == flat(model).tobytes()
-    assert torch.equal(*(each.state_dict()["reducer"]["residual"] for each in (training, resumed)))
-    # other ranks start from what all had agreed on, and no residual is lost
+    training, resumed = (sparseloco(each, gloo.size) for each in (model, resumed_model))
+    steps(training, gloo.rank, range(EVERY + 1), model)
     saved = gloo.allgather(training.state_dict()["reducer"])
     more = redistribute(lambda rank: saved[rank], gloo.size, gloo.rank, gloo.size + 1)
     resumed.load_state_dict({**training.inner.state_dict(), "reducer": more})

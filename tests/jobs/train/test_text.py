@@ -1,4 +1,4 @@
-"""BERT in training: text that the test makes is learnt, and what does not go together is refused."""
+"""BERT and GPT in training: their shipped files and losses, and text that the test makes is learnt."""
 
 from __future__ import annotations
 
@@ -6,49 +6,30 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.config.file import ConfigError, load
+from data.text.file import TextSet
+from data.text.packing import Frame, contiguous
+from jobs.config.file import load
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.optimizers import build_optimizer, learning_rate_factor
-from jobs.train.placement import find_placement
+from jobs.train.optimizers import build_optimizer
 from jobs.train.setup import build_workload
-from jobs.train.tasks.text import MaskedLanguage, build_language
-from tests.devices import gpus
+from jobs.train.tasks.text import make_network
+from tests.jobs.train.conftest import CONFIGS, Configured, Words
 from tests.launched import run_ranks
-from tests.tiny_runs import forget_the_end
 
-CONFIG = Path(__file__).parents[3] / "jobs" / "configs" / "bert.toml"
-TINY = [
-    "model.vocabulary=0",
-    "model.layers=1",
-    "model.hidden=64",
-    "model.dropout=0.0",
-    "optimizer.lr=1e-3",
-    "schedule.name=constant",
-    "reduction.density=0.2",
-    "reduction.threshold_interval=8",
-    "reduction.boundary_interval=8",
-    "training.device=cpu",
-    "training.batch_size=16",
-    "training.eval_every=1000",
-]
-
-
-def overrides(documents: Path, *more: str) -> list[str]:
-    return [*TINY, f"data.path={documents}", *more]
+BERT = CONFIGS / "bert.toml"
 
 
 @pytest.mark.long("trains until text is learnt; in `make test` the loss falls")
 @pytest.mark.timeout(150)
-def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, documents: Path) -> None:
+def test_a_tiny_bert_on_ranks_learns_text(tmp_path: Path, words: Words) -> None:
     path = tmp_path / "run.h5"
-    more = overrides(documents, f"run.file={path}", "training.steps=120", "training.batch_size=8")
-    done = run_ranks(2, "-m", "jobs.train", str(CONFIG), "--set", *more)
+    given = words("bert", f"run.file={path}", "training.steps=120", "training.batch_size=8")
+    done = run_ranks(2, "-m", "jobs.train", *given)
     assert done.returncode == 0, done.stderr
     (run,) = read_runs([path])
     assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 2, "oktopk")
@@ -59,38 +40,8 @@ def test_a_tiny_bert_on_ranks_learns_text_that_the_test_makes(tmp_path: Path, do
     assert run.steps["words"].mean() <= run.upper_bound
 
 
-@pytest.mark.timeout(150)
-def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, documents: Path) -> None:
-    path = tmp_path / "run.h5"
-    settings = ["model.dropout=0.1", "training.steps=12", f"run.file={path}", "checkpoint.every_steps=5"]
-
-    def run() -> np.ndarray:
-        assert main([str(CONFIG), "--set", *overrides(documents, *settings)], comm=MPI.COMM_SELF) == 0
-        return np.asarray(read_runs([path])[0].steps["loss"])
-
-    whole = run()
-    # after step 10; 5, or what came after 10, where the disk was still busy with the set before
-    done = forget_the_end(path)
-    assert 5 <= done < 12
-    assert run().tolist() == whole[done:].tolist()
-
-
-def test_ranks_share_weights_but_neither_text_nor_dropout(documents: Path) -> None:
-    config = load(CONFIG, overrides(documents))
-    batches, draws, weights = [], [], []
-    for rank in range(2):
-        workload = build_workload(config, rank=rank, size=2)
-        assert isinstance(workload, MaskedLanguage)
-        batches.append(next(workload.batches(0)))
-        draws.append(torch.rand(4))
-        weights.append(torch.cat([p.detach().flatten() for p in workload.model.parameters()]))
-    assert torch.equal(*weights)
-    assert not torch.equal(*draws)
-    assert not torch.equal(batches[0][0], batches[1][0])
-
-
-def test_text_without_pairs_has_the_loss_of_its_words(documents: Path) -> None:
-    workload = build_language(load(CONFIG, overrides(documents)), rank=0, size=1)
+def test_text_without_pairs_has_the_loss_of_its_words(configured: Configured) -> None:
+    workload = build_workload(configured("bert"), rank=0, size=1)
     batch = next(workload.batches(0))
     alone = (*batch[:5], torch.full_like(batch[5], -100))
     both, words = workload.loss(batch), workload.loss(alone)
@@ -99,65 +50,9 @@ def test_text_without_pairs_has_the_loss_of_its_words(documents: Path) -> None:
     assert (both - words).item() == pytest.approx(math.log(2), abs=0.2)
 
 
-def test_the_score_is_the_mean_over_masked_words_however_they_are_shared(documents: Path) -> None:
-    config = load(CONFIG, overrides(documents, "training.eval_batch_size=5"))
-    whole = build_language(config, rank=0, size=1).score()
-    parts = [build_language(config, rank=rank, size=3).score() for rank in range(3)]
-    assert sum(part.samples for part in parts) == whole.samples > 50
-    assert sum(part.correct for part in parts) == whole.correct
-    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-4)
-
-
-@pytest.mark.skipif(not gpus(), reason="no GPU")
-def test_a_gpu_sees_the_same_batches_and_the_same_loss(documents: Path) -> None:
-    config = load(CONFIG, overrides(documents))
-    host, device = (build_language(config, rank=1, size=2) for _ in range(2))
-    device.move_to(find_placement("cuda", MPI.COMM_SELF))
-    for step, (left, right) in enumerate(zip(host.batches(2), device.batches(2), strict=True)):
-        for name, one, other in zip(left._fields, left, right, strict=True):
-            assert torch.equal(one, other.cpu()), f"{name} of step {step}"
-    losses = [workload.loss(next(workload.batches(0))) for workload in (host, device)]
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
-    for loss in losses:
-        loss.backward()
-    for (name, one), other in zip(host.model.named_parameters(), device.model.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-2, atol=1e-4, msg=name)
-    assert device.score().loss == pytest.approx(host.score().loss, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.vocabulary=30522", r"text\.h5: a vocabulary of \d+ words, but model\.vocabulary is 30522"),
-        ("training.batch_size=100000", r"text\.h5: \d+ samples are fewer than the 100000 of one step"),
-        ("data.path=nowhere.h5", r"nowhere\.h5: no such file"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_before_training(
-    documents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], override: str, message: str
-) -> None:
-    more = overrides(documents, f"run.file={tmp_path / 'run.h5'}", override)
-    assert main([str(CONFIG), "--set", *more], comm=MPI.COMM_SELF) == 2
-    assert re.search(message, capfd.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.name=prepared data.eval_sequences=0", "model.name 'bert' does not take data.name 'prepared'"),
-        ("optimizer.name=adam", "bias_correction false is for adamw, not for adam"),
-        ("model.hidden=100", "multiple of 64"),
-        ("schedule.warmup=2", r"a warmup of 2.0 runs is not in \[0, 1\]"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_named(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(CONFIG, ["data.path=text.h5", *override.split()])
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adam_without_correction_follows_its_formula(decay: float) -> None:
-    config = load(CONFIG, ["data.path=text.h5", f"optimizer.weight_decay={decay}"]).optimizer
+    config = load(BERT, ["data.path=text.h5", f"optimizer.weight_decay={decay}"]).optimizer
     matrix, vector = torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))
     optimizer = build_optimizer(config, [matrix, vector])
     expected = [matrix.detach().double().clone(), vector.detach().double().clone()]
@@ -183,11 +78,46 @@ def test_adam_without_correction_follows_its_formula(decay: float) -> None:
     assert optimizer.param_groups[0]["eps"] == 1e-6
 
 
-def test_the_shipped_schedule_rises_over_a_tenth_of_the_run_and_falls_over_the_rest() -> None:
-    schedule = load(CONFIG, ["data.path=text.h5"]).schedule
-    factors = [
-        learning_rate_factor(schedule, step, steps=100, steps_per_epoch=7, ranks=4) for step in range(100)
-    ]
-    assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert np.diff(factors[10:]) == pytest.approx(-1 / 89)
-    assert factors[-1] == pytest.approx(0.0)
+def test_gpts_shipped_file_has_three_sizes() -> None:
+    words = tuple(map(str, range(16_384)))
+    texts = TextSet(contiguous([[[7] * 600]], Frame(512, 0, 0, 0)), words, "x.h5")
+    sizes, file = {}, CONFIGS / "gpt.toml"
+    for size, keys in re.findall(r"(\d+\.\d) M parameters(?:: --set ([^;\n]*))?", file.read_text()):
+        config = load(file, ["data.path=x.h5", *keys.split()])
+        with torch.device("meta"):
+            model = make_network(config, texts)
+        sizes[size] = round(sum(p.numel() for p in model.parameters()) / 1e6, 1)
+        groups = build_optimizer(config.optimizer, model.parameters()).param_groups
+        assert [(group["weight_decay"], group["betas"]) for group in groups] == [
+            (decay, (0.9, 0.95)) for decay in (0.1, 0.0)
+        ]
+        assert [{p.ndim for p in group["params"]} for group in groups] == [{2}, {1}]
+        assert (config.optimizer.clip_norm, config.schedule.name) == (1.0, "cosine")
+        assert (config.schedule.unit, config.schedule.warmup, config.schedule.final) == ("run", 0.05, 0.1)
+    assert sizes == {"17.1": 17.1, "5.0": 5.0, "98.0": 98.0}
+
+
+def test_gpts_loss_is_the_mean_over_tokens_that_one_follows(configured: Configured) -> None:
+    workload = build_workload(configured("gpt"), rank=0, size=1)
+    tokens, labels = next(workload.batches(0))
+    scores = workload.model(tokens)[:, :-1].log_softmax(2)
+    told = scores.gather(2, tokens[:, 1:, None])[..., 0][labels[:, :-1] >= 0]
+    assert workload.loss([tokens, labels]).item() == pytest.approx(-told.mean().item(), rel=1e-5)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("method", ["oktopk", "sparseloco", "updates"])
+def test_a_tiny_gpt_learns_text(comm: MPI.Intracomm, tmp_path: Path, method: str, words: Words) -> None:
+    given, folder = comm.bcast((words("gpt"), tmp_path))
+    given += [f"run.file={folder / 'run.h5'}", "data.eval_sequences=30", "optimizer.lr=1e-2"]
+    # evaluated, and saved at the end, where ranks that step alone have parted
+    given += ["training.batch_size=4", "training.steps=24", "training.eval_every=12"]
+    given += ["reduction.sparseloco_steps=5", "reduction.density=0.2"]
+    if method == "updates":
+        given += ["reduction.sends=updates", "reduction.every=5", "reduction.deferred=false"]
+    else:
+        given.append(f"reduction.method={method}")
+    assert main(given, comm=comm) == 0
+    (run,) = read_runs([folder / "run.h5"])
+    assert run.evaluations["loss"][-1] < 0.9 * run.steps["loss"][0]
+    assert (run.steps["words"] > 0).sum() == (0 if comm.size == 1 else 24 if method == "oktopk" else 4)

@@ -1,9 +1,14 @@
-"""The launches of a step over symmetric memory, laid out once for a k: buffers, windows, and all parameters that stay."""
+"""The launches of a step among the GPUs of one host, laid out once for a k: buffers, windows, and all parameters that stay.
+
+The kernels exchange selections and counts through symmetric memory, and decide alike on all ranks; no kernel waits for the host.
+They cut a selection over the cap down to the top k. What they cannot end stops at the same place on all ranks, see `p2p_outcome`.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +23,26 @@ from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
     DECISION_WORDS,
+    DEFERRED,
     KEPT,
     NARROWEST,
+    ODD,
     P2P,
     SELECTED,
     Decision,
     Step,
 )
 from collectives.device_transport import DeviceTransport
-from collectives.symmetric_memory import SymmetricMemory, entries_bytes
-from oktopk.cuda.kth_select import TAKEN_WORDS, KthSelect
+from collectives.split_and_reduce import RegionLists
+from collectives.symmetric_memory import SymmetricMemory, abort_reasons, entries_bytes
+from oktopk.cuda.kth_select import KthSelect
 from oktopk.cuda.layouts import APPLY_ENTRIES
 from oktopk.cuda.mailbox import Mailbox
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches, selection_header
+from oktopk.cuda.step_graphs import StepGraphs
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.results import StageTimer
 from oktopk.settings import Settings, selection_cap
 from oktopk.thresholds import CANDIDATES, MISS
 
@@ -55,25 +66,24 @@ class _Reader:
 
     Attributes:
         kernels: of that kind.
-        alone, p2p: select from it, for this rank and for a step.
+        select: select from it.
         undo: takes it out of the residual again, where a step stopped for elements that are not finite; None for one that stays.
     """
 
     kernels: Mapping[str, Kernel]
-    alone: SelectLaunches
-    p2p: SelectLaunches
+    select: SelectLaunches
     undo: PreparedLaunch | None
 
 
-class P2PGraph:
-    """Everything that a step launches.
+class P2PLaunches:
+    """Everything that a step launches, and the graphs that it is captured in.
 
     Args:
         kernels: the gradient kernels of this rank (`oktopk.cuda.kernels.DeviceKernels`).
         transport: of the ranks, which all use symmetric memory. Collective: every rank must construct.
         length: elements of the gradient (n).
-        k: entries wanted.
         settings: equal on all ranks.
+        k: entries wanted.
 
     Raises:
         ValueError: lists of this k do not fit 32-bit offsets; on every rank alike, before anything collective.
@@ -81,18 +91,15 @@ class P2PGraph:
 
     Attributes:
         k: as given.
-        pool: ENTRY[3k], the lists of this rank's region.
         gathered: ENTRY[5k/4], what was applied last.
         selected, decided: mailboxes of the selection and the decision.
-        packed_report, collected, taken, splits: reports in pinned memory, as plain integers.
-        timed: whether events are recorded between the stages of a step.
 
     Memory: a window of 13k/4 entries and 0.8 MB; lists of 29k/4 entries beside it; 2k entries and n/1500 words that a
         selection passes through; (P + 1)n/4096 words where tiles begin.
     """
 
     def __init__(
-        self, kernels: Any, transport: DeviceTransport, length: int, k: int, settings: Settings
+        self, kernels: Any, transport: DeviceTransport, length: int, settings: Settings, k: int
     ) -> None:
         most = max(_POOL * k, transport.size * selection_cap(k))
         if most >= _OFFSETS:
@@ -121,17 +128,18 @@ class P2PGraph:
         workspace: Any = self._transport.workspace
         workspace.set_buffer("packed", self._packed)
         pool = max(_POOL * k, min(ranks * selection_cap(k), _SMALL_POOL))
-        self.pool = workspace.entries("incoming", pool)
+        self._pool = workspace.entries("incoming", pool)
         self.gathered = workspace.entries("gathered", selection_cap(k))
         self._sums = workspace.entries("region sums", pool)
         self.selected = Mailbox(device, "selected", 4 + 2 * ranks)
         self.decided = Mailbox(device, "decided", DECISION_WORDS + ranks)
-        self.packed_report = device.view("select", ctypes.c_uint32 * (4 + ranks))
-        self.collected = device.view("collected", ctypes.c_uint32 * ranks)
-        self.taken = device.view("taken", ctypes.c_uint32 * TAKEN_WORDS)
-        self.splits = device.view("splits found", ctypes.c_uint32 * ranks)
+        self._collected = device.view("collected", ctypes.c_uint32 * ranks)
         self._step = device.view("step", Step)
         self._boundaries = device.allocate(ranks + 1, np.int64)
+        self._regions: NDArray[np.int64] | None = None  # of the last launch
+        self._vectors = (0, 0, 0)  # addresses of its gradient, residual and update
+        self._graphs = StepGraphs(device)
+        self._odd = 0  # flag of the last launch
 
         def words(name: str, nbytes: int) -> int:
             return int(device.scratch(name, nbytes // 4, np.uint32).data.ptr)
@@ -146,7 +154,7 @@ class P2PGraph:
         )
         self._needs_no_trim = words("needs no trim", 4)
         self._header = selection_header(device, ranks)
-        self.timed = False
+        self._timed = False
         with device.gpu:
             self._marks = [cupy.cuda.Event() for _ in range(len(_STAGES) + 1)]
 
@@ -201,14 +209,14 @@ class P2PGraph:
             collect["await_signal"].prepare(p2p=p2p, signal=signal) for signal in (SELECTED, KEPT)
         ]
         self._collect = collect["collect_region"].prepare(
-            p2p=p2p, packed_at=packed_at, cap=selection_cap(self.k), capacity=self.pool.size, pool=self.pool.pointer,
+            p2p=p2p, packed_at=packed_at, k=self.k, cap=selection_cap(self.k), capacity=self._pool.size, pool=self._pool.pointer,
             splits=splits, report=device.address("collected"),
         )  # fmt: skip
         self._overflow_blocks = lists.overflow_blocks
         overflowed = device.scratch("p2p overflowed tiles", self._most_tiles, np.uint32).data.ptr
         self._count_sums = [
             kernel.prepare(
-                p2p=p2p, pool=self.pool.pointer, splits=splits, lists=ranks, candidates=device.table(CANDIDATES),
+                p2p=p2p, pool=self._pool.pointer, splits=splits, lists=ranks, candidates=device.table(CANDIDATES),
                 sums=self._sums.pointer, overflowed=overflowed, state=lists.sums_state,
             )
             for kernel in lists.sum_kernels
@@ -223,8 +231,7 @@ class P2PGraph:
         )  # fmt: skip
 
     def _make_reader(self, kernels: Mapping[str, Kernel]) -> _Reader:
-        alone = self._select.for_kernels(kernels)
-        p2p = alone.for_p2p(
+        select = self._select.for_kernels(kernels).for_p2p(
             p2p=self._p2p, boundaries=self._boundaries.data.ptr, regions=self._transport.size, header=self._header,
             mailbox=self.selected.address, k=self.k, cap=selection_cap(self.k), needs_no_trim=self._needs_no_trim,
         )  # fmt: skip
@@ -232,7 +239,7 @@ class P2PGraph:
         undo = None
         if kernel is not None:
             undo = kernel.prepare(n=self._length, decision=self._p2p.decision)
-        return _Reader(kernels, alone, p2p, undo)
+        return _Reader(kernels, select, undo)
 
     @property
     def aborted(self) -> bool:
@@ -241,63 +248,160 @@ class P2PGraph:
 
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on. Not collective."""
-        self._memory.abort(epoch)
+        # after a fault of the GPU this fails too, and the fault is the error to report
+        with suppress(cupy.cuda.runtime.CUDARuntimeError):
+            self._memory.abort(epoch)
 
-    def set_step(self, epoch: int, local_bits: int, global_bits: int, support: int, flags: int) -> None:
-        """Set what differs in the next step."""
+    def why_aborted(self, reasons: Sequence[int]) -> str:
+        """What an outcome's reasons say, in words."""
+        return abort_reasons(list(reasons), self._p2p.timeout / 1e9)
+
+    def launch(
+        self,
+        gradient: Any,
+        vectors: ErrorFeedback,
+        boundaries: NDArray[np.int64],
+        bits: tuple[int, int],
+        flags: int,
+        *,
+        exact: bool,
+        timed: bool = False,
+        selected: int | None = None,
+    ) -> int:
+        """Put a step on the stream. Collective: every rank must call.
+
+        Args:
+            gradient: [n], read; an array, or a tensor list, which may lie elsewhere in every step.
+            vectors: of this rank. The residual becomes gradient + residual, less what is applied; the update becomes the
+                sum over the ranks, scaled.
+            boundaries: int64[P + 1], equal on all ranks; another array where they have changed.
+            bits: the local threshold, and the expected global one or the least that a sum must reach to be looked at.
+            flags: CUT_TO_K, DEFERRED and FLAGGED, see `collectives.cuda.layouts`.
+            exact: compute the exact global threshold.
+            timed: time the stages on the device.
+            selected: entries of the selection, where it lies in the buffer already and nothing is to be accumulated.
+
+        Returns:
+            The epoch of what it will report to `selected` and `decided`.
+
+        Traffic: 2 words a selected entry outside the own region, read by its owner; 2(P-1) words a kept sum, read by all.
+            Control: signals of P + 3, 66 and no words to every rank, or 4096 for 66 where the exact threshold is computed.
+        """
+        device, stream = self._device, self._device.stream
+        if boundaries is not self._regions:
+            self._set_regions(boundaries)
+        support, to_clear = vectors.support, 0
+        if support is not None and (not support.nnz or support.entries.pointer == self.gathered.pointer):  # type: ignore[attr-defined]
+            to_clear = support.nnz
+        else:
+            vectors.clear_update()
+        self._odd ^= ODD
+        epoch = self._set_step(*bits, to_clear, flags | self._odd)
+        deferred, residual, update = bool(flags & DEFERRED), vectors.residual, vectors.update
+        self._vectors = found = pointer_of(gradient), pointer_of(residual), pointer_of(update)
+        self._set_reader(gradient)
+        self._timed = timed and selected is None
+        if selected is not None:
+            self._upload_step(stream.ptr)
+            self._put_selection.params.nnz = selected
+            self._put_selection(1, 128, stream.ptr)
+            self._enqueue(found, stream.ptr, exact, deferred)
+        elif timed:
+            self._enqueue_whole(found, stream.ptr, exact, deferred)
+        else:
+            key = *found, self._reader.select.select.kernel.function, deferred
+            self._graphs.launch(key, exact, lambda at, exact: self._enqueue_whole(found, at, exact, deferred))
+        device.pending = True
+        return epoch
+
+    def launch_exact(self, lowest: int) -> int:
+        """Go on with a step that stopped for its threshold: compute the exact one, and apply. Collective; returns the epoch.
+
+        Args:
+            lowest: bits that a sum must reach to be looked at.
+
+        Traffic: control: 4096 words to every rank.
+        """
+        stream = self._device.stream.ptr
+        epoch = self._set_step(0, lowest, 0, 0)
+        self._upload_step(stream)
+        self._device.zero(self._p2p.decision, 4)  # why it stopped
+        self._enqueue_exact_sums(stream)
+        self._enqueue_apply(self._vectors, stream)
+        self._device.pending = True
+        return epoch
+
+    def lists(self) -> RegionLists:
+        """The contributions to this rank's region, after a step that stopped for its threshold."""
+        assert self._regions is not None
+        self._device.synchronize()
+        rank, ranks = self._transport.rank, self._transport.size
+        incoming = self._collected[:ranks]
+        counts = np.array([incoming[(rank - i) % ranks] for i in range(ranks)], np.int64)
+        ends = counts.cumsum()
+        lower, upper = (int(edge) for edge in self._regions[rank : rank + 2])
+        return RegionLists(self._pool, ends - counts, ends, lower, upper, self._transport)
+
+    def time_stages(self, timer: StageTimer) -> None:
+        """Add the stages of a timed step, which is waited for; any other goes on on the stream."""
+        if self._timed:
+            self._device.synchronize()
+            for at, stage in enumerate(_STAGES):
+                timer.add(stage, cupy.cuda.get_elapsed_time(*self._marks[at : at + 2]) / 1e3)
+
+    def close(self) -> None:
+        """Free the windows, and lists that another k may need far smaller. Collective."""
+        self._memory.close()
+        workspace: Any = self._transport.workspace
+        workspace.forget("packed", "incoming", "gathered", "region sums")
+
+    def _set_step(self, local_bits: int, global_bits: int, support: int, flags: int) -> int:
+        """Set what differs in the next launch; returns its epoch."""
         step = self._step
-        step.epoch, step.local_bits, step.global_bits = epoch, local_bits, global_bits
+        step.epoch, step.local_bits, step.global_bits = self._device.next_epoch(), local_bits, global_bits
         step.support, step.flags = support, flags
+        return int(step.epoch)
 
-    def set_gradient(self, gradient: Any) -> int:
-        """Use the launches that read a gradient of this kind; returns a number that differs from those of other kinds."""
+    def _set_reader(self, gradient: Any) -> None:
+        """Use the launches that read a gradient of this kind."""
         self._reader = self._vector_reader
         if isinstance(gradient, GradientTensors):
             if self._tensor_reader is None or self._tensor_reader.kernels is not gradient.kernels:
                 self._tensor_reader = self._make_reader(gradient.kernels)
             self._reader = self._tensor_reader
-        return int(self._reader.p2p.select.kernel.function)
 
-    def set_regions(self, boundaries: NDArray[np.int64]) -> bool:
-        """Set the regions; returns whether captured steps have too few blocks for them."""
+    def _set_regions(self, boundaries: NDArray[np.int64]) -> None:
         rank, step = self._transport.rank, self._step
+        self._regions = boundaries
         self._boundaries.set(boundaries, stream=self._device.stream)
         lower, upper = int(boundaries[rank]), int(boundaries[rank + 1])
         # where large entries lie close together a region is short, and so are its tiles: they get about as many entries
         shift = tile_shift(self.k, upper - lower)
         tiles = max(1, -(-(upper - lower) >> shift))
         step.lower, step.tiles, step.shift = lower, tiles, shift
-        if tiles <= self._tiles:
-            return False
-        self._tiles = tiles
-        return True
+        if tiles > self._tiles:  # captured steps have too few blocks
+            self._tiles = tiles
+            self._graphs.clear()
 
-    def upload_step(self, stream: int) -> None:
-        """Copy what `set_step` and `set_regions` set to the device."""
+    def _upload_step(self, stream: int) -> None:
         host_to_device = cupy.cuda.runtime.memcpyHostToDevice
         source, nbytes = ctypes.addressof(self._step), ctypes.sizeof(self._step)
         cupy.cuda.runtime.memcpyAsync(self._p2p.step, source, nbytes, host_to_device, stream)
 
-    def put_selection(self, nnz: int, nonfinite: int, stream: int) -> None:
-        """Signal a selection that lies in the buffer."""
-        params = self._put_selection.params
-        params.nnz, params.nonfinite = nnz, nonfinite
-        self._put_selection(1, 128, stream)
-
-    def enqueue_whole(self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool) -> None:
-        """A step from the gradient on; can be captured. The arguments are those of `enqueue`."""
-        self.upload_step(stream)
+    def _enqueue_whole(self, vectors: tuple[int, ...], stream: int, exact: bool, deferred: bool) -> None:
+        """A step from the gradient on; can be captured. The arguments are those of `_enqueue`."""
+        self._upload_step(stream)
         self._mark(0, stream)
-        self._reader.p2p.enqueue(vectors[0], vectors[1], stream)
+        self._reader.select.enqueue(vectors[0], vectors[1], stream)
         self._kth.trim(stream)
         self._mark(1, stream)
-        self.enqueue(vectors, stream, exact=exact, deferred=deferred)
+        self._enqueue(vectors, stream, exact, deferred)
 
-    def enqueue(self, vectors: tuple[int, ...], stream: int, *, exact: bool, deferred: bool) -> None:
+    def _enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, deferred: bool) -> None:
         """What follows the selection; can be captured.
 
         Args:
-            vectors: addresses of the gradient (for `set_gradient`'s kind), residual and update.
+            vectors: addresses of the gradient (for `_set_reader`'s kind), residual and update.
             exact: compute the exact global threshold.
             deferred: take the gradient out of the residual again where some rank's was not finite.
         """
@@ -322,33 +426,6 @@ class P2PGraph:
             undo(self._undo_blocks, 256, stream)
         self._mark(5, stream)
 
-    def enqueue_exact(self, vectors: tuple[int, ...], stream: int) -> None:
-        """Finish a step that stopped at its threshold by the exact one; `vectors` are those of `enqueue`."""
-        self.upload_step(stream)
-        self._device.zero(self._p2p.decision, 4)  # why it stopped
-        self._enqueue_exact_sums(stream)
-        self._enqueue_apply(vectors, stream)
-
-    def enqueue_selection(self, gradient: Any, residual: Any, bits: int, stream: int, *, exact: bool) -> None:
-        """Accumulate, select what reaches `bits`, or of that the exact top k, and compute its equal-count splits."""
-        self.set_gradient(gradient)
-        self._reader.alone.run(pointer_of(gradient), residual.data.ptr, bits)
-        if exact:
-            self._kth.select_local(stream)
-        else:
-            self._kth.split(stream)
-
-    def stage_seconds(self) -> list[tuple[str, float]]:
-        """Seconds on the device by stage of the last timed step, which has ended."""
-        elapsed = cupy.cuda.get_elapsed_time
-        return [(name, elapsed(*self._marks[i : i + 2]) / 1e3) for i, name in enumerate(_STAGES)]
-
-    def close(self) -> None:
-        """Free the windows, and lists that another k may need far smaller. Collective."""
-        self._memory.close()
-        workspace: Any = self._transport.workspace
-        workspace.forget("packed", "incoming", "gathered", "region sums")
-
     def _enqueue_exact_sums(self, stream: int) -> None:
         self._sum_all[0](self._tiles, 256, stream)
         self._sum_all[1](self._overflow_blocks, 256, stream)
@@ -366,5 +443,5 @@ class P2PGraph:
         self._apply(self._apply_blocks, 256, stream, self._transport.size)
 
     def _mark(self, number: int, stream: int) -> None:
-        if self.timed:
+        if self._timed:
             cupy.cuda.runtime.eventRecord(self._marks[number].ptr, stream)

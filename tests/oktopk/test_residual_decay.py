@@ -1,0 +1,139 @@
+"""Residuals that forget old updates."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import DistributedOptimizer
+from oktopk.damage import StateError
+from oktopk.torch.residual_decay import ResidualDecay
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_an_update_counts_by_its_age_over_that_of_the_run(power: float) -> None:
+    decay, left, multiplied = ResidualDecay(power), 1.0, 0
+    for exchange in range(1, 5001):
+        factor = decay.count(moves=True)
+        left *= factor
+        multiplied += factor != 1.0
+        due = (29 / (29 + exchange)) ** power
+        assert due * (1 - 1e-12) <= left <= due / 0.97
+    # in each of the first exchanges, and later once in some 3 % of what is over
+    assert multiplied < power * math.log(5029 / 29) / 0.03
+
+
+def test_exchanges_at_rates_of_zero_and_a_power_of_zero_forget_nothing() -> None:
+    decay, twin = ResidualDecay(2.0), ResidualDecay(2.0)
+    factors = [decay.count(moves=True) for _ in range(9)]
+    assert [decay.count(moves=False) for _ in range(99)] == [1.0] * 99
+    for factor in factors:
+        assert twin.count(moves=True) == factor != 1.0
+    twin.load(decay.state())
+    assert [twin.count(moves=True) for _ in range(99)] == [decay.count(moves=True) for _ in range(99)]
+    assert {ResidualDecay(0.0).count(moves=True) for _ in range(99)} == {1.0}
+
+
+@pytest.mark.parametrize("state", [[3, 4], [-1, -1], [1]])
+def test_a_damaged_state_is_refused(state: Any) -> None:
+    with pytest.raises((StateError, ValueError)):
+        ResidualDecay.check_state(state)
+
+
+def run(comm: MPI.Intracomm, kind: Any, steps: int, **settings: Any) -> tuple[Any, list[Any]]:
+    """The optimizer after some steps, and what the exchanges lost: residuals in float64, less what was kept."""
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 25)
+    optimizer: Any = DistributedOptimizer(
+        kind(layer.parameters(), lr=0.01), comm, sends="updates", density=0.05, **settings
+    )
+    generator = torch.Generator().manual_seed(comm.rank)
+    lost = []
+    scale = optimizer._reference.scale_residual
+
+    def watched(factor: float) -> None:
+        before = optimizer.reducer.residual.copy()
+        scale(factor)
+        assert np.array_equal(optimizer.reducer.residual, before * np.float32(factor))
+        lost.append((factor, np.abs(before - optimizer.reducer.residual).sum()))
+
+    optimizer._reference.scale_residual = watched
+    for _ in range(steps):
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return optimizer, lost
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_only_adams_kind_forgets_by_default(comm: MPI.Intracomm, kind: Any, method: str) -> None:
+    _, lost = run(comm, kind, 5, method=method)
+    if kind is torch.optim.SGD:
+        assert lost == [(1.0, 0.0)] * 5
+    else:
+        factors = [((28 + step) / (29 + step)) ** 2 for step in range(1, 6)]
+        assert [factor for factor, _ in lost] == pytest.approx(factors)
+        assert all(size > 0 for _, size in lost)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("settings", [{"residual_decay": 0}, {"every": 2}])
+def test_nothing_is_lost_where_it_is_not_asked_for(comm: MPI.Intracomm, settings: dict[str, Any]) -> None:
+    _, lost = run(comm, torch.optim.AdamW, 6, **settings)
+    assert lost == [(1.0, 0.0)] * (6 // settings.get("every", 1))
+
+
+@pytest.mark.mpi
+def test_a_replica_that_is_alone_forgets_only_if_told(comm: MPI.Intracomm) -> None:
+    for power, factor in ((None, 1.0), (1.0, 29 / 30)):
+        _, lost = run(MPI.COMM_SELF, torch.optim.AdamW, 1, residual_decay=power)
+        assert [each for each, _ in lost] == [pytest.approx(factor)]
+
+
+@pytest.mark.mpi
+def test_what_is_left_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> None:
+    optimizer, _ = run(comm, torch.optim.AdamW, 7, residual_decay=1.5)
+    other, _ = run(comm, torch.optim.AdamW, 2, residual_decay=1.5)
+    with torch.no_grad():
+        for mine, saved in zip(*(each.param_groups[0]["params"] for each in (other, optimizer)), strict=True):
+            mine.copy_(saved)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other._forgetting.state() == optimizer._forgetting.state() == [7, 7]
+    for each in (optimizer, other):
+        for group in each.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter) * (comm.rank + 1)
+        each.step()
+    assert np.array_equal(other.reducer.residual, optimizer.reducer.residual)
+    assert torch.equal(other._reference.vector, optimizer._reference.vector)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("power", [-1, math.inf, math.nan, True, "2"])
+def test_a_power_that_is_none_is_refused(comm: MPI.Intracomm, power: Any) -> None:
+    inner = torch.optim.AdamW(nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match=r"residual_decay .* is not a number >= 0"):
+        DistributedOptimizer(inner, comm, residual_decay=power)
+
+
+@pytest.mark.mpi
+def test_residuals_of_gradients_forget_nothing(comm: MPI.Intracomm) -> None:
+    inner = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"residual_decay=2.0 is for sends='updates'"):
+        DistributedOptimizer(inner, comm, residual_decay=2.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_unlike_powers_are_named(comm: MPI.Intracomm) -> None:
+    inner = torch.optim.AdamW(nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match="residual_decay"):
+        DistributedOptimizer(inner, comm, residual_decay=1.0 + (comm.rank == 1))
