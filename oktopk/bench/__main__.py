@@ -24,10 +24,10 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.launchers import LauncherError
 from collectives.sparse import MAX_LENGTH
-from oktopk.bench.links import Messages, Sweep, partner_of, rounds, rows_of
+from oktopk.bench.links import ASSUMED, Messages, Sweep, partner_of, rounds, rows_of
 from oktopk.bench.steps import gradients, kernels, library_row, step_row
 from oktopk.bench.table import links_table, pairs_table, steps_table
-from oktopk.replay.links import KIND, VERSION, links_of
+from oktopk.replay.links import KIND, VERSION, links_of, unwritable
 
 _MOST_SECONDS = 1e4
 _METHODS = ("dense", "oktopk", "union")
@@ -45,8 +45,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "oktopk-bench") -> int:
     try:
         with _ranks() as transport:
             rank = transport.rank
+            problem = "" if options.json is None or rank else unwritable(options.json)
+            if problem := "".join(transport.allgather_objects(problem)):
+                raise BenchError(problem)
             document = measure(transport, options)
-            problem = ""
             if rank == 0:
                 problem = _write(options.json, document)
                 print(report(document))
@@ -120,7 +122,7 @@ def measure(transport: HostTransport, options: argparse.Namespace) -> dict[str, 
         "steps": [],
     }
     if not options.no_steps:
-        document["kernels"] = kernels(transport)
+        document["kernels"] = kernels(transport, options.ranks_per_host)
         document["steps"] = _steps(transport, options)
     return document
 
@@ -173,6 +175,7 @@ def _level(
     times = (of_sizes(name) for name in ("sizes", "alone", "paired"))
     whole = Sweep(latency, overhead, gap, *times)
     made: dict[str, Any] = {"latency": whole.latency, "model": whole.model()}
+    made["assumed"] = [*ASSUMED]  # parameters of the model
     made |= {"sizes": rows_of(whole.sizes), "alone": rows_of(whole.alone)}
     return made | {"paired": rows_of(whole.paired)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,11 @@ SIZES = tuple(SMALLEST * 4**i for i in range(12))
 _TRIES, _FEW = 20, 5
 _BURST = 32  # messages
 _LARGE = 1 << 16  # bytes; larger messages are sent fewer times
+_BURSTS = 8
+
+ASSUMED = {"O": 0.0, "S": 65536.0}
+"""Parameters of a level that are not measured: no time of a processor for a byte, and Open MPI's
+limit of eager messages over TCP."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,12 @@ class Sweep:
     def model(self) -> dict[str, float]:
         """Parameters of `oktopk.replay.network.Level`."""
         o = min(self.overhead, self.latency / 4)
-        hindered, buffers = hindrance(self.alone, self.paired)
         return {
             "L": self.latency - 2 * o,
             "o": o,
             "g": self.gap,
             "G": slope(self.alone or self.sizes),
-            "O": 0.0,
-            "S": float(_LARGE),
-            "D": hindered,
-            "B": buffers,
-        }
+        } | ASSUMED
 
 
 def rows_of(sizes: dict[int, float]) -> list[dict[str, float]]:
@@ -81,24 +80,6 @@ def slope(sizes: dict[int, float]) -> float:
         return mean
     grown = (sizes[nbytes] - sizes[largest[0]]) / (nbytes - largest[0])
     return max(grown, 0.8 * mean)
-
-
-def hindrance(alone: dict[int, float], paired: dict[int, float]) -> tuple[float, float]:
-    """How two directions between two ranks hinder each other: seconds of a byte, beyond how many.
-
-    By what the two largest messages take longer in pairs; zeros where that is a tenth or less.
-    """
-    largest = sorted(alone.keys() & paired.keys())[-2:]
-    if len(largest) < 2:
-        return 0.0, 0.0
-    small, large = largest
-    less, more = (paired[nbytes] - alone[nbytes] for nbytes in largest)
-    if more <= 0.1 * alone[large]:
-        return 0.0, 0.0
-    per_byte = (more - max(less, 0.0)) / (large - small)
-    if per_byte <= 0:
-        return more / large, 0.0
-    return per_byte, min(max(0.0, large - more / per_byte), float(large))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -153,7 +134,7 @@ class Messages:
                 break
         # at last: the first messages of a job take longer
         latency = self._latency()
-        overhead, gap = self._burst()
+        overhead, gap = self._burst(latency)
         if not has_partner and self._ring is None:
             return None
         return Sweep(latency, overhead, gap, sizes, alone, paired)
@@ -219,15 +200,19 @@ class Messages:
         requests = self._transport.receive(incoming, source)
         self._transport.wait(requests + self._transport.send(outgoing, dest))
 
-    def _burst(self) -> tuple[float, float]:
-        """Seconds to send one of many small messages, and between two; zeros without a partner."""
+    def _burst(self, latency: float) -> tuple[float, float]:
+        """Seconds to send one of many small messages, and between two; zeros without a partner.
+
+        By the lower quartile of bursts, as small messages. A burst ends when an answer has come:
+        the first message and the answer take a latency each, which is not between two messages.
+        """
         transport, partner = self._transport, self._partner
         small = [np.zeros(SMALLEST, np.uint8) for _ in range(_BURST)]
         transport.allgather_control(np.zeros(1, np.int64))
         if partner is None:
             return 0.0, 0.0
         sending, whole = [], []
-        for _ in range(4):
+        for _ in range(_BURSTS):
             for sends in (self._first, not self._first):
                 start = time.perf_counter()
                 if sends:
@@ -239,7 +224,23 @@ class Messages:
                 else:
                     transport.wait([r for each in small for r in transport.receive(each, partner)])
                     transport.wait(transport.send(small[0], partner))
-        return statistics.median(sending) / _BURST, statistics.median(whole) / _BURST
+        return one_of_burst(sending, whole, latency)
+
+
+def one_of_burst(
+    sending: Sequence[float],
+    whole: Sequence[float],
+    latency: float,
+) -> tuple[float, float]:
+    """Seconds to send a message of a burst, and between two; see `Messages`.
+
+    Args:
+        sending, whole: seconds until bursts were sent, and until their answers had come.
+        latency: of a message.
+    """
+    overhead = float(np.quantile(sending, 0.25)) / _BURST
+    between = (float(np.quantile(whole, 0.25)) - 2 * latency) / (_BURST - 1)
+    return overhead, max(between, overhead)
 
 
 def partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:

@@ -110,10 +110,11 @@ def library_row(transport: HostTransport, length: int) -> dict[str, Any]:
     return values | {"parts": {}, "entries": [length, length]}
 
 
-def kernels(transport: HostTransport) -> dict[str, tuple[float, float]]:
+def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, tuple[float, float]]:
     """Seconds of a kernel's call and of each element, while all ranks compute. Collective.
 
-    By the stages of steps; coding by itself. What a call takes is in what its elements do.
+    By the stages of steps; coding by itself. What a call takes is in what its elements do. Elements
+    in the memory of other ranks are measured where several hosts have equally many, several ranks.
     """
     length, density = _KERNELS_LENGTH, 0.01
     given = gradients(length, transport.rank)
@@ -130,9 +131,31 @@ def kernels(transport: HostTransport) -> dict[str, tuple[float, float]]:
         "entries": sparse["parts"]["apply"] / max(selected, applied, 1) / 2,
         "vector": dense["parts"]["select"] / few,
     }
+    many = transport.hosts.count(transport.hosts[transport.rank])
+    mean = _host_mean(transport, few, ranks_per_host)
+    if mean is not None:
+        # a shard of every gradient is read for the sum, and those of the others' means: all but
+        # this rank's own lie in memory of others
+        own, others = 2 * few / many, 2 * few * (many - 1) / many
+        found["peer"] = max(mean - own * found["vector"], 0.1 * mean) / others
     mine = np.array([round(1e15 * found[name]) for name in found], np.int64)
-    mean = transport.allgather_control(mine).mean(axis=0) / 1e15
-    return {name: (0.0, float(each)) for name, each in zip(found, mean, strict=True)}
+    means = transport.allgather_control(mine).mean(axis=0) / 1e15
+    return {name: (0.0, float(each)) for name, each in zip(found, means, strict=True)}
+
+
+def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> float | None:
+    """Seconds of the mean of a host's gradients; None where steps are flat. Collective."""
+    settings: dict[str, Any] = {"density": 0.01, "ranks_per_host": ranks_per_host}
+    spent = []
+    with _reducer(transport, length, "oktopk", **settings) as made:
+        if made.levels != "hosts" or len({*map(transport.hosts.count, transport.hosts)}) > 1:
+            return None
+        for _ in range(6):
+            transport.barrier()
+            start = time.perf_counter()
+            made.mean_in_host()
+            spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:])
 
 
 def _coding(transport: HostTransport) -> float:

@@ -26,8 +26,6 @@ def links_table(title: str, level: dict[str, Any] | None) -> str:
         f"{title}: latency {1e6 * level['latency']:.1f} us, {1e6 * model['o']:.1f} us to send a "
         f"message, {1e-9 / model['G']:.3f} GB/s"
     )
-    if model["D"]:
-        text += f"; two that send to each other wait beyond {size_of(model['B'])}"
     lines = [
         paragraph(text + ". Both directions busy:"),
         f"{'size':>10} {'time us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}",

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from oktopk.replay.links import LinksError
+from oktopk.replay.links import LinksError, unwritable
 
 NO_MATPLOTLIB = "a picture needs matplotlib, which is not installed: pip install matplotlib"
+
+SUFFIXES = (".svg", ".png")
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,15 @@ class Curve:
     dashed: bool = False
 
 
-def require_matplotlib() -> None:
-    """Raise LinksError where there is none."""
+def check_picture(path: Path) -> None:
+    """Raise LinksError where no picture can be drawn into this file."""
     if find_spec("matplotlib") is None:
         raise LinksError(NO_MATPLOTLIB)
+    if path.suffix.lower() not in SUFFIXES:
+        endings = " or ".join(SUFFIXES)
+        raise LinksError(f"{path} is no picture's name: take one that ends in {endings}")
+    if problem := unwritable(path):
+        raise LinksError(problem)
 
 
 def draw(curves: Sequence[Curve], title: str, path: Path) -> None:

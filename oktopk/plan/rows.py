@@ -10,7 +10,7 @@ from typing import Any
 from collectives.sparse import ENTRY
 from oktopk.plan.losses import loss_of
 from oktopk.replay.network import Network
-from oktopk.replay.prediction import Kernels, predict, ring_seconds
+from oktopk.replay.prediction import Kernels, mean_seconds, predict, ring_seconds
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings, entries_kept
 
@@ -128,7 +128,8 @@ def sparse_rows(
                 for level in levels:
                     chosen: dict[str, Any] = {"wire": wire, "levels": level}
                     settings = Settings(density=density, **chosen)
-                    step = Step(method, job.parameters, job.hosts, job.ranks_per_host, settings)
+                    hosts, many = job.hosts, job.ranks_per_host
+                    step = Step(method, job.parameters, hosts, many, settings, updates=True)
                     rows += _rows_of(job, network, kernels, step, every)
     return rows
 
@@ -142,12 +143,11 @@ def _rows_of(
 ) -> list[Row]:
     """A step's row for each number of steps between exchanges."""
     found = predict(step, network, kernels)
-    two, n, density = step.two_levels, job.parameters, step.settings.density
+    two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks
+    mean = mean_seconds(step, network, kernels) if two else 0.0  # in every step
     rows = []
     for steps in every:
-        # in a host gradients are averaged in every step: an exchange has half of that already
-        mean = kernels.rates[-1, 1] * n * (2 - 1 / steps) if two else 0.0
         rows.append(
             Row(
                 step.method,

@@ -18,7 +18,7 @@ _HEADS = (
     ("gain", 4),
     ("select", 6),
     ("exchange", 8),
-    ("wait", 6),
+    ("wait", 5),
     ("hides", 5),
     ("MB/host", 7),
     ("GB", 4),

@@ -3,10 +3,9 @@
 A message takes its sender o + O·bytes, leaves when its host's outgoing link is free, keeps that for
 max(g, G·bytes), and arrives L later at the incoming link of the other host, which it keeps as long.
 So links are served in the order of arrival, and several messages into one link queue. A wait takes
-the receiver o + O·bytes for each message. One of more than S bytes leaves only after its receiver
-is ready, one latency after both know. Inside a host each rank has a link of its own.
-
-What two hosts send each other takes D for each byte of both directions, beyond B bytes a message.
+the receiver o + O·bytes for each message, from when that has come. One of more than S bytes leaves
+only after its receiver is ready, one latency after both know. Inside a host each rank has a link of
+its own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Replayed:
         seconds: until the last rank has ended.
         ended: float64[P], when each rank has.
         computed: float64[P, kinds], in kernels, by the kinds of WORK.
-        handled: float64[P], that processors take for messages.
+        overhead: float64[P], o and O of messages, which take a processor.
         waited: float64[P], the rest.
         host_bytes: float64[hosts], bytes that left a host, control exchanges included.
         sent, arrived: float64[slots], of each message when its processor had sent it, and when its
@@ -43,7 +42,7 @@ class Replayed:
     seconds: float
     ended: NDArray[np.float64]
     computed: NDArray[np.float64]
-    handled: NDArray[np.float64]
+    overhead: NDArray[np.float64]
     waited: NDArray[np.float64]
     host_bytes: NDArray[np.float64]
     sent: NDArray[np.float64]
@@ -66,7 +65,7 @@ def replay(
     ranks = program.ranks
     hosts = np.arange(ranks, dtype=np.int64) // network.ranks_per_host
     slots = int(program.slots[-1])
-    ended, handled = np.zeros(ranks), np.zeros(ranks)
+    ended, overheads = np.zeros(ranks), np.zeros(ranks)
     computed = np.zeros((ranks, len(WORK)))
     host_bytes = np.zeros(int(hosts[-1]) + 1)
     sent, arrived = (np.full(slots if trace else 0, _NEVER) for _ in range(2))
@@ -94,15 +93,16 @@ def replay(
         np.ascontiguousarray(rates),
         ended,
         computed,
-        handled,
+        overheads,
         host_bytes,
         sent,
         arrived,
     )
     if stuck:
         raise RuntimeError(f"{stuck} ranks wait for messages that do not come")
-    waited = ended - handled - computed.sum(axis=1)
-    return Replayed(float(ended.max()), ended, computed, handled, waited, host_bytes, sent, arrived)
+    waited = ended - overheads - computed.sum(axis=1)
+    last = float(ended.max())
+    return Replayed(last, ended, computed, overheads, waited, host_bytes, sent, arrived)
 
 
 @register_jitable
@@ -166,7 +166,7 @@ def _run(  # type: ignore[no-untyped-def]
     rates,
     ended,
     computed,
-    handled,
+    overheads,
     host_bytes,
     sent,
     arrived,
@@ -181,12 +181,10 @@ def _run(  # type: ignore[no-untyped-def]
     stop = np.empty(ranks, np.int64)
     cursor = np.zeros(ranks, np.int64)
     blocked = np.full(ranks, -1, np.int64)
+    entered = np.zeros(ranks)
     outgoing, incoming = np.zeros((2, ranks)), np.zeros((2, ranks))
     capacity = 8 * ranks + 64
     times, codes = np.empty(capacity), np.empty(capacity, np.int64)
-    # of each pair of hosts, when it has carried what both have sent each other
-    count_hosts = hosts[-1] + 1
-    together = np.zeros(count_hosts * count_hosts if levels[1, 6] > 0 else 1)
     most = 0
     for i in range(len(first) - 1):
         most = max(most, first[i + 1] - first[i])
@@ -206,8 +204,9 @@ def _run(  # type: ignore[no-untyped-def]
             grown, grown_codes = np.empty(2 * capacity), np.empty(2 * capacity, np.int64)
             grown[:capacity], grown_codes[:capacity] = times, codes
             times, codes, capacity = grown, grown_codes, 2 * capacity
-        if code >= ranks:  # a message: ready to leave, at its host's link, at that of the other
-            state, message = divmod(code - ranks, total)
+        if code >= ranks:  # a message at a link
+            arrives = code >= ranks + total
+            message = code - ranks - (total if arrives else 0)
             if shared:
                 source, i = message // per_rank, operation[message % per_rank]
             else:
@@ -222,26 +221,13 @@ def _run(  # type: ignore[no-untyped-def]
                 levels[level, 5],
             )
             long = max(gap, per_byte * amounts[i])
-            if state == 0:
-                begin = time
-                unbuffered = amounts[i] - levels[1, 7]
-                if level and levels[1, 6] > 0 and unbuffered > 0:
-                    one, other = hosts[source], hosts[dest]
-                    pair = min(one, other) * count_hosts + max(one, other)
-                    begin = max(time, together[pair])
-                    together[pair] = begin + levels[1, 6] * unbuffered
-                if begin > time:  # others of the host may use its link meanwhile
-                    _push(times, codes, count, begin, ranks + total + message)
-                    count += 1
-                    continue
-                state = 1
-            if state == 1:
+            if not arrives:
                 link = hosts[source] if level else source
                 begin = max(time, outgoing[level, link])
                 outgoing[level, link] = begin + long
                 if level:
                     host_bytes[link] += amounts[i]
-                _push(times, codes, count, begin + latency, ranks + 2 * total + message)
+                _push(times, codes, count, begin + latency, ranks + total + message)
                 count += 1
                 continue
             link = hosts[dest] if level else dest
@@ -298,7 +284,7 @@ def _run(  # type: ignore[no-untyped-def]
                 meets = amounts[i] > eager
                 if kind == SEND:
                     spent = overhead + per_byte * amounts[i]
-                    handled[rank] += spent
+                    overheads[rank] += spent
                     now += spent
                     if len(sent):
                         sent[mine] = now
@@ -321,6 +307,7 @@ def _run(  # type: ignore[no-untyped-def]
             else:
                 if cursor[rank] < 0:
                     cursor[rank] = first[i]
+                    entered[rank] = now
                 while cursor[rank] < first[i + 1]:
                     mine = slots[rank] + slot[waits[cursor[rank]]]
                     if not done[mine] >= 0:
@@ -343,9 +330,10 @@ def _run(  # type: ignore[no-untyped-def]
                         came[m], spends[m] = came[m - 1], spends[m - 1]
                         m -= 1
                     came[m], spends[m] = end, spent
+                now = entered[rank]
                 for n in range(several):
                     now = max(now, came[n]) + spends[n]
-                    handled[rank] += spends[n]
+                    overheads[rank] += spends[n]
                 cursor[rank] = -1
             i += 1
         at[rank], clock[rank] = i, now

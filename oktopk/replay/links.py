@@ -16,6 +16,9 @@ from oktopk.replay.valueless import WORK
 
 KIND, VERSION = "oktopk-links", 1
 
+UNMEASURED = ("peer",)
+"""Kinds of kernels that a document may lack: one rank a host reads no other rank's memory."""
+
 SLOW = 0.5
 """A pair of hosts below this share of the others' median rate has a slow link."""
 
@@ -80,8 +83,10 @@ class Links:
         """The same of some of the hosts.
 
         Raises:
-            LinksError: others are named.
+            LinksError: others are named, one twice, or none.
         """
+        if not all(hosts) or len({*hosts}) < len(hosts):
+            raise LinksError(f"--on {','.join(hosts)!r} does not name different hosts, by commas")
         others = [host for host in hosts if host not in self.hosts]
         if others:
             raise LinksError(
@@ -98,7 +103,7 @@ class Links:
         rates = [pair.bytes_per_second for pair in self.pairs]
         slower = statistics.median(rates) / min(rates)
         between = self.between
-        return replace(self, between=replace(between, G=between.G * slower, D=between.D * slower))
+        return replace(self, between=replace(between, G=between.G * slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.
@@ -135,61 +140,117 @@ def read(path: Path) -> Links:
         raise LinksError(f"{path} is damaged: it is no JSON document ({error})") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise LinksError(f"{path} is no document of oktopk-bench: its kind is not {KIND!r}")
-    if document.get("version") != VERSION:
-        raise LinksError(
-            f"{path} has version {document.get('version')!r}, and this is oktopk for version "
-            f"{VERSION}: run oktopk-bench again"
-        )
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        what = f"has version {version!r}, and this oktopk reads version {VERSION}"
+        raise LinksError(f"{path} {what}: run oktopk-bench again")
     try:
         return links_of(document, str(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise LinksError(f"{path} is damaged: {what}") from error
+    except ValueError as error:
+        raise LinksError(f"{path} is damaged: {error}") from error
+
+
+def unwritable(path: Path) -> str:
+    """Why its folder lets no file be written there, in a sentence; "" where it does."""
+    if not path.parent.is_dir():
+        return f"{path} cannot be written: there is no folder {path.parent}"
+    return f"{path} cannot be written: it is a folder" if path.is_dir() else ""
 
 
 def links_of(document: dict[str, Any], name: str) -> Links:
-    """The links of a document of this kind and version. Raises as damaged values do."""
-    hosts = tuple(document["hosts"])
-    if not hosts or not all(isinstance(host, str) for host in hosts):
+    """The links of a document of this kind and version.
+
+    Raises:
+        ValueError: a value is missing, or is none that `oktopk-bench` writes; one sentence.
+    """
+    hosts = tuple(_value(document, "hosts", list, "the document"))
+    if not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ValueError("hosts are not names")
-    many = document["ranks_per_host"]
-    if type(many) is not int or many < 1:
+    if doubled := sorted({host for host in hosts if hosts.count(host) > 1}):
+        raise ValueError(f"hosts name {doubled[0]!r} twice")
+    many = _value(document, "ranks_per_host", int, "the document")
+    if many < 1:
         raise ValueError(f"ranks_per_host {many!r} is not an integer >= 1")
-    device = document["device"]
+    device = _value(document, "device", str, "the document")
     if device not in DEVICES:
         raise ValueError(f"device {device!r} is not one of {', '.join(DEVICES)}")
-    pairs = []
-    for pair in document["pairs"]:
-        one, other = pair["hosts"]
-        rate = _positive(pair, "bytes_per_second")
-        pairs.append(Pair((one, other), _positive(pair, "latency"), rate))
-    times = document["kernels"]
+    pairs = tuple(_pair(pair, hosts) for pair in _value(document, "pairs", list, "the document"))
     kernels = None
-    if times is not None:
-        pairs_of = {kind: times[kind] for kind in WORK if kind in times}
-        known = {kind: (float(call), float(each)) for kind, (call, each) in pairs_of.items()}
-        if not all(0 <= value < math.inf for pair in known.values() for value in pair):
-            raise ValueError("a time of kernels is not a number of seconds")
-        kernels = Kernels(known, f"measured, {name}")
-    date = document["date"]
-    text = f"{name}, {len(hosts)} host(s) of {many} rank(s), {document['library']}, {date}"
-    inside, between = (_level(document[key], key) for key in ("inside", "between"))
-    return Links(hosts, many, inside, between, tuple(pairs), kernels, device, text)
+    if _present(document, "kernels"):
+        times = _value(document, "kernels", dict, "the document")
+        needed = [kind for kind in WORK if kind in times or kind not in UNMEASURED]
+        kernels = Kernels({kind: _time(times, kind) for kind in needed}, f"measured, {name}")
+    library, date = (_value(document, key, str, "the document") for key in ("library", "date"))
+    text = f"{name}, {len(hosts)} host(s) of {many} rank(s), {library}, {date}"
+    inside, between = (_level(document, key) for key in ("inside", "between"))
+    return Links(hosts, many, inside, between, pairs, kernels, device, text)
 
 
-def _positive(values: dict[str, Any], name: str) -> float:
-    value = float(values[name])
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} {values[name]!r} is not above 0")
-    return value
+_TYPES = {dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number"}
 
 
-def _level(values: dict[str, Any] | None, name: str) -> Level | None:
-    if values is None:
-        return None
+def _value(values: Any, name: str, kind: type, where: str) -> Any:
+    """A value of an object. Raises ValueError where it is missing or of another type."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is not an object")
+    if name not in values:
+        raise ValueError(f"{where} has no {name!r}")
+    found = values[name]
+    numbers = kind is float and isinstance(found, int)
+    if isinstance(found, bool) or not (isinstance(found, kind) or numbers):
+        raise ValueError(f"{name} of {where} is not {_TYPES[kind]}")
+    return found
+
+
+def _present(document: dict[str, Any], name: str) -> bool:
+    """Whether a value that may be null is there."""
+    if name not in document:
+        raise ValueError(f"the document has no {name!r}")
+    return document[name] is not None
+
+
+def _number(values: Any, name: str, where: str) -> float:
+    found = _value(values, name, float, where)
     try:
-        model = values["model"]
-        return Level(**{key: float(model[key]) for key in ("L", "o", "g", "G", "O", "S", "D", "B")})
+        return float(found)
+    except OverflowError:
+        return math.inf
+
+
+def _pair(values: Any, hosts: Sequence[str]) -> Pair:
+    where = "a pair"
+    names = _value(values, "hosts", list, where)
+    if len(names) != 2 or not all(isinstance(host, str) for host in names) or len({*names}) != 2:
+        raise ValueError("hosts of a pair are not two names")
+    if others := [host for host in names if host not in hosts]:
+        raise ValueError(f"a pair is of {others[0]!r}, which hosts do not name")
+    rate, latency = (_number(values, key, where) for key in ("bytes_per_second", "latency"))
+    for value, what in ((latency, "latency"), (rate, "bytes_per_second")):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{what} {value:g} of a pair is not above 0 and finite")
+    return Pair((names[0], names[1]), latency, rate)
+
+
+def _time(values: dict[str, Any], kind: str) -> tuple[float, float]:
+    """Seconds of a kernel's call and of an element."""
+    both = _value(values, kind, list, "kernels")
+    if len(both) != 2:
+        raise ValueError(f"{kind} of kernels is not two numbers of seconds")
+    named = dict(zip(("a call", "an element"), both, strict=True))
+    call, each = (_number(named, name, f"{kind} of kernels") for name in named)
+    if not (0 <= call < math.inf and 0 <= each < math.inf):
+        raise ValueError(f"{kind} of kernels is not two numbers of seconds")
+    return call, each
+
+
+def _level(document: dict[str, Any], name: str) -> Level | None:
+    if not _present(document, name):
+        return None
+    model = _value(document[name], "model", dict, name)
+    where = f"the model of {name}"
+    values = {key: _number(model, key, where) for key in ("L", "o", "g", "G", "O", "S")}
+    try:
+        return Level(**values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -201,7 +262,8 @@ def rate_of(text: str) -> float:
         LinksError: it is none.
     """
     units = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "mb/s": 1e6, "gb/s": 1e9}
-    return _quantity(text, units, "a rate such as 25gbit or 12GB/s")
+    limits = 1.0, 1e15
+    return _quantity(text, units, limits, "a rate such as 25gbit or 12GB/s, from 1 to 1e15 bytes/s")
 
 
 def seconds_of(text: str) -> float:
@@ -211,23 +273,23 @@ def seconds_of(text: str) -> float:
         LinksError: it is none, or 0.
     """
     units = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-    return _quantity(text, units, "a time such as 20us or 1ms")
+    return _quantity(text, units, (1e-12, 1e4), "a time such as 20us or 1ms, from 1e-12 to 1e4 s")
 
 
-def _quantity(text: str, units: dict[str, float], what: str) -> float:
+def _quantity(text: str, units: dict[str, float], limits: tuple[float, float], what: str) -> float:
     lower = text.strip().lower()
     unit = max((unit for unit in units if lower.endswith(unit)), key=len, default="")
     try:
         value = float(lower.removesuffix(unit)) * units[unit] if unit else math.nan
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise LinksError(f"{text!r} is not {what}, above 0")
+    if not limits[0] <= value <= limits[1]:
+        raise LinksError(f"{text!r} is not {what}")
     return value
 
 
-INSIDE = Level.of_rate(100e9, 4e-6)
-"""Links inside a host where none were measured, about those of NVLink under NCCL."""
+INSIDE = Level.of_rate(300e9, 4e-6)
+"""Links inside a host where none were measured: a guess about NVLink between H200."""
 
 
 def assumed(link: str, latency: str, device: str) -> Links:
@@ -241,7 +303,8 @@ def assumed(link: str, latency: str, device: str) -> Links:
         LinksError: one is no such quantity.
     """
     between = Level.of_rate(rate_of(link), seconds_of(latency))
-    text = f"{link} and {latency} between hosts, 100 GB/s and 4 us inside: given, not measured"
+    text = f"{link} and {latency} between hosts: given, not measured"
+    text += "; 300 GB/s and 4 us inside: guessed"
     return Links((), 1, INSIDE, between, (), None, device, text)
 
 
@@ -255,7 +318,8 @@ DEVICES = {
             "entries": (45e-6, 1.4e-11),
             "vector": (10e-6, 2.7e-12),
         },
-        "stages on H200 in docs/results/gpu-net-10gbit.json, not measured here; coding as entries",
+        "selection and sums by stages on H200 in docs/results/gpu-net-10gbit.json, not measured "
+        "here; code, entries and vector are guesses",
     ),
     # one core, n = 16 M
     "cpu": Kernels(
@@ -266,7 +330,7 @@ DEVICES = {
             "entries": (0.0, 8e-9),
             "vector": (0.0, 0.6e-9),
         },
-        "4 ranks on 2 cores in docs/results/shared-memory.json, not measured here",
+        "4 ranks on 2 cores in docs/results/shared-memory.json, not measured here; code is a guess",
     ),
 }
 """Device -> times of its kernels where a document has none."""

@@ -18,15 +18,11 @@ class Level:
 
     Attributes:
         L: latency: from when a message's first byte leaves until it arrives.
-        o: that a processor takes for a message, at each end.
+        o: overhead: time of a processor for each message, at each end.
         g: least time between two messages on a link.
         G: time of a byte on a link.
-        O: that a processor takes for a byte, at each end.
+        O: time of a processor for each byte, at each end.
         S: bytes of the largest message that is sent before its receiver is ready.
-        D: time of a byte between two hosts, those of both directions together, beyond the first B
-            of each message: 0 where directions do not hinder each other, G where one waits for the
-            other, as over a connection whose buffers are full. Not of LogGOPS.
-        B: bytes that such buffers take.
     """
 
     L: float
@@ -35,13 +31,12 @@ class Level:
     G: float
     O: float = 0.0  # noqa: E741 - the names of the model
     S: float = 65536.0
-    D: float = 0.0
-    B: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("o", "g", "O", "S", "D", "B"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} {getattr(self, name)!r} of a link is not a number >= 0")
+        for name in ("o", "g", "O", "S"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                value = f"{name} {getattr(self, name)!r} of a link"
+                raise ValueError(f"{value} is not a finite number >= 0")
         for name, what in (("L", "a latency"), ("G", "a time of a byte")):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{what} of {getattr(self, name)!r} s is not above 0")
@@ -56,10 +51,19 @@ class Level:
         meet = 2 * self.L if nbytes > self.S else 0.0
         return meet + 2 * (self.o + self.O * nbytes) + self.L + self.G * nbytes
 
+    def rounds(self, count: int, nbytes: float, before: float = 0.0) -> float:
+        """Seconds of messages of which each is sent when the one before has arrived.
+
+        Args:
+            before: seconds that the link takes for messages of others before each.
+        """
+        one = self.message(nbytes) + before
+        return one + (count - 1) * max(one, self.g + before)
+
 
 @dataclass(frozen=True)
 class Network:
-    """Of consecutive ranks the same number share a host.
+    """A cluster. Consecutive ranks share a host, equally many on each.
 
     Attributes:
         inside: a rank's link to the others of its host; between: a host's, which its ranks share.
@@ -72,6 +76,6 @@ class Network:
 
     @property
     def levels(self) -> NDArray[np.float64]:
-        """float64[2, 8], L, o, g, G, O, S, D, B of both levels."""
+        """float64[2, 6], L, o, g, G, O, S of both levels."""
         both = self.inside, self.between
-        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S, x.D, x.B] for x in both])
+        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S] for x in both])

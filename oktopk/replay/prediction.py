@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from oktopk.replay.engine import replay
 from oktopk.replay.network import Network
-from oktopk.replay.program import RECORDED, program_of
+from oktopk.replay.program import RECORDED, program_of, program_of_mean
 from oktopk.replay.recording import Step
 from oktopk.replay.valueless import WORK
 
@@ -26,10 +26,14 @@ class Kernels:
     times: dict[str, tuple[float, float]]
     source: str
 
-    @property
-    def rates(self) -> NDArray[np.float64]:
-        """float64[kinds, 2], in the order of WORK."""
-        return np.array([self.times.get(kind, (0.0, 0.0)) for kind in WORK])
+    def rates(self, network: Network) -> NDArray[np.float64]:
+        """float64[kinds, 2], in the order of WORK.
+
+        Elements in another rank's memory take what their bytes take on the link inside a host,
+        where they were not measured.
+        """
+        times = {"peer": (0.0, 4 * network.inside.G)} | self.times
+        return np.array([times.get(kind, (0.0, 0.0)) for kind in WORK])
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Prediction:
         step: that was replayed.
         seconds: until the last rank has ended.
         select: of these, in the pass that selects, in the mean over the ranks; kernels: in the
-            other kernels; handled: of processors for messages; waited: the rest.
+            other kernels; overhead: of processors for messages; waited: the rest.
         host_bytes: that the busiest host sends to others, control exchanges included.
         rank_bytes: payload that a rank sends, in the mean.
         extrapolated: more ranks exchange than those at which the replay was compared with real
@@ -51,7 +55,7 @@ class Prediction:
     seconds: float
     select: float
     kernels: float
-    handled: float
+    overhead: float
     waited: float
     host_bytes: float
     rank_bytes: float
@@ -68,19 +72,24 @@ def predict(step: Step, network: Network, kernels: Kernels) -> Prediction:
         ValueError: the step cannot be replayed.
     """
     made = program_of(step)
-    done = replay(made, network, kernels.rates)
+    done = replay(made, network, kernels.rates(network))
     by_kind = done.computed.mean(axis=0)
     return Prediction(
         step,
         done.seconds,
         float(by_kind[0]),
         float(by_kind[1:].sum()),
-        float(done.handled.mean()),
+        float(done.overhead.mean()),
         float(done.waited.mean()),
         float(done.host_bytes.max()),
         made.sent,
         (step.hosts if step.two_levels else step.ranks) > RECORDED,
     )
+
+
+def mean_seconds(step: Step, network: Network, kernels: Kernels) -> float:
+    """What the mean of a host's gradients takes, which precedes an optimizer's step on updates."""
+    return replay(program_of_mean(step), network, kernels.rates(network)).seconds
 
 
 def ring_seconds(network: Network, hosts: int, nbytes: float) -> float:
@@ -99,10 +108,10 @@ def ring_seconds(network: Network, hosts: int, nbytes: float) -> float:
     if ranks < 2:
         return 0.0
     slowest = network.between if hosts > 1 else network.inside
-    one = 2 * (ranks - 1) * slowest.message(nbytes / ranks)
+    one = slowest.rounds(2 * (ranks - 1), nbytes / ranks)
     if many == 1 or hosts == 1:
         return one
     link, part = network.between, nbytes / ranks
     queued = (many - 1) * max(link.g, link.G * part)  # the other ranks' messages are before it
-    several = 2 * (hosts - 1) * (link.message(part) + queued)
-    return min(one, several + 2 * (many - 1) * network.inside.message(nbytes / many))
+    several = link.rounds(2 * (hosts - 1), part, queued)
+    return min(one, several + network.inside.rounds(2 * (many - 1), nbytes / many))

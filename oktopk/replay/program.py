@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.replay.recording import Step, record_step
+from oktopk.replay.recording import Step, record_mean, record_step
 from oktopk.replay.valueless import (
     ALLGATHER,
     ALLTOALL,
@@ -24,6 +24,7 @@ from oktopk.replay.valueless import (
     SEND,
     WAIT,
     Op,
+    Record,
 )
 
 RECORDED = 64
@@ -102,7 +103,14 @@ def program_of(step: Step) -> Program:
         shared = _shared(step)
         if shared is not None:
             return make_program([shared], step.ranks)
-    return make_program([_by_rank(step, rank) for rank in range(step.ranks)], step.ranks)
+    everyone = range(step.ranks)
+    return make_program([_by_rank(record_step(step, rank), rank) for rank in everyone], step.ranks)
+
+
+def program_of_mean(step: Step) -> Program:
+    """The program of one host's ranks, which take the mean of their gradients."""
+    ranks = step.ranks_per_host
+    return make_program([_by_rank(record_mean(step, rank), rank) for rank in range(ranks)], ranks)
 
 
 def place_of(rank: int, group: tuple[int, int]) -> int:
@@ -110,10 +118,10 @@ def place_of(rank: int, group: tuple[int, int]) -> int:
     return rank // group[0] % group[1]
 
 
-def _by_rank(step: Step, rank: int) -> list[Entry]:
+def _by_rank(record: Record, rank: int) -> list[Entry]:
     """A rank's operations, with the numbers of its partners."""
     entries = []
-    for op, control in expanded(record_step(step, rank).ops, rank):
+    for op, control in expanded(record.ops, rank):
         argument = op.peer
         if op.kind in (SEND, RECEIVE):
             argument = rank + (op.peer - place_of(rank, op.group)) * op.group[0]
@@ -154,11 +162,12 @@ def merged(ops: Sequence[tuple[Op, bool]]) -> list[tuple[Op, bool]]:
     made: list[tuple[Op, bool]] = []
     moved: list[int] = []
     for op, control in ops:
-        last = made[-1][0] if made else None
+        last, of_control = made[-1] if made else (None, False)
         if (
             last
             and op.kind in (SEND, RECEIVE)
             and (op.kind, op.peer, op.group) == (last.kind, last.peer, last.group)
+            and control == of_control
         ):
             made[-1] = last._replace(amount=last.amount + op.amount), control
         else:

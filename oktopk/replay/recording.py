@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, cast
-
-import numpy as np
 
 from oktopk.backend import Backend
 from oktopk.cpu.histograms import LEVELS
+from oktopk.displacement import ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_executor import HostExecutor
 from oktopk.host_group import HostGroup
@@ -47,6 +47,8 @@ class Step:
         settings: of which density, wire, levels, bucket_rounds, rotate and balance_trigger act
             here.
         exact: it computes exact thresholds and new region boundaries; else it is a regular one.
+        updates: it sends what the optimizer changed; else gradients. In two levels hosts sum
+            nothing of it, and gather their residual afterwards.
     """
 
     method: str
@@ -55,6 +57,7 @@ class Step:
     ranks_per_host: int = 1
     settings: Settings = field(default_factory=Settings)
     exact: bool = False
+    updates: bool = False
 
     @property
     def ranks(self) -> int:
@@ -94,11 +97,27 @@ class Step:
         if entries_kept(density, self.length) < self.ranks:
             return (
                 f"density {density:g} of {self.length} elements are fewer entries than "
-                f"{self.ranks} ranks: nothing is known of regions without entries"
+                f"{self.ranks} ranks: regions without entries cannot be replayed"
             )
         if density > DENSE_ABOVE:
-            return f"density {density:g} is above {DENSE_ABOVE}: steps are dense, take method dense"
+            return f"density {density:g} is above {DENSE_ABOVE}: steps are dense"
         return ""
+
+
+def _nothing(gradient: Any) -> None:
+    """Gradients have no values that would be copied."""
+
+
+class _Layout(Layout):
+    """A layout that records what is copied."""
+
+    record: Record
+
+    def insert(self, part: Any, shard: int, whole: Any) -> None:
+        self.record.compute("vector", self.shard_length(shard))
+
+    def copy(self, source: Any, shard: int, target: Any) -> None:
+        self.record.compute("peer", self.shard_length(shard))
 
 
 class _Group(HostGroup):
@@ -113,7 +132,8 @@ class _Group(HostGroup):
         record: Record,
     ) -> None:
         many = step.ranks_per_host
-        self.layout = step.layout
+        self.layout = _Layout(step.layout.hosts, step.length)
+        object.__setattr__(self.layout, "record", record)  # it is frozen
         self.host = connect((1, many))
         self.holders = connect((1, many))
         between = connect((many, step.hosts))
@@ -123,16 +143,15 @@ class _Group(HostGroup):
         self.gradient = cast(Any, Extent(step.length, 4))
         self._windows, self._limit = None, None
         self._backend = cast(Any, backend)
+        whole = Extent(step.length, 4)
+        self._shared: Any = SimpleNamespace(publish=_nothing, of_rank=lambda number: whole)
+        self._sum: Any = whole
         self._record, self._ranks = record, many
 
-    def publish(self, gradient: Any, flag: bool, token: int | None = None) -> bool:
-        """As `HostGroup.publish`, of a gradient in `gradient_buffer`, which is not copied."""
-        self.host.allgather_control(np.zeros(1, np.int64))
-        return flag
-
     def sum(self, at_once: bool) -> Any:
-        """The sum reads this shard of every rank's gradient."""
-        self._record.compute("vector", self.shard_length * self._ranks)
+        """The sum reads this shard of every rank's gradient, of the others from their memory."""
+        self._record.compute("vector", self.shard_length)
+        self._record.compute("peer", self.shard_length * (self._ranks - 1))
         return self.new_shard()
 
 
@@ -157,10 +176,7 @@ def record_step(step: Step, rank: int) -> Record:
     kernels = ValuelessKernels(record, Workload(selected, kept))
     backend = ValuelessBackend(kernels)
     settings = replace(step.settings, wire=cast(Any, step.wire))
-
-    def connect(group: tuple[int, int]) -> ValuelessTransport:
-        return ValuelessTransport(rank, group, record, kernels, step.ranks_per_host)
-
+    connect = _connecting(step, rank, record, kernels)
     whole = connect((1, step.ranks))
     host = _Group(step, rank, connect, backend, record) if step.two_levels else None
     transport = whole if host is None else host.between
@@ -174,16 +190,48 @@ def record_step(step: Step, rank: int) -> Record:
     method.load_state_dict(_used(method.state_dict(), length, among))
     record.ops.clear()
     plan = Plan(k, step.exact, step.exact, 1 / step.ranks, StageTimer())
-    executor.begin(cast(Any, Extent(step.length, 4)), plan)
+    given: Any = Extent(step.length, 4)
+    if step.updates and host is not None:
+        given = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
+    executor.begin(given, plan)
+    if step.updates and host is not None:  # as `Reference.gather_residual`
+        host.share_in_place(host.new_shard(), given)
     return record
+
+
+def record_mean(step: Step, rank: int) -> Record:
+    """What a rank does for the mean of its host's gradients, as `HostReplica` takes it.
+
+    Gradients are copied into what the other ranks read, and back.
+    """
+    record = Record()
+    kernels = ValuelessKernels(record, Workload(0, 0))
+    connect = _connecting(step, rank, record, kernels)
+    host = _Group(step, rank, connect, ValuelessBackend(kernels), record)
+    record.compute("vector", step.length)
+    host.mean(False)
+    record.compute("vector", step.length)
+    return record
+
+
+def _connecting(
+    step: Step, rank: int, record: Record, kernels: ValuelessKernels
+) -> Callable[[tuple[int, int]], ValuelessTransport]:
+    """What makes the transports of a rank to groups of ranks."""
+
+    def connect(group: tuple[int, int]) -> ValuelessTransport:
+        return ValuelessTransport(rank, group, record, kernels, step.ranks_per_host)
+
+    return connect
 
 
 def _used(state: dict[str, Any], length: int, ranks: int) -> dict[str, Any]:
     """The state of a method that has taken steps."""
     if "selection" in state:
-        state["selection"] |= {"bits": _THRESHOLD, "needs_exact": False, "needs_host": False}
+        state["selection"] |= {"bits": _THRESHOLD, "needs_exact": False}
     if "threshold" in state:
         state["threshold"] |= {"bits": _THRESHOLD}
     if "boundaries" in state:
-        state |= {"boundaries": equal_boundaries(length, ranks), "splits": None}
+        boundaries = equal_boundaries(length, ranks)
+        state |= {"boundaries": boundaries, "splits": boundaries[1:-1]}
     return state

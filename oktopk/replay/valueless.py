@@ -25,11 +25,12 @@ from oktopk.cpu.histograms import LEVELS
 SEND, RECEIVE, WAIT, COMPUTE, ALLGATHER, ALLTOALL, ALLREDUCE = range(7)
 CONTROL = (ALLGATHER, ALLTOALL, ALLREDUCE)
 
-WORK = ("select", "sum", "code", "entries", "vector")
+WORK = ("select", "sum", "code", "entries", "vector", "peer")
 """Kinds of kernels, by what they read.
 
 Gradients that are selected from, lists that are summed, entries that are coded, entries that are
-written to a vector or taken from it, and vectors in one stream.
+written to a vector or taken from it, vectors in one stream, and elements that lie in the memory of
+another rank of the host.
 """
 
 HIGH, LOW = 2, 1
@@ -107,6 +108,9 @@ class Extent:
 
     def fill(self, value: Any) -> None:
         """Nothing: there are no values."""
+
+    def __itruediv__(self, value: Any) -> Extent:
+        return self
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from oktopk.bench.__main__ import ALONE, BenchError, measure, report
-from oktopk.bench.links import SIZES, Messages, hindrance, partner_of, rounds, slope
+from oktopk.bench.links import SIZES, Messages, one_of_burst, partner_of, rounds, slope
 from oktopk.bench.table import links_table, size_of, steps_table
 from oktopk.plan.__main__ import main as plan
 from oktopk.replay.links import KIND, links_of, read
@@ -153,12 +153,17 @@ def test_a_document_can_be_read_by_others(tmp_path: Path) -> None:
     assert not isinstance(document["pairs"][0]["bytes_per_second"], np.generic)
 
 
-def test_directions_that_hinder_each_other_are_measured() -> None:
-    per_byte, buffers = 8e-8, 100_000
-    alone = {nbytes: per_byte * nbytes for nbytes in SIZES[:10]}
-    paired = {nbytes: per_byte * (nbytes + max(0, nbytes - buffers)) for nbytes in alone}
-    assert hindrance(alone, paired) == pytest.approx((per_byte, buffers))
-    assert hindrance(alone, {nbytes: 1.05 * seconds for nbytes, seconds in alone.items()}) == (0.0, 0.0)
-    assert hindrance({}, paired) == hindrance(alone, {8: 1.0}) == (0.0, 0.0)
-    # what grows less than the messages do
-    assert hindrance({100: 1.0, 400: 1.0}, {100: 3.0, 400: 2.0}) == (1.0 / 400, 0.0)
+def test_a_burst_tells_what_a_message_takes_without_its_answer() -> None:
+    """32 messages 2 us apart, each end one latency away, on a machine that some bursts disturb."""
+    latency, gap = 5e-5, 2e-6
+    whole = [2 * latency + 31 * gap] * 3 + [1.0] * 5
+    assert one_of_burst([32e-6] * 3 + [1.0] * 5, whole, latency) == pytest.approx((1e-6, gap))
+    # where messages are farther apart at the sender than anywhere else
+    assert one_of_burst([96e-6] * 4, [1e-4] * 4, latency) == pytest.approx((3e-6, 3e-6))
+
+
+def test_a_document_names_the_parameters_that_are_assumed() -> None:
+    document = measured(4, ThreadTransport, 2)
+    for level in ("inside", "between"):
+        assert document[level]["assumed"] == ["O", "S"]
+        assert {*document[level]["model"]} == {"L", "o", "g", "G", "O", "S"}

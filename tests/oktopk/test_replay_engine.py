@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oktopk.replay.engine import Replayed, replay
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
-from oktopk.replay.program import RANK, SHIFT, XOR, Entry, Program, make_program, program_of
+from oktopk.replay.program import RANK, SHIFT, XOR, Entry, Program, make_program, merged, program_of
 from oktopk.replay.recording import Step
-from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT, WORK
+from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT, WORK, Op
 from oktopk.settings import Settings
 
 LINK = Level(L=5e-6, o=1e-6, g=2e-6, G=1e-9, O=1e-10, S=1 << 16)
@@ -212,7 +212,7 @@ def test_a_prediction_adds_up() -> None:
     kernels = Kernels({"select": (1e-4, 1e-9), "sum": (0, 1e-8)}, "made up")
     found = predict(step, network(), kernels)
     assert found.select == pytest.approx(1e-4 + 4e-3)
-    parts = found.select + found.kernels + found.handled + found.waited
+    parts = found.select + found.kernels + found.overhead + found.waited
     assert parts == pytest.approx(found.seconds, rel=0.02)  # of the mean rank, and of the last one
     assert not found.extrapolated
     assert predict(Step("oktopk", 4_000_000, 65, 1, Settings(density=0.01)), network(), kernels).extrapolated
@@ -231,36 +231,32 @@ def test_a_level_needs_a_latency_and_a_rate(name: str, value: float) -> None:
         Level(**given)
 
 
-def test_two_hosts_that_send_to_each_other_wait_where_their_connection_makes_them() -> None:
-    """Beyond the bytes that buffers take one direction waits for the other; another host does not."""
-    nbytes, buffers = 60_000, 20_000
-    link = replace(LINK, D=LINK.G, B=buffers)
-    both = [[message(RECEIVE, 1 - r, nbytes), message(SEND, 1 - r, nbytes), wait(0, 1)] for r in range(2)]
-    alone = 2 * (LINK.o + LINK.O * nbytes) + LINK.L + LINK.G * nbytes
-    for where, waits in ((network(), 0.0), (network(1, link), LINK.G * (nbytes - buffers))):
-        assert run(make_program(both, 2), where).seconds == pytest.approx(alone + waits, rel=1e-9)
-    ring = rounds(1, 3, [(SHIFT, 1, 2)], [nbytes])
-    assert run(ring, network(1, link)).seconds == pytest.approx(alone, rel=1e-9)
-    # ranks of a host do not share that connection
-    assert run(make_program(both, 2), network(2, link)).seconds < alone / 2
-    small = [[message(RECEIVE, 1 - r, buffers), message(SEND, 1 - r, buffers), wait(0, 1)] for r in range(2)]
-    expected = 2 * (LINK.o + LINK.O * buffers) + LINK.L + LINK.G * buffers
-    assert run(make_program(small, 2), network(1, link)).seconds == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("each_alone", [False, True])
+def test_a_wait_takes_messages_as_they_come(each_alone: bool) -> None:
+    """Eight messages a second apart, of half a second at a processor: nine seconds, by one wait as by eight."""
+    overhead, count = 0.5, 8
+    link, rates = Level(L=1e-3, o=overhead, g=0.0, G=1e-12), NOTHING.copy()
+    rates[0, 1] = 1.0  # seconds of an element
+    received = [message(RECEIVE, r, 8) for r in range(1, count + 1)]
+    waits = [wait(i) for i in range(count)] if each_alone else [wait(*range(count))]
+    late = [[Entry(COMPUTE, RANK, 0, r, (1, 1)), message(SEND, 0, 8), wait(1)] for r in range(1, count + 1)]
+    made = make_program([[*received, *waits], *late], count + 1)
+    done = replay(made, Network(link, link), rates)
+    assert done.ended[0] == pytest.approx(count + overhead + link.L + overhead)
+    assert done.overhead[0] == pytest.approx(count * overhead)
+    # and messages that came before the wait follow each other
+    at_last = [Entry(COMPUTE, RANK, 0, 20, (1, 1)), *received, wait(*range(1, count + 1))]
+    made = make_program([at_last, *late], count + 1)
+    assert replay(made, Network(link, link), rates).ended[0] == pytest.approx(20 + count * overhead)
 
 
-def test_a_message_that_waits_for_its_connection_leaves_the_link_to_others() -> None:
-    """Rank 0 of a host waits for the other direction; rank 1 sends to a third host meanwhile."""
-    nbytes, rates = 60_000, NOTHING.copy()
-    link = replace(LINK, D=10 * LINK.G)
-    hosts = [
-        [message(RECEIVE, 2, nbytes), message(SEND, 2, nbytes), wait(0, 1)],
-        [message(SEND, 4, nbytes), wait(0)],
-        [message(RECEIVE, 0, nbytes), message(SEND, 0, nbytes), wait(0, 1)],
-        [],
-        [message(RECEIVE, 1, nbytes), wait(0)],
-        [],
-    ]
-    done = replay(make_program(hosts, 6), network(2, link), rates)
-    spent = LINK.o + LINK.O * nbytes
-    assert done.ended[4] <= 2 * spent + LINK.L + 2 * LINK.G * nbytes + 1e-12
-    assert max(done.ended[0], done.ended[2]) > 10 * LINK.G * nbytes
+def test_a_gap_that_is_longer_than_a_message_decides_a_ring() -> None:
+    for link in (replace(LINK, g=1e-3), LINK):
+        made = rounds(6, 4, [(SHIFT, 1, 3)] * 6, [SMALL] * 6)
+        expected = ring_seconds(network(1, link), 4, 4 * SMALL)
+        assert run(made, network(1, link)).seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_control_message_after_payload_to_the_same_rank_stays_one_of_control() -> None:
+    ops = [(Op(RECEIVE, 1, 100), False), (Op(RECEIVE, 1, 8), True), (Op(RECEIVE, 1, 8), True)]
+    assert merged(ops) == [(Op(RECEIVE, 1, 100), False), (Op(RECEIVE, 1, 16), True)]

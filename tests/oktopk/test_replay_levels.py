@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from collectives.mpi import MpiTransport
 from oktopk import GradientAllreduce, Settings
-from oktopk.replay.recording import Step, record_step
-from oktopk.replay.valueless import ALLGATHER, ALLREDUCE, ALLTOALL, COMPUTE, RECEIVE, SEND, WAIT, Op
+from oktopk.replay.recording import Step, record_mean, record_step
+from oktopk.replay.valueless import ALLGATHER, ALLREDUCE, ALLTOALL, COMPUTE, RECEIVE, SEND, WAIT, WORK, Op
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.also(ranks=8)]
 
@@ -78,9 +78,12 @@ def of_record(ops: list[Op], rank: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("method", "wire"), [("oktopk", "float32"), ("union", "int4")])
+@pytest.mark.parametrize(
+    ("method", "wire", "updates"),
+    [("oktopk", "float32", False), ("union", "int4", False), ("oktopk", "int4", True)],
+)
 def test_a_step_in_two_levels_is_recorded_as_it_runs(
-    comm: MPI.Intracomm, recorded: list[tuple[Any, ...]], method: str, wire: str
+    comm: MPI.Intracomm, recorded: list[tuple[Any, ...]], method: str, wire: str, updates: bool
 ) -> None:
     if comm.size % 2:
         pytest.skip("hosts of two ranks")
@@ -88,18 +91,25 @@ def test_a_step_in_two_levels_is_recorded_as_it_runs(
     chosen: dict[str, Any] = {"density": density, "wire": wire, "levels": "hosts"}
     reducer = GradientAllreduce(comm, length, method, ranks_per_host=2, **chosen)
     drawn = np.random.default_rng(comm.rank)
+    whole = np.zeros(length, np.float32)
+    moved: Any = reducer.displacement([length], "float32", whole, 0.5) if updates else None
+    group: Any = reducer.group
     real: list[tuple[Any, ...]] = []
     for _ in range(8):
         gradient = (drawn.standard_normal(length) * np.exp(drawn.standard_normal(length))).astype(np.float32)
         recorded.clear()
-        report = reducer.step(gradient)
+        if updates:
+            moved.vector[:] = gradient[: len(moved.vector)]
+        report = reducer.step(moved if updates else gradient)
+        if updates:
+            group.share_in_place(reducer.residual, whole)
         seen = [*recorded]
         if not any(comm.allgather(report.local_exact or (method == "oktopk" and report.global_exact))):
             real = seen
     reducer.close()
     assert real, "no step was regular on all ranks"
     hosts = comm.size // 2
-    step = Step(method, length, hosts, 2, Settings(**chosen))
+    step = Step(method, length, hosts, 2, Settings(**chosen), updates=updates)
     ours = of_record(record_step(step, comm.rank).ops, comm.rank)
 
     def shape(entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -108,3 +118,21 @@ def test_a_step_in_two_levels_is_recorded_as_it_runs(
     assert shape(ours) == shape(real)
     sent = [sum(nbytes for kind, _, nbytes in each if kind == SEND) for each in (ours, real)]
     assert sent[0] == pytest.approx(sent[1], rel=0.25)
+
+
+def test_the_mean_of_a_hosts_gradients_is_recorded_as_it_runs(
+    comm: MPI.Intracomm, recorded: list[tuple[Any, ...]]
+) -> None:
+    if comm.size % 2:
+        pytest.skip("hosts of two ranks")
+    length = 1 << 18
+    reducer = GradientAllreduce(comm, length, "oktopk", ranks_per_host=2, density=0.02)
+    recorded.clear()
+    reducer.mean_in_host()
+    real = [*recorded]
+    reducer.close()
+    record = record_mean(Step("oktopk", length, comm.size // 2, 2), comm.rank)
+    assert of_record(record.ops, comm.rank) == real
+    # each rank reads half of the other's gradient, then the other half of the mean
+    read = sum(op.amount for op in record.ops if op.kind == COMPUTE and WORK[op.peer] == "peer")
+    assert read == length
