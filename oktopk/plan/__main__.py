@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from collectives.sparse import MAX_LENGTH
@@ -128,20 +129,19 @@ def _links(options: argparse.Namespace) -> Links:
     if given:
         raise LinksError("give the document of oktopk-bench or --link and --latency, not both")
     links = read(options.links)
-    if options.on is not None:
-        links = links.among(options.on.split(","))
-    slow = links.slow_pairs()
-    if slow and options.accept_slow:
-        return links.as_slow_as_the_slowest()
-    if slow:
-        pair = min(slow, key=lambda each: each.bytes_per_second)
-        one, other = pair.hosts
-        raise LinksError(
-            f"the link between {one} and {other} carries {pair.bytes_per_second / 1e6:.4g} MB/s, "
-            "less than half of the others' median: mend it, choose hosts by --on, "
-            "or pass --accept-slow"
-        )
-    return links
+    chosen = links if options.on is None else links.among(options.on.split(","))
+    slow = [pair for pair in links.slow_pairs() if pair in chosen.pairs]
+    if not slow:
+        return chosen
+    pair = min(slow, key=lambda each: each.bytes_per_second)
+    if options.accept_slow:
+        return replace(chosen, between=links.as_slow_as(pair).between)
+    one, other = pair.hosts
+    raise LinksError(
+        f"the link between {one} and {other} carries {pair.bytes_per_second / 1e6:.4g} MB/s, "
+        "less than half of the others' median: mend it, choose hosts by --on, "
+        "or pass --accept-slow"
+    )
 
 
 def _kernels(options: argparse.Namespace, links: Links) -> Kernels:

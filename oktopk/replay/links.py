@@ -96,14 +96,13 @@ class Links:
         pairs = tuple(pair for pair in self.pairs if {*pair.hosts} <= {*hosts})
         return replace(self, hosts=tuple(hosts), pairs=pairs)
 
-    def as_slow_as_the_slowest(self) -> Links:
-        """The same, where each pair of hosts is as slow as the slowest one."""
-        if self.between is None or not self.pairs:
+    def as_slow_as(self, pair: Pair) -> Links:
+        """The same, where all pairs of hosts are as slow as one of these."""
+        if self.between is None:
             return self
-        rates = [pair.bytes_per_second for pair in self.pairs]
-        slower = statistics.median(rates) / min(rates)
-        between = self.between
-        return replace(self, between=replace(between, G=between.G * slower))
+        rates = [each.bytes_per_second for each in self.pairs]
+        slower = max(statistics.median(rates) / pair.bytes_per_second, 1.0)
+        return replace(self, between=replace(self.between, G=self.between.G * slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.

@@ -195,7 +195,10 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
     )
     assert run(capsys, path, *JOB, *FEW, "--hosts", 4, "--accept-slow")[0] == 0
     links = read(path)
-    assert pytest.approx(10 * links.between.G) == links.as_slow_as_the_slowest().between.G
+    assert pytest.approx(10 * links.between.G) == links.as_slow_as(links.pairs[3]).between.G
+    # the others' median holds for two hosts alone, too
+    both = [path, *JOB, *FEW, "--hosts", 2, "--on", "node2,node3"]
+    assert run(capsys, *both)[:2] == (2, "") and run(capsys, *both, "--accept-slow")[0] == 0
     assert run(capsys, path, *JOB, *FEW, "--hosts", 3, "--on", "node1,node2,node4")[0] == 0
     status, _, problem = run(capsys, path, *JOB, *FEW, "--hosts", 2, "--on", "node1,node9")
     assert status == 2
