@@ -110,7 +110,7 @@ def library_row(transport: HostTransport, length: int) -> dict[str, Any]:
     return values | {"parts": {}, "entries": [length, length]}
 
 
-def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, tuple[float, float]]:
+def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list[float]]:
     """Seconds of a kernel's call and of each element, while all ranks compute. Collective.
 
     By the stages of steps; coding by itself. What a call takes is in what its elements do. Elements
@@ -140,7 +140,7 @@ def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, tupl
         found["peer"] = max(mean - own * found["vector"], 0.1 * mean) / others
     mine = np.array([round(1e15 * found[name]) for name in found], np.int64)
     means = transport.allgather_control(mine).mean(axis=0) / 1e15
-    return {name: (0.0, float(each)) for name, each in zip(found, means, strict=True)}
+    return {name: [0.0, float(each)] for name, each in zip(found, means, strict=True)}
 
 
 def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> float | None:
