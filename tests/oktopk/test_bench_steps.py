@@ -10,12 +10,19 @@ import pytest
 from mpi4py import MPI
 
 from collectives.connect import connect
+from oktopk.bench import steps
 from oktopk.bench.__main__ import main
 from oktopk.bench.steps import kernels
 from oktopk.replay.links import read
 from oktopk.replay.valueless import WORK
 
 pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are timed on fewer elements."""
+    monkeypatch.setattr(steps, "_KERNELS_LENGTH", 1 << 18)
 
 
 def test_the_bench_measures_links_kernels_and_steps(
@@ -55,6 +62,7 @@ def test_the_bench_measures_links_kernels_and_steps(
 
 
 @pytest.mark.mpi(min_size=4)
+@pytest.mark.also(ranks=8)
 def test_elements_of_other_ranks_are_measured_where_hosts_have_several(comm: MPI.Intracomm) -> None:
     if comm.size % 2:
         pytest.skip("hosts of two ranks")
