@@ -17,7 +17,7 @@ from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
 from oktopk.placement import Placement, TwoLevels
-from oktopk.settings import DENSE_ABOVE, Settings, check_names, timeout_of
+from oktopk.settings import DENSE_ABOVE, Settings, check_names, timeout_of, wire_taken
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -76,19 +76,13 @@ class Parts:
             sparse = kind.sparse and self.settings.density <= DENSE_ABOVE
             with self.transport.together():
                 self.vectors = self.placement.vectors(self.settings, sparse, update)
-            self.settings = replace(self.settings, wire=self._agreed_wire(kind))
+            wire = wire_taken(self.settings.wire, len(set(self.transport.hosts)), kind.coded)
+            self.settings = replace(self.settings, wire=wire)
             unavailable = kind.p2p_unavailable_reason(self.settings) or self.placement.p2p_problem
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             if self.transport is not host:
                 host.close()
             opened.pop_all()
-
-    def _agreed_wire(self, method: type[Method]) -> Any:
-        """The wire of the settings; for "auto" one that does not round, by where the ranks are."""
-        if self.settings.wire != "auto":
-            return self.settings.wire
-        one_host = len(set(self.transport.hosts)) == 1
-        return "plain" if one_host or not method.coded else "float32"
 
     def _placed(self, length: int, method: type[Method], peer_memory: bool | None) -> Placement:
         """In two levels where the settings and the hosts allow it, else flat. Collective."""

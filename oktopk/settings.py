@@ -216,6 +216,18 @@ def entries_kept(density: float, length: int) -> int:
     return max(1, math.ceil(Fraction(repr(float(density))) * length))
 
 
+def wire_taken(wanted: str, hosts: int, coded: bool) -> Any:
+    """The wire of steps: the setting; for "auto" one that does not round, by where the ranks are.
+
+    Args:
+        hosts: that the ranks are on.
+        coded: the method's entries may travel in another way than plain.
+    """
+    if wanted != "auto":
+        return wanted
+    return "float32" if coded and hosts > 1 else "plain"
+
+
 def plain(value: Any) -> Any:
     """A NumPy scalar as a Python number, a float32 as the shortest decimal that it prints as."""
     if isinstance(value, np.floating):

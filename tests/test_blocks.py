@@ -41,6 +41,7 @@ PAGES = (
     "docs/migrate.md",
     "docs/adamw.md",
     "docs/gpu.md",
+    "docs/plan.md",
     "docs/add-a-method.md",
 )
 NEEDS_GPUS = "<!-- needs GPUs -->"

@@ -24,8 +24,10 @@ COMMANDS = (
     "jobs.train",
     "jobs.watch",
     "data.prepare",
+    "oktopk.bench",
     "oktopk.doctor",
     "oktopk.launch",
+    "oktopk.plan",
     "tests.mutants",
     "tests.run",
 )

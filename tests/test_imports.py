@@ -84,6 +84,7 @@ def test_packages_import_only_what_lies_below_them(package: str) -> None:
     found = {str(path.relative_to(ROOT)): imports_of(path) & forbidden for path in files}
     for name in ("process_group", "process_group_cuda"):  # a library as MPI is
         assert found.pop(f"collectives/{name}.py", {"torch"}) == {"torch"}
+    assert found.pop("oktopk/plan/picture.py", {"matplotlib"}) == {"matplotlib"}  # where it is installed
     assert not {path: names for path, names in found.items() if names}
 
 
@@ -286,7 +287,10 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
             "collectives.transport, collectives.dense_allreduce, collectives.process_group, oktopk.launch, "
             "oktopk.torch.optimizer, jobs.report.__main__, jobs.demo, jobs.watch",
         ),
-        ("torch=None, cupy=None, mpi4py=None", "collectives.element_types"),
+        (
+            "torch=None, cupy=None, mpi4py=None, matplotlib=None",
+            "collectives.element_types, oktopk.replay.prediction, oktopk.plan.__main__, oktopk.bench.__main__",
+        ),
     ],
 )
 def test_what_starts_no_ranks_imports_no_mpi(missing: str, modules: str) -> None:

@@ -145,7 +145,7 @@ def test_the_wheel_trains_by_the_readmes_loop(dist: Path, tmp_path: Path) -> Non
     # two ranks that hold the same weights, and not those of the start
     assert (ranks, distinct, moved) == ("2", "1", "True")
     assert all(Path(file).is_relative_to(site) for file in files)
-    for name in ("oktopk-run", "oktopk-doctor"):
+    for name in ("oktopk-run", "oktopk-doctor", "oktopk-bench", "oktopk-plan"):
         assert f"usage: {name}" in run(site / "bin" / name, "--help", cwd=empty, PYTHONPATH="").stdout
     screen = run(site / "bin" / "oktopk-doctor", cwd=empty, seconds=110, PYTHONPATH="").stdout
     assert "host memory, MPI" in screen and "oktopk[" not in screen

@@ -1,0 +1,1 @@
+"""`oktopk-bench`: measures the links between ranks and hosts, and steps over them."""

@@ -1,0 +1,251 @@
+"""Times of messages: between two ranks of a host, and between hosts, all pairs in rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collectives.transport import Transport
+
+SMALLEST = 8
+SIZES = tuple(SMALLEST * 4**i for i in range(12))
+"""Bytes of messages, up to 32 MB."""
+
+_TRIES, _FEW = 20, 5
+_BURST = 32  # messages
+_LARGE = 1 << 16  # bytes; larger messages are sent fewer times
+_BURSTS = 8
+
+ASSUMED = {"O": 0.0, "S": 65536.0}
+"""Parameters of a level that are not measured: no time of a processor for a byte, and Open MPI's
+limit of eager messages over TCP."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What messages of one level take.
+
+    Attributes:
+        latency: seconds of the smallest message, one way.
+        overhead: seconds that a processor takes to send one.
+        gap: seconds between two of them, many in a row.
+        sizes: bytes -> seconds of one message in each direction, both busy.
+        alone: bytes -> seconds of one message where no two ranks send to each other; empty where
+            that was not measured.
+        paired: bytes -> seconds of one message in each direction between two ranks.
+    """
+
+    latency: float
+    overhead: float
+    gap: float
+    sizes: dict[int, float]
+    alone: dict[int, float]
+    paired: dict[int, float]
+
+    def model(self) -> dict[str, float]:
+        """Parameters of `oktopk.replay.network.Level`."""
+        o = min(self.overhead, self.latency / 4)
+        return {
+            "L": self.latency - 2 * o,
+            "o": o,
+            "g": self.gap,
+            "G": slope(self.alone or self.sizes),
+        } | ASSUMED
+
+
+def rows_of(sizes: dict[int, float]) -> list[dict[str, float]]:
+    """Columns as nccl-tests prints them, for each size; GB/s, of one direction."""
+    found = []
+    for nbytes, seconds in sizes.items():
+        rate = nbytes / seconds / 1e9
+        # of sends and receives both are the same
+        found.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
+    return found
+
+
+def slope(sizes: dict[int, float]) -> float:
+    """Seconds of a byte: what the two largest sizes grow by, at least 0.8 of the largest's mean.
+
+    A link that lets some bytes through unshaped has a mean that is too short. A slope may be too
+    small where other processes took part of the time.
+    """
+    largest = sorted(sizes)[-2:]
+    nbytes = largest[-1]
+    mean = sizes[nbytes] / nbytes
+    if len(largest) < 2:
+        return mean
+    grown = (sizes[nbytes] - sizes[largest[0]]) / (nbytes - largest[0])
+    return max(grown, 0.8 * mean)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of so many, in rounds in which each has one partner at most."""
+    players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    made = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[: len(players) // 2], reversed(players), strict=False)
+        made.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return [each for each in made if each]
+
+
+class Messages:
+    """Times messages between this rank and a partner, while others do so. Collective.
+
+    Args:
+        partner: another rank; None: this rank only waits for the others.
+        limit: seconds of one message above which no larger one is sent.
+        rings: ranks pass messages around in rings, too, so that no two send to each other; equal
+            on all ranks.
+        ring: (rank to send to, rank to receive from) in this rank's ring; None: it is in none.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        partner: int | None,
+        limit: float,
+        rings: bool = False,
+        ring: tuple[int, int] | None = None,
+    ) -> None:
+        self._transport, self._partner, self._limit = transport, partner, limit
+        self._first = partner is not None and transport.rank < partner
+        self._rings, self._ring = rings, ring
+
+    def sweep(self) -> Sweep | None:
+        """All sizes, until one takes longer than the limit on any rank; None for a rank alone."""
+        has_partner, rings = self._partner is not None, self._rings
+        sizes: dict[int, float] = {}
+        alone: dict[int, float] = {}
+        paired: dict[int, float] = {}
+        for nbytes in SIZES:
+            tries = _TRIES if nbytes <= _LARGE else _FEW
+            paired[nbytes] = self._time(self._both_ways, nbytes, tries, has_partner)
+            if rings:
+                alone[nbytes] = self._time(self._around, nbytes, tries, self._ring is not None)
+            else:
+                alone[nbytes] = self._time(self._there_and_back, nbytes, tries, has_partner) / 2
+            sizes[nbytes] = alone[nbytes] if rings else paired[nbytes]
+            if self.agreed_largest(paired[nbytes]) > self._limit:
+                break
+        # at last: the first messages of a job take longer
+        latency = self._latency()
+        overhead, gap = self._burst(latency)
+        if not has_partner and self._ring is None:
+            return None
+        return Sweep(latency, overhead, gap, sizes, alone, paired)
+
+    def pair(self, nbytes: int) -> tuple[float, float]:
+        """Latency, and bytes a second in each direction, both busy; zeros without a partner."""
+        latency = self._latency()
+        both, takes_part = (nbytes // 4, nbytes), self._partner is not None
+        few = {each: self._time(self._both_ways, each, _FEW, takes_part) for each in both}
+        return (0.0, 0.0) if self._partner is None else (latency, 1 / slope(few))
+
+    def _latency(self) -> float:
+        has_partner = self._partner is not None
+        return self._time(self._there_and_back, SMALLEST, _TRIES, has_partner) / 2
+
+    def agreed_largest(self, seconds: float) -> float:
+        """The largest of the ranks' times."""
+        everyone = self._transport.allgather_control(np.array([round(1e9 * seconds)], np.int64))
+        return int(everyone.max()) / 1e9
+
+    def _time(
+        self,
+        exchange: Callable[[Any, Any], None],
+        nbytes: int,
+        tries: int,
+        takes_part: bool,
+    ) -> float:
+        """Seconds of an exchange, after a first one; 0 where it takes no part.
+
+        Of small messages the lower quartile of the tries: processors that other work takes are not
+        the link's. Of large ones the mean: what a link does only now and then counts, too.
+        """
+        outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        self._transport.allgather_control(np.zeros(1, np.int64))  # all begin now
+        spent = []
+        for _ in range(tries + 1 if takes_part else 0):
+            start = time.perf_counter()
+            exchange(outgoing, incoming)
+            spent.append(time.perf_counter() - start)
+        if not spent:
+            return 0.0
+        small = nbytes <= _LARGE
+        return max(float(np.quantile(spent[1:], 0.25) if small else np.mean(spent[1:])), 1e-9)
+
+    def _there_and_back(self, outgoing: Any, incoming: Any) -> None:
+        transport, partner = self._transport, self._partner
+        assert partner is not None
+        for sends in (self._first, not self._first):
+            if sends:
+                transport.wait(transport.send(outgoing, partner))
+            else:
+                transport.wait(transport.receive(incoming, partner))
+
+    def _both_ways(self, outgoing: Any, incoming: Any) -> None:
+        transport, partner = self._transport, self._partner
+        assert partner is not None
+        requests = transport.receive(incoming, partner)
+        transport.wait(requests + transport.send(outgoing, partner))
+
+    def _around(self, outgoing: Any, incoming: Any) -> None:
+        assert self._ring is not None
+        dest, source = self._ring
+        requests = self._transport.receive(incoming, source)
+        self._transport.wait(requests + self._transport.send(outgoing, dest))
+
+    def _burst(self, latency: float) -> tuple[float, float]:
+        """Seconds to send one of many small messages, and between two; zeros without a partner.
+
+        By the lower quartile of bursts, as small messages. A burst ends when an answer has come:
+        the first message and the answer take a latency each, which is not between two messages.
+        """
+        transport, partner = self._transport, self._partner
+        small = [np.zeros(SMALLEST, np.uint8) for _ in range(_BURST)]
+        transport.allgather_control(np.zeros(1, np.int64))
+        if partner is None:
+            return 0.0, 0.0
+        sending, whole = [], []
+        for _ in range(_BURSTS):
+            for sends in (self._first, not self._first):
+                start = time.perf_counter()
+                if sends:
+                    requests = [r for each in small for r in transport.send(each, partner)]
+                    sending.append(time.perf_counter() - start)
+                    transport.wait(requests)
+                    transport.wait(transport.receive(small[0], partner))  # all have come
+                    whole.append(time.perf_counter() - start)
+                else:
+                    transport.wait([r for each in small for r in transport.receive(each, partner)])
+                    transport.wait(transport.send(small[0], partner))
+        return one_of_burst(sending, whole, latency)
+
+
+def one_of_burst(
+    sending: Sequence[float],
+    whole: Sequence[float],
+    latency: float,
+) -> tuple[float, float]:
+    """Seconds to send a message of a burst, and between two; see `Messages`.
+
+    Args:
+        sending, whole: seconds until bursts were sent, and until their answers had come.
+        latency: of a message.
+    """
+    overhead = float(np.quantile(sending, 0.25)) / _BURST
+    between = (float(np.quantile(whole, 0.25)) - 2 * latency) / (_BURST - 1)
+    return overhead, max(between, overhead)
+
+
+def partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
+    """The other one of a rank's pair; None where it has none."""
+    for one, other in pairs:
+        if rank in (one, other):
+            return other if rank == one else one
+    return None

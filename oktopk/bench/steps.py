@@ -1,0 +1,176 @@
+"""Times of steps: dense sums and sparse ones over the links, and the kernels that they call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from collectives.codec import make_codec
+from collectives.host_transport import HostTransport
+from collectives.sparse import ENTRY
+from oktopk.allreduce import GradientAllreduce
+
+_WARM, _TIMED = 6, 8
+_DENSE = 1, 3  # the same of dense steps, which are alike and take long
+_KERNELS_LENGTH = 1 << 22
+
+
+def gradients(length: int, rank: int) -> Any:
+    """float32[2, n], two gradients of heavy tails, by turns those of steps."""
+    drawn = np.random.default_rng(rank)
+    values = drawn.standard_normal((2, length), np.float32)
+    values *= np.exp(drawn.standard_normal((2, length), np.float32))
+    return values
+
+
+@contextmanager
+def _reducer(
+    transport: HostTransport, length: int, method: str, **settings: Any
+) -> Iterator[GradientAllreduce]:
+    reducer = GradientAllreduce(transport, length, method, **settings)
+    try:
+        yield reducer
+    finally:
+        reducer.close()
+
+
+def step_row(
+    transport: HostTransport, length: int, method: str, given: Any, **settings: Any
+) -> dict[str, Any]:
+    """What steps of a method take. Collective.
+
+    Args:
+        given: as `gradients`.
+
+    Returns:
+        method, length, settings as taken; seconds: of a regular step on the slowest rank, the
+        median; bytes and bytes_between that a rank sends, in the mean over ranks; parts: stage ->
+        seconds, in the mean; entries: that this rank selected, and applied.
+    """
+    spent, reports = [], []
+    with _reducer(
+        transport, length, method, threshold_interval=10**6, boundary_interval=10**6, **settings
+    ) as made:
+        warm, timed = _DENSE if method == "dense" else (_WARM, _TIMED)
+        for number in range(warm + timed):
+            transport.barrier()
+            start = time.perf_counter()
+            report = made.step(given[number % 2])
+            if number >= warm:
+                spent.append(time.perf_counter() - start)
+                reports.append(report)
+        levels = made.levels
+    # control integers of 64 bits: nanoseconds and bytes
+    mine = [round(1e9 * each) for each in spent]
+    sent = [
+        statistics.fmean(each.bytes for each in reports),
+        statistics.fmean(each.bytes_between for each in reports),
+    ]
+    slowest = transport.allgather_control(np.array(mine, np.int64)).max(axis=0) / 1e9
+    counted = np.array([round(each) for each in sent], np.int64)
+    everyone = transport.allgather_control(counted).mean(axis=0)
+    names = list(dict.fromkeys(name for each in reports for name in each.seconds))
+    last, times = reports[-1], [each.seconds for each in reports]
+    parts = {name: statistics.fmean(each.get(name, 0.0) for each in times) for name in names}
+    return {
+        "method": method,
+        "length": length,
+        "density": settings.get("density", 1.0),
+        "wire": last.wire,
+        "levels": levels,
+        "seconds": float(np.median(slowest)),
+        "bytes": float(everyone[0]),
+        "bytes_between": float(everyone[1]),
+        "parts": parts,
+        "entries": [last.local_nnz, last.global_nnz],
+    }
+
+
+def library_row(transport: HostTransport, length: int) -> dict[str, Any]:
+    """A dense sum by the communication library's own allreduce, of float32. Collective."""
+    vector: Any = np.ones(length, np.float32)
+    spent = []
+    for _ in range(4):
+        transport.barrier()
+        start = time.perf_counter()
+        transport.allreduce_control(vector)
+        spent.append(time.perf_counter() - start)
+    mine = np.array([round(1e9 * statistics.median(spent[1:]))], np.int64)
+    seconds = int(transport.allgather_control(mine).max()) / 1e9
+    ranks = transport.size
+    sent = 4 * length * 2 * (ranks - 1) / ranks  # the least that a rank sends
+    name = f"{transport.library} allreduce"
+    values: dict[str, Any] = {"method": name, "length": length, "density": 1.0, "wire": "float32"}
+    values |= {"levels": "-", "seconds": seconds, "bytes": sent, "bytes_between": None}
+    return values | {"parts": {}, "entries": [length, length]}
+
+
+def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list[float]]:
+    """Seconds of a kernel's call and of each element, while all ranks compute. Collective.
+
+    By the stages of steps; coding by itself. What a call takes is in what its elements do. Elements
+    in the memory of other ranks are measured where several hosts have equally many, several ranks.
+    """
+    length, density = _KERNELS_LENGTH, 0.01
+    given = gradients(length, transport.rank)
+    settings: dict[str, Any] = {"wire": "plain", "levels": "flat"}
+    sparse = step_row(transport, length, "oktopk", given, density=density, **settings)
+    few = length // 4  # dense sums take long on slow links, and nothing of them is taken
+    dense = step_row(transport, few, "dense", given[:, :few].copy(), levels="flat")
+    selected, applied = sparse["entries"]
+    found = {
+        "select": sparse["parts"]["select"] / length,
+        "sum": sparse["parts"]["reduce"] / max(selected, 1),
+        "code": _coding(transport),
+        # the residual at what was selected, then the update at what is applied
+        "entries": sparse["parts"]["apply"] / max(selected, applied, 1) / 2,
+        "vector": dense["parts"]["select"] / few,
+    }
+    many = transport.hosts.count(transport.hosts[transport.rank])
+    mean = _host_mean(transport, few, ranks_per_host)
+    if mean is not None:
+        # a shard of every gradient is read for the sum, and those of the others' means: all but
+        # this rank's own lie in memory of others
+        own, others = 2 * few / many, 2 * few * (many - 1) / many
+        found["peer"] = max(mean - own * found["vector"], 0.1 * mean) / others
+    mine = np.array([round(1e15 * found[name]) for name in found], np.int64)
+    means = transport.allgather_control(mine).mean(axis=0) / 1e15
+    return {name: [0.0, float(each)] for name, each in zip(found, means, strict=True)}
+
+
+def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> float | None:
+    """Seconds of the mean of a host's gradients; None where steps are flat. Collective."""
+    settings: dict[str, Any] = {"density": 0.01, "ranks_per_host": ranks_per_host}
+    spent = []
+    with _reducer(transport, length, "oktopk", **settings) as made:
+        if made.levels != "hosts" or len({*map(transport.hosts.count, transport.hosts)}) > 1:
+            return None
+        for _ in range(6):
+            transport.barrier()
+            start = time.perf_counter()
+            made.mean_in_host()
+            spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:])
+
+
+def _coding(transport: HostTransport) -> float:
+    """Seconds of an entry that is encoded, or decoded, by int4."""
+    count = 1 << 16
+    entries = np.zeros(count, ENTRY)
+    entries["index"] = 100 * np.arange(count)
+    entries["value"] = np.linspace(1, 2, count)
+    codec = make_codec("int4", transport.kernels, transport.workspace, 2)
+    limits = 0, 100 * count
+    wire = np.zeros(codec.wire_bytes(count, *limits) // ENTRY.itemsize, ENTRY)
+    out, spent = np.zeros(count, ENTRY), []
+    for _ in range(6):
+        start = time.perf_counter()
+        codec.encode(entries.copy(), *limits, wire, 1)
+        codec.decode(wire, *limits, out, 0)
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:]) / 2 / count

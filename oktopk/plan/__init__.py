@@ -1,0 +1,1 @@
+"""`oktopk-plan`: which settings pay on a network, predicted."""

@@ -1,0 +1,209 @@
+"""The rows of a plan: settings, and what a training step with them is predicted to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from collectives.sparse import ENTRY
+from oktopk.plan.losses import loss_of
+from oktopk.replay.network import Network
+from oktopk.replay.prediction import Kernels, mean_seconds, predict, ring_seconds
+from oktopk.replay.recording import Step
+from oktopk.settings import Settings, entries_kept
+
+METHODS = ("union", "oktopk")
+DENSITIES = (0.0125, 0.0625)
+"""Those whose losses were measured."""
+WIRES = ("float32", "int4")
+EVERY = (1, 4)
+
+MOST_FLAT = 1024
+"""Ranks beyond which flat steps are replayed only where asked for: a minute each."""
+
+_BACKWARD = 2 / 3
+"""Of the time of computation, in which gradients come: dense sums in buckets can hide behind it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        parameters: elements (n).
+        compute: seconds of forward and backward pass of one rank, without communication.
+        hosts, ranks_per_host: of the cluster.
+    """
+
+    parameters: int
+    compute: float
+    hosts: int
+    ranks_per_host: int
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings with a prediction. Times are of one training step in the mean over `every`.
+
+    Attributes:
+        method: "dense", "union" or "oktopk".
+        density, wire, every: settings; a dense wire is the type of the elements.
+        levels: "hosts" where a host is one replica, else "flat".
+        seconds: of a step.
+        select, exchange: of these, in selection and in the rest of the exchange; wait: of the
+            latter, for other ranks.
+        hides: seconds of the exchange behind the backward pass, which `seconds` leave out.
+        host_bytes: that a host sends in a step.
+        memory: bytes of a rank beside parameters, gradients and the optimizer's state.
+        loss: that was measured, see `loss_of`.
+        extrapolated: see `Prediction`.
+    """
+
+    method: str
+    density: float
+    wire: str
+    levels: str
+    every: int
+    seconds: float
+    select: float
+    exchange: float
+    wait: float
+    hides: float
+    host_bytes: float
+    memory: float
+    loss: str
+    extrapolated: bool = False
+
+
+def dense_rows(job: Job, network: Network) -> list[Row]:
+    """Dense sums by rings, in float32 and in bfloat16, in buckets behind the backward pass."""
+    rows = []
+    for wire, width in (("float32", 4), ("bfloat16", 2)):
+        nbytes = width * job.parameters
+        exchange = ring_seconds(network, job.hosts, nbytes)
+        hides = min(exchange, _BACKWARD * job.compute)
+        sent = 2 * nbytes * (job.hosts - 1) / job.hosts
+        seconds = job.compute + exchange - hides
+        memory = 4 * job.parameters + (nbytes if width < 4 else 0)
+        parts = seconds, 0.0, exchange, 0.0, hides
+        rows.append(Row("dense", 1.0, wire, "-", 1, *parts, sent, memory, "0"))
+    return rows
+
+
+def sparse_rows(
+    job: Job,
+    network: Network,
+    kernels: Kernels,
+    methods: Sequence[str] = METHODS,
+    densities: Sequence[float] = DENSITIES,
+    wires: Sequence[str] = WIRES,
+    levels: Sequence[str] = (),
+    every: Sequence[int] = EVERY,
+) -> list[Row]:
+    """Updates by each of these settings.
+
+    Args:
+        levels: "hosts", "flat" or both; empty: both, but flat steps of more than MOST_FLAT ranks.
+
+    Raises:
+        ValueError: nothing can be exchanged, or a density is too low or too high for it.
+    """
+    several = job.hosts > 1 and job.ranks_per_host > 1
+    if not levels:
+        levels = ["hosts"] if several else []
+        levels += ["flat"] if job.ranks <= MOST_FLAT or not several else []
+    elif not several:
+        levels = ["flat"]
+    rows = []
+    for method in methods:
+        for density in densities:
+            for wire in wires:
+                for level in levels:
+                    chosen: dict[str, Any] = {"wire": wire, "levels": level}
+                    settings = Settings(density=density, **chosen)
+                    hosts, many = job.hosts, job.ranks_per_host
+                    step = Step(method, job.parameters, hosts, many, settings, updates=True)
+                    rows += _rows_of(job, network, kernels, step, every)
+    return rows
+
+
+def _rows_of(
+    job: Job,
+    network: Network,
+    kernels: Kernels,
+    step: Step,
+    every: Sequence[int],
+) -> list[Row]:
+    """A step's row for each number of steps between exchanges."""
+    found = predict(step, network, kernels)
+    two, density = step.two_levels, step.settings.density
+    replicas = job.hosts if two else job.ranks
+    mean = mean_seconds(step, network, kernels) if two else 0.0  # in every step
+    rows = []
+    for steps in every:
+        rows.append(
+            Row(
+                step.method,
+                density,
+                step.wire,
+                "hosts" if two else "flat",
+                steps,
+                job.compute + mean + found.seconds / steps,
+                found.select / steps,
+                mean + (found.seconds - found.select) / steps,
+                found.waited / steps,
+                0.0,
+                found.host_bytes / steps,
+                memory_of(step),
+                loss_of(step.method, density, steps, replicas),
+                found.extrapolated,
+            )
+        )
+    return rows
+
+
+def memory_of(step: Step) -> float:
+    """Bytes of a rank, as `UpdatesOptimizer` says, and the method's lists: some 5 of k entries."""
+    n, many = step.length, step.ranks_per_host
+    lists = 5 * ENTRY.itemsize * entries_kept(step.settings.density, n)
+    if step.two_levels:
+        return 20 * n + (12 * n + lists) / many
+    return 12 * n + lists
+
+
+def best_first(rows: Sequence[Row]) -> list[Row]:
+    """By their time; of equal ones those that send less."""
+    return sorted(rows, key=lambda row: (row.seconds, row.host_bytes))
+
+
+def line_of(row: Row) -> str:
+    """The line of Python that trains with a row's settings.
+
+    Raises:
+        ValueError: the row is dense.
+    """
+    if row.method == "dense":
+        raise ValueError("dense training needs no DistributedOptimizer")
+    replica = "host" if row.levels == "hosts" else "rank"
+    words = [
+        "optimizer",
+        'sends="updates"',
+        f"method={row.method!r}".replace("'", '"'),
+        f"density={row.density:g}",
+        f"wire={row.wire!r}".replace("'", '"'),
+        f'replica="{replica}"',
+    ]
+    words += [f"every={row.every}"] if row.every > 1 else []
+    return f"optimizer = DistributedOptimizer({', '.join(words)})"
+
+
+def host_counts(most: int) -> list[int]:
+    """Powers of two from 1 to so many hosts."""
+    return [1 << i for i in range(int(math.log2(most)) + 1)]

@@ -1,0 +1,117 @@
+"""What a step is predicted to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oktopk.replay.engine import replay
+from oktopk.replay.network import Network
+from oktopk.replay.program import RECORDED, program_of, program_of_mean
+from oktopk.replay.recording import Step
+from oktopk.replay.valueless import WORK
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How long kernels take.
+
+    Attributes:
+        times: kind of WORK -> (seconds of a call, seconds of an element).
+        source: where these are from, for readers.
+    """
+
+    times: dict[str, tuple[float, float]]
+    source: str
+
+    def rates(self, network: Network) -> NDArray[np.float64]:
+        """float64[kinds, 2], in the order of WORK.
+
+        Elements in another rank's memory take what their bytes take on the link inside a host,
+        where they were not measured.
+        """
+        times = {"peer": (0.0, 4 * network.inside.G)} | self.times
+        return np.array([times.get(kind, (0.0, 0.0)) for kind in WORK])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's time and what it sends.
+
+    Attributes:
+        step: that was replayed.
+        seconds: until the last rank has ended.
+        select: of these, in the pass that selects, in the mean over the ranks; kernels: in the
+            other kernels; overhead: of processors for messages; waited: the rest.
+        host_bytes: that the busiest host sends to others, control exchanges included.
+        rank_bytes: payload that a rank sends, in the mean.
+        extrapolated: more ranks exchange than those at which the replay was compared with real
+            steps.
+    """
+
+    step: Step
+    seconds: float
+    select: float
+    kernels: float
+    overhead: float
+    waited: float
+    host_bytes: float
+    rank_bytes: float
+    extrapolated: bool
+
+
+def predict(step: Step, network: Network, kernels: Kernels) -> Prediction:
+    """Replay one step.
+
+    Args:
+        network: its `ranks_per_host` is the step's.
+
+    Raises:
+        ValueError: the step cannot be replayed.
+    """
+    made = program_of(step)
+    done = replay(made, network, kernels.rates(network))
+    by_kind = done.computed.mean(axis=0)
+    return Prediction(
+        step,
+        done.seconds,
+        float(by_kind[0]),
+        float(by_kind[1:].sum()),
+        float(done.overhead.mean()),
+        float(done.waited.mean()),
+        float(done.host_bytes.max()),
+        made.sent,
+        (step.hosts if step.two_levels else step.ranks) > RECORDED,
+    )
+
+
+def mean_seconds(step: Step, network: Network, kernels: Kernels) -> float:
+    """What the mean of a host's gradients takes, which precedes an optimizer's step on updates."""
+    return replay(program_of_mean(step), network, kernels.rates(network)).seconds
+
+
+def ring_seconds(network: Network, hosts: int, nbytes: float) -> float:
+    """A dense allreduce by rings: NCCL's and MPI's way with long vectors.
+
+    With several ranks a host the faster of one ring over all ranks, and of rings inside the hosts
+    before and after rings between them, one for each rank of a host, which share its link.
+
+    Args:
+        nbytes: of the vector.
+
+    Source: Patarasuk & Yuan, J. Parallel Distrib. Comput. 69, 2009.
+    """
+    many = network.ranks_per_host
+    ranks = hosts * many
+    if ranks < 2:
+        return 0.0
+    slowest = network.between if hosts > 1 else network.inside
+    one = slowest.rounds(2 * (ranks - 1), nbytes / ranks)
+    if many == 1 or hosts == 1:
+        return one
+    link, part = network.between, nbytes / ranks
+    queued = (many - 1) * max(link.g, link.G * part)  # the other ranks' messages are before it
+    several = link.rounds(2 * (hosts - 1), part, queued)
+    return min(one, several + network.inside.rounds(2 * (many - 1), nbytes / many))

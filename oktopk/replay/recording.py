@@ -1,0 +1,237 @@
+"""One rank's step on arrays without values, by the library's own executors and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, cast
+
+from oktopk.backend import Backend
+from oktopk.cpu.histograms import LEVELS
+from oktopk.displacement import ShardDisplacement
+from oktopk.error_feedback import ErrorFeedback
+from oktopk.host_executor import HostExecutor
+from oktopk.host_group import HostGroup
+from oktopk.levels import Layout, levels_taken
+from oktopk.message_executor import MessageExecutor
+from oktopk.methods import METHODS
+from oktopk.regions import equal_boundaries
+from oktopk.replay.valueless import (
+    HIGH,
+    Extent,
+    Record,
+    ValuelessBackend,
+    ValuelessKernels,
+    ValuelessTransport,
+    Workload,
+)
+from oktopk.results import StageTimer
+from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, wire_taken
+from oktopk.step import Plan
+
+_THRESHOLD = HIGH << LEVELS[0][0]
+"""Bits of thresholds that earlier steps left: the larger of the two magnitudes that values have."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is to be replayed.
+
+    Attributes:
+        method: a name in METHODS.
+        length: elements of the gradient (n).
+        hosts: that the ranks are on.
+        ranks_per_host: equal on all hosts; consecutive ranks share one.
+        settings: of which density, wire, levels, bucket_rounds, rotate and balance_trigger act
+            here.
+        exact: it computes exact thresholds and new region boundaries; else it is a regular one.
+        updates: it sends what the optimizer changed; else gradients. In two levels hosts sum
+            nothing of it, and gather their residual afterwards.
+    """
+
+    method: str
+    length: int
+    hosts: int
+    ranks_per_host: int = 1
+    settings: Settings = field(default_factory=Settings)
+    exact: bool = False
+    updates: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the gradient over the ranks."""
+        hosts = tuple(rank // self.ranks_per_host for rank in range(self.ranks))
+        return Layout(hosts, self.length)
+
+    @cached_property
+    def two_levels(self) -> bool:
+        """Whether a host's ranks sum their gradients first.
+
+        Raises:
+            ValueError: the settings ask for it, and the method cannot.
+        """
+        if self.hosts < 2 or self.ranks_per_host < 2:
+            return False
+        flat_reason = METHODS[self.method].flat_reason()
+        return levels_taken(self.settings.levels, self.layout, flat_reason)[0] == "hosts"
+
+    @property
+    def wire(self) -> str:
+        """The settings' wire; of "auto" what `GradientAllreduce` takes."""
+        return wire_taken(self.settings.wire, self.hosts, METHODS[self.method].coded)
+
+    def problem(self) -> str:
+        """Why it cannot be replayed, in a sentence; "" if it can."""
+        if self.ranks < 2:
+            return "one rank exchanges nothing: give several hosts or several ranks a host"
+        density = self.settings.density
+        if not METHODS[self.method].sparse:
+            return ""
+        if entries_kept(density, self.length) < self.ranks:
+            return (
+                f"density {density:g} of {self.length} elements are fewer entries than "
+                f"{self.ranks} ranks: regions without entries cannot be replayed"
+            )
+        if density > DENSE_ABOVE:
+            return f"density {density:g} is above {DENSE_ABOVE}: steps are dense"
+        return ""
+
+
+def _nothing(gradient: Any) -> None:
+    """Gradients have no values that would be copied."""
+
+
+class _Layout(Layout):
+    """A layout that records what is copied."""
+
+    record: Record
+
+    def insert(self, part: Any, shard: int, whole: Any) -> None:
+        self.record.compute("vector", self.shard_length(shard))
+
+    def copy(self, source: Any, shard: int, target: Any) -> None:
+        self.record.compute("peer", self.shard_length(shard))
+
+
+class _Group(HostGroup):
+    """The ranks of a host, without values."""
+
+    def __init__(
+        self,
+        step: Step,
+        rank: int,
+        connect: Callable[[tuple[int, int]], ValuelessTransport],
+        backend: ValuelessBackend,
+        record: Record,
+    ) -> None:
+        many = step.ranks_per_host
+        self.layout = _Layout(step.layout.hosts, step.length)
+        object.__setattr__(self.layout, "record", record)  # it is frozen
+        self.host = connect((1, many))
+        self.holders = connect((1, many))
+        between = connect((many, step.hosts))
+        between.shards = self.holders
+        self.between = between
+        self.shard = rank % many
+        self.gradient = cast(Any, Extent(step.length, 4))
+        self._windows, self._limit = None, None
+        self._backend = cast(Any, backend)
+        whole = Extent(step.length, 4)
+        self._shared: Any = SimpleNamespace(publish=_nothing, of_rank=lambda number: whole)
+        self._sum: Any = whole
+        self._record, self._ranks = record, many
+
+    def sum(self, at_once: bool) -> Any:
+        """The sum reads this shard of every rank's gradient, of the others from their memory."""
+        self._record.compute("vector", self.shard_length)
+        self._record.compute("peer", self.shard_length * (self._ranks - 1))
+        return self.new_shard()
+
+
+def record_step(step: Step, rank: int) -> Record:
+    """What a rank does in a step. Runs the executors and methods of the library.
+
+    Raises:
+        ValueError: the step cannot be replayed.
+    """
+    if problem := step.problem():
+        raise ValueError(problem)
+    kind, among = METHODS[step.method], step.hosts if step.two_levels else step.ranks
+    shards = step.ranks_per_host if step.two_levels else 1
+    # the same on all ranks: whole entries for each region of each shard
+    each = among * shards
+    k = max(each, round(entries_kept(step.settings.density, step.length) / each) * each)
+    length = -(-step.length // shards)
+
+    selected = kind.local_k(k, among) // shards if kind.sparse else length
+    kept = k if kind.name == "gtopk" else k // each
+    record = Record()
+    kernels = ValuelessKernels(record, Workload(selected, kept))
+    backend = ValuelessBackend(kernels)
+    settings = replace(step.settings, wire=cast(Any, step.wire))
+    connect = _connecting(step, rank, record, kernels)
+    whole = connect((1, step.ranks))
+    host = _Group(step, rank, connect, backend, record) if step.two_levels else None
+    transport = whole if host is None else host.between
+    assert transport is not None
+    method = kind(length, transport, cast(Any, kernels), settings)
+    carried = None if host is None else length
+    vectors = ErrorFeedback(cast(Backend, backend), step.length, settings, kind.sparse, carried)
+    executor: MessageExecutor | HostExecutor = MessageExecutor(method, vectors)
+    if host is not None:
+        executor = HostExecutor(method, vectors, host, whole)
+    method.load_state_dict(_used(method.state_dict(), length, among))
+    record.ops.clear()
+    plan = Plan(k, step.exact, step.exact, 1 / step.ranks, StageTimer())
+    given: Any = Extent(step.length, 4)
+    if step.updates and host is not None:
+        given = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
+    executor.begin(given, plan)
+    if step.updates and host is not None:  # as `Reference.gather_residual`
+        host.share_in_place(host.new_shard(), given)
+    return record
+
+
+def record_mean(step: Step, rank: int) -> Record:
+    """What a rank does for the mean of its host's gradients, as `HostReplica` takes it.
+
+    Gradients are copied into what the other ranks read, and back.
+    """
+    record = Record()
+    kernels = ValuelessKernels(record, Workload(0, 0))
+    connect = _connecting(step, rank, record, kernels)
+    host = _Group(step, rank, connect, ValuelessBackend(kernels), record)
+    record.compute("vector", step.length)
+    host.mean(False)
+    record.compute("vector", step.length)
+    return record
+
+
+def _connecting(
+    step: Step, rank: int, record: Record, kernels: ValuelessKernels
+) -> Callable[[tuple[int, int]], ValuelessTransport]:
+    """What makes the transports of a rank to groups of ranks."""
+
+    def connect(group: tuple[int, int]) -> ValuelessTransport:
+        return ValuelessTransport(rank, group, record, kernels, step.ranks_per_host)
+
+    return connect
+
+
+def _used(state: dict[str, Any], length: int, ranks: int) -> dict[str, Any]:
+    """The state of a method that has taken steps."""
+    if "selection" in state:
+        state["selection"] |= {"bits": _THRESHOLD, "needs_exact": False}
+    if "threshold" in state:
+        state["threshold"] |= {"bits": _THRESHOLD}
+    if "boundaries" in state:
+        boundaries = equal_boundaries(length, ranks)
+        state |= {"boundaries": boundaries, "splits": boundaries[1:-1]}
+    return state

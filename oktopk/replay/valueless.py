@@ -1,0 +1,423 @@
+"""Arrays, kernels and a transport without values: a step's code runs on them and is recorded.
+
+A rank's record has an entry for each message, wait, control exchange and kernel, in the order of
+the code. Where the code asks for what depends on data (how many entries a rank selected, how many
+distinct ones a sum has), a `Workload` answers with what is expected. It is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.cpu import kernels as host_kernels
+from collectives.cpu.kernels import CountedSums
+from collectives.dense_allreduce import DenseAllreduce
+from collectives.sparse import ENTRY
+from collectives.traffic import Traffic
+from collectives.transport import Transport
+from oktopk.cpu.accumulate import BLOCK, Packing
+from oktopk.cpu.histograms import LEVELS
+
+SEND, RECEIVE, WAIT, COMPUTE, ALLGATHER, ALLTOALL, ALLREDUCE = range(7)
+CONTROL = (ALLGATHER, ALLTOALL, ALLREDUCE)
+
+WORK = ("select", "sum", "code", "entries", "vector", "peer")
+"""Kinds of kernels, by what they read.
+
+Gradients that are selected from, lists that are summed, entries that are coded, entries that are
+written to a vector or taken from it, vectors in one stream, and elements that lie in the memory of
+another rank of the host.
+"""
+
+HIGH, LOW = 2, 1
+"""First digits of the two magnitudes that values have here."""
+
+
+class Op(NamedTuple):
+    """One entry of a record.
+
+    Attributes:
+        kind: SEND, RECEIVE, WAIT, COMPUTE, or a control exchange.
+        peer: the other rank's place in the group, of a message; the index in WORK, of COMPUTE; else
+            0.
+        amount: bytes of a message, elements of COMPUTE, or bytes of a row of a control exchange.
+        group: (stride, size) of the ranks that a message or control exchange is among: rank r has
+            the place (r // stride) % size there.
+        waits: of WAIT, the places in the record of the messages that it waits for.
+    """
+
+    kind: int
+    peer: int
+    amount: int
+    group: tuple[int, int] = (1, 1)
+    waits: tuple[int, ...] = ()
+
+
+@dataclass
+class Workload:
+    """What a step is expected to find in its data, the same on every rank.
+
+    Attributes:
+        selected: entries that a rank selects.
+        kept: entries that a rank keeps of its region.
+    """
+
+    selected: int
+    kept: int
+
+
+def independent(lists: NDArray[np.int64], span: int) -> int:
+    """Distinct ones among the entries of lists, where ranks choose independently of each other.
+
+    Args:
+        lists: int64[lists], entries of each.
+        span: elements that they lie in.
+    """
+    shares = np.minimum(lists / max(span, 1), 1)
+    return round(span * (1 - float(np.prod(1 - shares))))
+
+
+class Extent:
+    """An array that has a length and no values.
+
+    Attributes:
+        size: elements; itemsize: bytes of each.
+    """
+
+    __slots__ = ("itemsize", "size")
+
+    def __init__(self, size: int, itemsize: int = ENTRY.itemsize) -> None:
+        self.size, self.itemsize = size, itemsize
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> Extent:
+        start, stop = part.start, part.stop
+        size = self.size
+        start = 0 if start is None else min(start, size)
+        stop = size if stop is None else min(stop, size)
+        return Extent(max(0, stop - start), self.itemsize)
+
+    def __setitem__(self, part: Any, value: Any) -> None:
+        """Nothing: there are no values."""
+
+    def fill(self, value: Any) -> None:
+        """Nothing: there are no values."""
+
+    def __itruediv__(self, value: Any) -> Extent:
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it would have."""
+        return self.size * self.itemsize
+
+
+class ValuelessWorkspace:
+    """As `collectives.workspace.Workspace`."""
+
+    def entries(self, name: str, count: int) -> Extent:
+        return Extent(count)
+
+
+@dataclass
+class Record:
+    """What one rank does in a step.
+
+    Attributes:
+        ops: in the order of the code.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+
+    def compute(self, work: str, amount: int) -> None:
+        """Add a kernel, unless it has nothing to do."""
+        if amount:
+            self.ops.append(Op(COMPUTE, WORK.index(work), amount))
+
+    def add(self, op: Op) -> int:
+        """Add an entry; returns its place."""
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+
+class ValuelessKernels:
+    """The kernels of host and gradients, which record how much they would read.
+
+    Args:
+        record: of the rank.
+        workload: what they find.
+    """
+
+    ASYNCHRONOUS = False
+    BLOCK, LEVELS = BLOCK, LEVELS
+    CANDIDATE_STEP, CANDIDATE_REACH = host_kernels.CANDIDATE_STEP, host_kernels.CANDIDATE_REACH
+
+    def __init__(self, record: Record, workload: Workload) -> None:
+        self._record, self._workload = record, workload
+
+    def _read(self, work: str, *arrays: Any) -> None:
+        self._record.compute(work, max(len(each) for each in arrays))
+
+    # of lists
+
+    def sum_sorted_lists(
+        self, pool: Any, begins: Any, ends: Any, lower: int, upper: int, bits: int, out: Any
+    ) -> tuple[int, int]:
+        lists = ends - begins
+        self._record.compute("sum", int(lists.sum()))
+        return min(independent(lists, upper - lower), len(out)), 0
+
+    def counted_sums(
+        self, pool: Any, begins: Any, ends: Any, lower: int, upper: int, *more: Any
+    ) -> CountedSums:
+        bits, offsets, out = more
+        nnz, _ = self.sum_sorted_lists(pool, begins, ends, lower, upper, bits, out)
+        counts = np.full(len(offsets) + 1, min(nnz, self._workload.kept), np.int64)
+        counts[-1] = 0
+        return CountedSums(counts, lambda bits, count: Extent(count))
+
+    def region_offsets(self, entries: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Every region has as many of a rank's entries, as balanced ones are expected to."""
+        return len(entries) * np.arange(len(boundaries), dtype=np.int64) // (len(boundaries) - 1)
+
+    def equal_count_splits(self, entries: Any, length: int, parts: int) -> NDArray[np.int64]:
+        return length * np.arange(1, parts, dtype=np.int64) // parts
+
+    def _levels(self, values: Any) -> tuple[int, int]:
+        """How many values have the larger of two magnitudes, and how many the smaller."""
+        high = min(len(values), self._workload.kept)
+        return high, len(values) - high
+
+    def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
+        self._read("sum", values)
+        high, low = self._levels(values)
+        counts = np.zeros(1 << LEVELS[level][1], np.int64)
+        if level == 0:
+            counts[HIGH], counts[LOW] = high, low
+        else:
+            above = sum(width for _, width in LEVELS[1:level])
+            counts[0] = {HIGH: high, LOW: low}.get(prefix >> above, 0)
+        return counts
+
+    def top_histogram(self, values: Any, k: int) -> NDArray[np.int64]:
+        self._read("vector", values)
+        counts = np.zeros(1 << LEVELS[0][1], np.int64)
+        selected = min(len(values), self._workload.selected)
+        counts[HIGH], counts[LOW] = selected, len(values) - selected
+        return counts
+
+    def count_at_least(self, values: Any, thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
+        self._read("sum", values)
+        return np.array([self._reaching(values, int(bits)) for bits in thresholds], np.int64)
+
+    def _reaching(self, values: Any, bits: int) -> int:
+        high, low = self._levels(values)
+        shift = LEVELS[0][0]
+        return (high if bits <= HIGH << shift else 0) + (low if bits <= LOW << shift else 0)
+
+    def take_at_least(self, values: Any, bits: int, ties: int, out: Any) -> int:
+        self._read("sum", values)
+        above = self._reaching(values, bits + 1)
+        return min(above + min(ties, self._reaching(values, bits) - above), len(out))
+
+    def split_at_least(self, values: Any, bits: int, ties: int, *out: Any) -> tuple[int, int]:
+        count = self.take_at_least(values, bits, ties, out[0])
+        return count, len(values) - count
+
+    # of gradients
+
+    def accumulate_select(
+        self, gradient: Any, residual: Any, bits: int, buffer: Any, boundaries: Any = None
+    ) -> Packing:
+        self._read("select", residual)
+        selected = self._workload.selected
+        packed = Extent(selected)
+        offsets = None if boundaries is None else self.region_offsets(packed, boundaries)
+        return Packing(selected, 0, offsets)
+
+    def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
+        self._read("select", residual)
+        return 0.0, float(len(residual)), 0
+
+    def select_at_least(self, residual: Any, bits: int, ties: int, out: Any) -> int:
+        self._read("select", residual)
+        return self._workload.selected
+
+    def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
+        self._read("vector", out)
+        return 0
+
+    def add_values(self, kept: Any, incoming: Any) -> None:
+        self._read("vector", kept)
+
+    def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
+        self._read("vector", values)
+        return np.zeros(1, np.uint32)
+
+    def count_nonfinite(self, values: Any) -> int:
+        self._read("sum", values)
+        return 0
+
+    def clear_common(self, vector: Any, selected: Any, update: Any, errors_stay: bool) -> None:
+        self._read("entries", selected, update)
+
+    def write_block(self, entries: Any, lower: int, block: Any) -> None:
+        self._read("vector", block)
+
+    def write_block_scaled(self, block: Any, scale: float, out: Any) -> None:
+        self._read("vector", out)
+
+    def write_scaled(self, vector: Any, entries: Any, scale: float) -> None:
+        self._read("entries", entries)
+
+    def clear_support(self, vector: Any, entries: Any) -> None:
+        self._read("entries", entries)
+
+    add_entries = write_scaled
+
+    def take_values(self, vector: Any, support: Any, out: Any) -> None:
+        self._read("entries", support)
+
+    def to_whole_indices(self, entries: Any, block: int, shards: int, shard: int) -> None:
+        self._read("entries", entries)
+
+    # of wires
+
+    def codec_report(self, ranks: int) -> NDArray[np.float64]:
+        return np.zeros((ranks, 5))
+
+    def encode_entries(self, entries: Any, *wire: Any) -> None:
+        self._read("code", entries)
+
+    encode_values = encode_entries
+
+    def decode_entries(self, wire: Any, layout: Any, out: Any, report: Any) -> None:
+        self._read("code", out)
+
+    def decode_values(self, wire: Any, layout: Any, out: Any, add: bool, report: Any) -> None:
+        self._read("code", out)
+
+    def cut_values(self, kept: Any, decoded: Any) -> None:
+        self._read("vector", kept)
+
+    def wait(self) -> None:
+        """Nothing runs."""
+
+
+class ValuelessTransport(Transport):
+    """One rank's connection to a group of ranks. Others are taken to send what this rank sends.
+
+    Args:
+        rank: this rank's, of all ranks.
+        group: (stride, size), as `Op.group`.
+        record, kernels: of the rank.
+        ranks_per_host: consecutive ones share a host.
+    """
+
+    library = "none"
+
+    def __init__(
+        self,
+        rank: int,
+        group: tuple[int, int],
+        record: Record,
+        kernels: ValuelessKernels,
+        ranks_per_host: int = 1,
+    ) -> None:
+        stride, self.size = group
+        self.rank = rank // stride % self.size
+        self.kernels = kernels
+        self.workspace: Any = ValuelessWorkspace()
+        self.traffic = Traffic()
+        first = rank - self.rank * stride
+        self.hosts = [(first + stride * place) // ranks_per_host for place in range(self.size)]
+        self.ranks = list(range(self.size))
+        self.shared: dict[Any, Any] = {}
+        self._record, self._group = record, group
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def dense_allreduce(self, vector: Any, timeout: float) -> DenseAllreduce:
+        return DenseAllreduce(vector, self)
+
+    def allocate(self, length: int) -> Any:
+        return Extent(length, 4)
+
+    def send(self, array: Any, dest: int, even_if_empty: bool = False) -> list[Any]:
+        if not array.size and not even_if_empty:
+            return []
+        return [self._record.add(Op(SEND, dest, array.nbytes, self._group))]
+
+    def receive(self, array: Any, source: int) -> list[Any]:
+        if not array.size:
+            return []
+        return [self._record.add(Op(RECEIVE, source, array.nbytes, self._group))]
+
+    def receive_counted(self, array: Any, source: int) -> int:
+        """A list of as many entries as this rank would send."""
+        count = min(len(array), self.kernels._workload.selected)
+        self.wait([self._record.add(Op(RECEIVE, source, count * array.itemsize, self._group))])
+        return count
+
+    def wait(self, requests: list[Any]) -> None:
+        if requests:
+            self._record.add(Op(WAIT, 0, 0, (1, 1), tuple(requests)))
+
+    def _control(self, kind: int, nbytes: int) -> None:
+        if self.size > 1:
+            self._record.add(Op(kind, 0, nbytes, self._group))
+
+    def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        self._control(ALLTOALL, rows[0].nbytes)
+        return np.broadcast_to(rows[self.rank], rows.shape)
+
+    def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        self._control(ALLGATHER, row.nbytes)
+        return np.broadcast_to(row, (self.size, *row.shape))
+
+    def allreduce_control(self, array: NDArray[np.int64]) -> NDArray[np.int64]:
+        self._control(ALLREDUCE, array.nbytes)
+        return array * self.size
+
+    def any_control(self, flag: bool) -> bool:
+        self._control(ALLREDUCE, 8)
+        return flag
+
+    def _outside(self, *arguments: Any) -> Any:
+        raise RuntimeError("a step does not call this")
+
+    barrier: Any = _outside
+    allgather_objects: Any = _outside
+    allreduce_or: Any = _outside
+    broadcast: Any = _outside
+    ranks_on_this_host: Any = _outside
+    group_by_host: Any = _outside
+    split: Any = _outside
+
+
+class ValuelessBackend:
+    """As `oktopk.backend.Backend`, of extents."""
+
+    nvtx = stream = None
+
+    def __init__(self, kernels: ValuelessKernels) -> None:
+        self.kernels = kernels
+
+    def zeros(self, length: int) -> Extent:
+        return Extent(length, 4)
+
+    def sparse_update(self, vector: Any) -> None:
+        """Kernels write updates."""
+
+    def entry_windows(self, host: Any) -> None:
+        """Entries of a host travel as messages."""
+
+    def wait(self) -> None:
+        """Nothing runs."""

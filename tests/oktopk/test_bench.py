@@ -1,0 +1,169 @@
+"""The bench: messages between all pairs, one document that a plan reads, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from oktopk.bench.__main__ import ALONE, BenchError, measure, report
+from oktopk.bench.links import SIZES, Messages, one_of_burst, partner_of, rounds, slope
+from oktopk.bench.table import links_table, size_of, steps_table
+from oktopk.plan.__main__ import main as plan
+from oktopk.replay.links import KIND, links_of, read
+from tests.launched import ROOT
+from tests.links import write
+from tests.threads import ThreadTransport, on_threads
+
+LINKS_ONLY = argparse.Namespace(ranks_per_host=0, seconds=0.4, no_steps=True)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
+def test_all_pairs_meet_once_and_none_has_two_partners_at_a_time(count: int) -> None:
+    made = rounds(count)
+    assert sorted(pair for each in made for pair in each) == sorted(combinations(range(count), 2))
+    for pairs in made:
+        players = [player for pair in pairs for player in pair]
+        assert len(players) == len({*players})
+        assert [partner_of(a, pairs) for a, _ in pairs] == [b for _, b in pairs]
+    assert len(made) == count - 1 + count % 2
+    assert partner_of(count, made[0]) is None
+
+
+def test_a_byte_takes_what_the_largest_messages_grow_by() -> None:
+    burst, rate = 128e3, 12.5e6  # a link that lets some bytes through unshaped
+    sizes = {nbytes: max(nbytes - burst, 1.0) / rate for nbytes in SIZES if nbytes <= 2 << 20}
+    assert slope(sizes) == pytest.approx(1 / rate)
+    assert slope({8: 1e-5}) == 1e-5 / 8
+    assert slope({1000: 1.0, 4000: 1.0}) == 0.8 / 4000
+
+
+class Delayed(ThreadTransport):
+    """Messages between two hosts take a time for each byte; those of one pair ten times as much."""
+
+    slow = (1, 2)
+
+    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
+        per_byte = 1e-7 if {self.rank, dest} != {*self.slow} else 2e-6
+        time.sleep(per_byte * array.nbytes)
+        return super().send(array, dest, even_if_empty)
+
+
+def measured(ranks: int, kind: type[ThreadTransport], ranks_per_host: int) -> dict[str, Any]:
+    options = argparse.Namespace(**vars(LINKS_ONLY) | {"ranks_per_host": ranks_per_host})
+    found = on_threads(ranks, lambda transport: measure(transport, options), kind)
+    assert all(each["pairs"] == found[0]["pairs"] for each in found)
+    return dict(found[0])
+
+
+def test_a_slow_pair_of_hosts_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = measured(5, Delayed, 1)
+    assert (document["kind"], document["inside"], document["ranks_per_host"]) == (KIND, None, 1)
+    assert len(document["hosts"]) == 5 and len(document["pairs"]) == 10
+    # a busy machine may slow others down, too
+    pair = min(links_of(document, "").slow_pairs(), key=lambda each: each.bytes_per_second)
+    assert pair.hosts == (document["hosts"][1], document["hosts"][2])
+    assert f"SLOW: {pair.hosts[0]} - {pair.hosts[1]} carries less than half" in report(document)
+    path = write(tmp_path / "links.json", document)
+    assert plan([str(path), "--parameters", "1e6", "--compute-ms", "1", "--hosts", "5"]) == 2
+    assert f"between {pair.hosts[0]} and {pair.hosts[1]} carries" in capsys.readouterr().err
+
+
+def test_ranks_of_a_host_and_hosts_have_links_of_their_own(tmp_path: Path) -> None:
+    document = measured(6, ThreadTransport, 2)
+    assert (len(document["hosts"]), document["ranks_per_host"]) == (3, 2)
+    for level in ("inside", "between"):
+        model, sizes = document[level]["model"], document[level]["sizes"]
+        assert all(model[name] > 0 for name in ("L", "o", "g", "G"))
+        assert [row["bytes"] for row in sizes] == [*SIZES[: len(sizes)]]
+        for row in sizes:
+            assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    shown = report(document)
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "algbw GB/s   busbw GB/s" in shown
+    links = read(write(tmp_path / "links.json", document))
+    assert links.hosts == tuple(document["hosts"]) and links.kernels is None
+
+
+def test_one_rank_has_no_links() -> None:
+    with pytest.raises(BenchError, match="^one rank has no links: start several"):
+        on_threads(1, lambda transport: measure(transport, LINKS_ONLY))
+    done = subprocess.run(
+        [sys.executable, "-m", "oktopk.bench"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith(f"oktopk-bench: {ALONE}")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"ranks_per_host": -1}, "--ranks-per-host -1 is negative"),
+        ({"seconds": 0.0}, "--seconds 0 is not in (0, 10000]"),
+        ({"seconds": float("nan")}, "--seconds nan is not in (0, 10000]"),
+    ],
+)
+def test_options_that_are_none_are_refused_on_every_rank(given: dict[str, Any], sentence: str) -> None:
+    options = argparse.Namespace(**vars(LINKS_ONLY) | given)
+
+    def refused(transport: ThreadTransport) -> str:
+        with pytest.raises(BenchError) as caught:
+            measure(transport, options)
+        return str(caught.value)
+
+    assert on_threads(2, refused) == [sentence] * 2
+
+
+def test_messages_stop_growing_where_they_take_too_long() -> None:
+    def sweep(transport: ThreadTransport) -> Any:
+        return Messages(transport, 1 - transport.rank, 1e-3).sweep()
+
+    found = on_threads(2, sweep, Delayed)
+    assert [*found[0].sizes] == [*found[1].sizes] and max(found[0].sizes) < SIZES[-1]
+    alone = on_threads(3, lambda transport: Messages(transport, None, 1.0).pair(64))
+    assert alone == [(0.0, 0.0)] * 3
+
+
+def test_tables_keep_to_100_columns() -> None:
+    row = {"method": "MPI allreduce", "density": 0.0125, "wire": "bfloat16", "levels": "hosts"}
+    row |= {"length": 2**31 - 1, "seconds": 99999.9, "bytes": 1e12, "parts": {"select": 1000.0}}
+    assert max(map(len, steps_table([row]).splitlines())) <= 100
+    assert steps_table([]) == "" and links_table("x", None) == ""
+    assert [size_of(each) for each in (8, 2048, 1 << 25, 1 << 33)] == ["8 B", "2 KB", "32 MB", "8 GB"]
+
+
+def test_importing_the_bench_starts_neither_mpi_nor_torch() -> None:
+    code = "import sys; sys.modules.update({'torch': None, 'mpi4py': None}); import oktopk.bench.__main__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_document_can_be_read_by_others(tmp_path: Path) -> None:
+    """JSON alone, no NumPy numbers."""
+    document = measured(2, ThreadTransport, 1)
+    assert json.loads(json.dumps(document)) == document
+    assert not isinstance(document["pairs"][0]["bytes_per_second"], np.generic)
+
+
+def test_a_burst_tells_what_a_message_takes_without_its_answer() -> None:
+    """32 messages 2 us apart, each end one latency away, on a machine that some bursts disturb."""
+    latency, gap = 5e-5, 2e-6
+    whole = [2 * latency + 31 * gap] * 3 + [1.0] * 5
+    assert one_of_burst([32e-6] * 3 + [1.0] * 5, whole, latency) == pytest.approx((1e-6, gap))
+    # where messages are farther apart at the sender than anywhere else
+    assert one_of_burst([96e-6] * 4, [1e-4] * 4, latency) == pytest.approx((3e-6, 3e-6))
+
+
+def test_a_document_names_the_parameters_that_are_assumed() -> None:
+    document = measured(4, ThreadTransport, 2)
+    for level in ("inside", "between"):
+        assert document[level]["assumed"] == ["O", "S"]
+        assert {*document[level]["model"]} == {"L", "o", "g", "G", "O", "S"}
