@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import re
 import shutil
@@ -94,6 +95,20 @@ class Tally:
         self.failures += other.failures
         self.ran |= other.ran
         self.without_gpu |= other.without_gpu
+
+    def keep(self, file: Path) -> None:
+        """Leave it to a later run, which begins with what is here."""
+        kept = [self.counts, self.failures, sorted(self.ran), sorted(self.without_gpu)]
+        file.write_text(json.dumps(kept), encoding="utf-8")
+
+    def begin_with(self, file: Path) -> None:
+        """Take over what an earlier run left, if there was one."""
+        if file.exists() and file.stat().st_size:
+            counts, failures, ran, without_gpu = json.loads(file.read_text(encoding="utf-8"))
+            self.counts.update(counts)
+            self.failures += failures
+            self.ran.update(ran)
+            self.without_gpu.update(without_gpu)
 
     def closing_line(self, seconds: float) -> str:
         states = ", ".join(f"{self.counts[state]} {state}" for state in ("passed", "failed", "skipped"))
@@ -442,6 +457,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="Run only the tests of GPUs on a host that stands in for them",
     )
     parser.add_argument(
+        "--tally",
+        type=Path,
+        metavar="FILE",
+        help="File of counts that those of this run are added to; default: none",
+    )
+    parser.add_argument(
         "paths", nargs="*", default=ALL_TESTS, help="Files or folders of tests; default: tests"
     )
     return parser.parse_args(arguments)
@@ -452,6 +473,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_on_sigterm()
     started = time.monotonic()
     tally = Tally(options.exit_first)
+    if options.tally is not None:
+        tally.begin_with(options.tally)
     if options.slurm:
         options.no_lint = options.no_single = options.no_ranks = options.no_host_cuda = True
     if options.host_cuda:
@@ -513,6 +536,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAILED {failure}")
     if not sum(tally.counts.values()):
         print("no test was run")
+    if options.tally is not None:
+        tally.keep(options.tally)
     print(tally.closing_line(time.monotonic() - started), flush=True)
     # without a Slurm, or a compiler, there is nothing to pass
     ran = tally.counts["passed"] or ((options.slurm or options.host_cuda) and tally.counts["skipped"])

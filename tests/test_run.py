@@ -223,3 +223,23 @@ def test_marks_name_ranks_of_a_run_and_tests_on_gpus() -> None:
             assert {int(n) for n in re.findall(rf"mark\.{mark}\(ranks=(\d+)\)", text)} <= numbers, file
             on_gpus = re.search(r"\bDEVICES\b|\bon_gpus\b|\b(cuda|device): str", text)
             assert mark == "also" or on_gpus, file
+
+
+def test_a_run_begins_with_what_the_one_before_has_kept(tmp_path: Path) -> None:
+    file, first, second = tmp_path / "tally", Tally(), Tally()
+    file.touch()  # as `.ci/run` makes it
+    first.begin_with(file)
+    for state, name in (("passed", "a"), ("failed", "b"), ("skipped", "c")):
+        first.add(state, name)
+    first.without_gpu, first.ran = {"c", "d"}, {"d"}
+    first.keep(file)
+    second.begin_with(file)
+    second.add("passed", "e")
+    assert (second.counts, second.failures) == ({"passed": 2, "failed": 1, "skipped": 1}, ["b"])
+    assert second.without_gpu - second.ran == {"c"}
+
+
+def test_the_options_of_the_run_of_everything_are_known() -> None:
+    words = (ROOT / ".ci" / "run").read_text("utf-8")
+    (given,) = re.findall(r'TEST_ARGS="(--\w+) ', words)
+    assert getattr(parse([given, "file"]), given.removeprefix("--")) == Path("file")
