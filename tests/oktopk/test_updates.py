@@ -76,7 +76,7 @@ def test_regions_of_adamw_are_balanced_from_the_second_step_on(comm: MPI.Intraco
             optimizer.close()
             optimizer = wrapped()
             optimizer.load_state_dict(state)
-    assert balance[0] > 0.9 * comm.size
+    assert balance[0] > 1.5, balance  # else this says nothing
     assert max(balance[1:]) < 1.5, balance
 
 
