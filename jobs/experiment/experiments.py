@@ -166,7 +166,8 @@ def trials(
     asked = options.methods or (*experiment.methods, *experiment.rivals)
     own = [here[name] for name in experiment.methods if name in asked and name in here]
     rivals = [name for name in experiment.rivals if name in asked and name in here]
-    fast = [here[name] for name in experiment.fast if name in here and name in (*asked, *ALWAYS_TIMED)]
+    timed = asked if options.no_gpu_methods else (*asked, *ALWAYS_TIMED)
+    fast = [here[name] for name in experiment.fast if name in here and name in timed]
     methods = {name: name for name in ways} | {name: ways[name]["reduction.method"] for name in rivals}
     seeds = {name: range(options.seeds if name in experiment.repeated else 1) for name in ways}
 
