@@ -23,6 +23,8 @@ DEFAULT_BUCKET_MB = 25.0
 SELECTION_CAP = 1.25
 """No selection, local or global, exceeds this times k."""
 
+Wire = Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"]
+
 MOST_TIMEOUT = 1e9
 """Seconds; kernels count 2^64 nanoseconds."""
 
@@ -37,9 +39,8 @@ class Settings:
     Attributes:
         density: share of the entries that is applied per step, in (0, 1]; k = max(1, ceil(density * length)).
         threshold_interval: steps between exact thresholds (tau'), >= 1.
-        boundary_interval: steps between new region boundaries (tau), >= 1, which come from the selections of the step before;
-            at first in the 2nd, 3rd, 5th and 9th sparse step, and so on.
-            Before the first interval ends, steps 1, 2, 4, 8, ... renew them, too.
+        boundary_interval: steps between new region boundaries (tau), >= 1, which come from what was selected before. In the first
+            interval the 2nd, 3rd, 5th, 9th, ... sparse step renews them, too.
         dense_warmup_steps: first steps that reduce densely, >= 0.
         density_warmup_steps: steps after those in which the density falls to `density` by equal ratios,
             >= 0; a whole run, if you like. With updates and `every` a step is an exchange. It falls every
@@ -216,7 +217,7 @@ def entries_kept(density: float, length: int) -> int:
     return max(1, math.ceil(Fraction(repr(float(density))) * length))
 
 
-def wire_taken(wanted: str, hosts: int, coded: bool) -> Any:
+def wire_taken(wanted: Wire, hosts: int, coded: bool) -> Wire:
     """The wire of steps: the setting; for "auto" one that does not round, by where the ranks are.
 
     Args:
