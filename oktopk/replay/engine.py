@@ -119,6 +119,16 @@ def _push(times, codes, count, time, code):  # type: ignore[no-untyped-def]
 
 
 @register_jitable
+def _with_room(times, codes, count):  # type: ignore[no-untyped-def]
+    """A heap of so many events with room for eight more."""
+    if count + 8 <= len(times):
+        return times, codes
+    grown, grown_codes = np.empty(2 * len(times)), np.empty(2 * len(times), np.int64)
+    grown[: len(times)], grown_codes[: len(times)] = times, codes
+    return grown, grown_codes
+
+
+@register_jitable
 def _pop(times, codes, count):  # type: ignore[no-untyped-def]
     """Take the first event of a heap of so many."""
     time, code = times[0], codes[0]
@@ -183,8 +193,7 @@ def _run(  # type: ignore[no-untyped-def]
     blocked = np.full(ranks, -1, np.int64)
     entered = np.zeros(ranks)
     outgoing, incoming = np.zeros((2, ranks)), np.zeros((2, ranks))
-    capacity = 8 * ranks + 64
-    times, codes = np.empty(capacity), np.empty(capacity, np.int64)
+    times, codes = np.empty(8 * ranks + 64), np.empty(8 * ranks + 64, np.int64)
     most = 0
     for i in range(len(first) - 1):
         most = max(most, first[i + 1] - first[i])
@@ -200,10 +209,7 @@ def _run(  # type: ignore[no-untyped-def]
     while count > 0:
         time, code = _pop(times, codes, count)
         count -= 1
-        if count + 8 > capacity:
-            grown, grown_codes = np.empty(2 * capacity), np.empty(2 * capacity, np.int64)
-            grown[:capacity], grown_codes[:capacity] = times, codes
-            times, codes, capacity = grown, grown_codes, 2 * capacity
+        times, codes = _with_room(times, codes, count)
         if code >= ranks:  # a message at a link
             arrives = code >= ranks + total
             message = code - ranks - (total if arrives else 0)
@@ -261,10 +267,7 @@ def _run(  # type: ignore[no-untyped-def]
                 _push(times, codes, count, now, rank)
                 count += 1
                 break
-            if count + 8 > capacity:
-                grown, grown_codes = np.empty(2 * capacity), np.empty(2 * capacity, np.int64)
-                grown[:capacity], grown_codes[:capacity] = times, codes
-                times, codes, capacity = grown, grown_codes, 2 * capacity
+            times, codes = _with_room(times, codes, count)
             kind = kinds[i]
             if kind == COMPUTE:
                 work = arguments[i]
