@@ -468,7 +468,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   if (threadIdx.x == 0) *p.cursor = 0;
   const volatile unsigned* header = p.header;
   if (!p.p2p.windows) {
-    const unsigned long long listed = header[0] < p.capacity ? header[0] : p.capacity;
+    const unsigned found = header[0];
+    const unsigned long long listed = found < p.capacity ? found : p.capacity;
     for (int i = threadIdx.x; i < 3 + p.regions; i += THREADS) p.report[i] = header[i];
     for (int part = 1 + threadIdx.x; part < p.regions; part += THREADS)
       p.report[2 + p.regions + part] = listed ? p.entries[listed * part / p.regions].x : 0;

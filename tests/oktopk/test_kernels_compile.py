@@ -6,6 +6,7 @@ By nvcc where there is one, else by NVRTC from its wheel. With neither the tests
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -85,6 +86,26 @@ def assert_keeps_denormals(folder: Path, kernel: str) -> None:
     assert not flushing, f"{kernel}: write it by the functions of coo.cuh"
 
 
+def assert_reads_parameters_as_such(folder: Path, kernel: str) -> None:
+    """No instruction of the PTX takes the offset of a kernel's parameter for an address in memory.
+
+    nvcc makes one of `flag ? volatile_word : p.field`, an lvalue of volatile type; the load then fails on the GPU.
+    """
+    files = list(folder.glob("*.ptx"))
+    assert files, "the compiler kept no PTX"
+    for entry in (part for file in files for part in file.read_text(encoding="utf-8").split(".entry ")[1:]):
+        offsets = set(re.findall(r"mov\.[bu]64\s+(%rd\d+), \w+_param_\d+", entry))
+        offsets |= {
+            to for to, of in re.findall(r"add\.s64\s+(%rd\d+), (%rd\d+), \d+", entry) if of in offsets
+        }
+        wrong = [
+            line.strip()
+            for line, kind, base in re.findall(r"(\s(?:ld|st|atom|red)(\S*)\s.*\[(%rd\d+).*)", entry)
+            if base in offsets and ".param" not in kind
+        ]
+        assert not wrong, f"{kernel}: copy what is volatile before it is compared with a parameter: {wrong}"
+
+
 NARROW = pytest.mark.long("`make test` has each kernel for float32 and one of the narrow types")
 LATER = pytest.mark.long("`make test` has 8.0, which knows less")
 ONE_OF_TWO = pytest.mark.long("`make test` has each pair of types with one of the two kernels")
@@ -121,6 +142,7 @@ def test_a_kernel_compiles(
     assert not compiler_says(by, source, architecture, gradient, tmp_path / "kernel.cubin", element)
     if source.parent != FOLDERS[-1]:
         assert_keeps_denormals(tmp_path, f"{source.name} for {gradient} {element}")
+    assert_reads_parameters_as_such(tmp_path, source.name)
 
 
 @each_compiler
@@ -131,6 +153,20 @@ def test_an_addition_that_flushes_denormals_is_found(by: str, tmp_path: Path) ->
     assert not compiler_says(by, source, 90, "float", tmp_path / "kernel.cubin")
     with pytest.raises(AssertionError, match=r"add\.ftz\.f32"):
         assert_keeps_denormals(tmp_path, source.name)
+
+
+@each_compiler
+def test_an_offset_of_a_parameter_that_is_taken_for_an_address_is_found(by: str, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        """struct Params { const volatile unsigned* words; unsigned most; unsigned* out; };
+extern "C" __global__ void f(const __grid_constant__ Params p) { *p.out = *p.words < p.most ? *p.words : p.most; }
+""",
+        encoding="utf-8",
+    )
+    assert not compiler_says(by, source, 90, "float", tmp_path / "kernel.cubin")
+    with pytest.raises(AssertionError, match=r"ld\.volatile"):
+        assert_reads_parameters_as_such(tmp_path, source.name)
 
 
 @each_compiler
