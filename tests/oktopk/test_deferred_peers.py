@@ -258,7 +258,8 @@ def test_a_rank_without_a_gradient_keeps_nobody_from_deferring(
     may_defer(reducer)
     if comm.rank:
         accumulated = np.sort(np.abs(get(reducer.residual)))
-        lowest = accumulated[-reducer._method_at(0)[1] // 4]
+        # a threshold a little below it selects fewer than k/2, too
+        lowest = accumulated[-reducer._method_at(0)[1] // 16]
         reducer._methods["oktopk"].selection.bits = int(lowest.view(np.uint32))  # type: ignore[attr-defined]
         reducer._methods["oktopk"].selection.needs_exact = False  # type: ignore[attr-defined]
     reducer.step(put(cuda, np.zeros(LENGTH, np.float32)))

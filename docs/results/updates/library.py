@@ -152,17 +152,17 @@ def run(spec, net, model, train, held, rank, ranks):
         result["median_ms"] = round(1e3 * statistics.median(timed), 2)
     if kind in LIBRARY:
         result["bytes"] = round(totals[0].item() / ranks / ring, 5)
-        result["peer_memory"] = optimizer.reducer.p2p_unavailable_reason or "yes"
+        result["peer_memory"] = getattr(optimizer.reducer, "p2p_unavailable_reason", "buckets") or "yes"
         optimizer.close()
     return result
 
 
 def number(word):
-    """The int or float that a word is; else the word."""
+    """The int, float or truth value that a word is; else the word."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(word)
-    return word
+    return {"True": True, "False": False}.get(word, word)
 
 
 @torch.no_grad()
