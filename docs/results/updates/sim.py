@@ -14,8 +14,7 @@ keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   ls: in place of lv, the share is ls times the root of the density of now over P
   stop: steps, after which the run ends with its next evaluation
   mask=union: all workers send the same entries, those that any of them chose, each a P-th; wire float32 or int4
-  mask=sum: all send those whose sums are the largest, which nobody could know; ht: with mask=union the share of the bytes that goes to
-    entries by the pace at which they moved times their age, which all know, so that they need no index
+  mask=sum: all send those whose sums are the largest, which nobody could know
   rd: residual decay an exchange; fg: power of a decay by age, times 1 - fg / (s + 30) in step s
   part: 1 holds the share lv of what was moved since the last exchange, too (h above 1); else all of it
   blk: with mask=union groups of so many elements are chosen, by their norms; chunk: 1 selects per chunk of 4,096 and applies all (SparseLoCo)
@@ -24,7 +23,8 @@ keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   v: own; mean (of the mean gradient, exact); ratio: own times the measured ratio of each tensor
   vs: second moments are averaged over the workers in slices of 1/vs a step, in 8 bits
   rs: the ratio is measured on 1/rs of the elements (0: on all); rg=1: one ratio for all tensors
-Runs of runs.jsonl with other keys, all of which lost, are of 2d20e2a3 or, with mask=clock or ag, of 7c2b4eeb: see the file there.
+Runs of runs.jsonl with other keys, all of which lost, are of 2d20e2a3 or, with mask=clock or ag, of 7c2b4eeb, with ht of d2f09b74: see
+the file there.
 """
 
 import json
@@ -253,25 +253,13 @@ def masked(unsent, mask):
     return torch.where(mask, unsent, 0.0)
 
 
-def exchange_masked(unsent, d, wire, turn, group, exact, pace):
-    """All workers send the same entries: those that any of them chose, a P-th each, in groups of so many.
-
-    exact: those whose sums are the largest. pace: None, or what an element moved by in a step, when it moved last, how many share
-    of the entries are chosen by their pace times their age, and the step.
-    """
-    if exact:
-        size = unsent.mean(0, keepdim=True)
-        mask = size.abs() >= thresholds(size, d * n, 4_000_000)
-    else:
-        size = unsent if group == 1 else unsent.view(P, -1, group).norm(dim=-1)
-        nominated = d * (1 - pace[2] if pace else 1)
-        mask = (size.abs() >= thresholds(size, nominated * n / P * 1.05)).any(0, keepdim=True)
-        mask = mask.repeat_interleave(group, dim=1)
-    if pace:
-        speed, last, part, s = pace
-        due = (speed * (s - last))[None]
-        least = thresholds(due, part * d * (10.26 + math.log2(P / d)) / 8.26 * n, 4_000_000)
-        mask |= due >= least.clamp(min=1e-30)
+def exchange_masked(unsent, d, wire, turn, group, exact):
+    """All workers send the same entries: those that any of them chose, a P-th each, in groups of so many; exact: the largest sums."""
+    size = unsent.mean(0, keepdim=True) if exact else unsent
+    size = size if group == 1 else size.view(len(size), -1, group).norm(dim=-1)
+    each, count = (d * n, 4_000_000) if exact else (d * n / P * 1.05, 400_000)
+    mask = (size.abs() >= thresholds(size, each, count)).any(0, keepdim=True)
+    mask = mask.repeat_interleave(group, dim=1)
     sent = masked(unsent, mask)
     block = max(256, int(256 / d))
     if wire == "int4":
@@ -283,14 +271,6 @@ def exchange_masked(unsent, d, wire, turn, group, exact, pace):
         owner = torch.arange(n, device=dev) * P // n
         unsent.scatter_add_(0, owner[None], (u - v) * P)
         u = v
-    if pace:
-        age = (s - last).clamp(min=1)
-        speed.copy_(
-            torch.where(
-                mask[0], torch.where(last < 0, u[0].abs() / age, 0.5 * (speed + u[0].abs() / age)), speed
-            )
-        )
-        last.copy_(torch.where(mask[0], float(s), last))
     return u[0], float(mask.float().mean()) if turn % 500 == 0 else None
 
 
@@ -387,7 +367,7 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
-KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd fg part blk ht chunk w wm wh dr dw v vs rs rg rank decay keep steps"
+KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps"
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -439,7 +419,6 @@ def run(spec):
     vs, turn = int(f("vs", 0)), 0
     sums = torch.zeros(2, len(sizes), device=dev)
     rs, rg = int(f("rs", 0)), int(f("rg", 0))
-    speed, last = torch.zeros(n, device=dev), torch.full((n,), -1.0, device=dev)
     begins = np.cumsum([0, *sizes])[:-1].tolist()
     out, sent_bytes, t0, since, losses = [], 0.0, time.time(), 0, torch.zeros((), device=dev)
     for s in range(steps):
@@ -553,15 +532,7 @@ def run(spec):
             since += 1
             if since >= hh or s == steps - 1:
                 if mask and dd < 1:
-                    u, share = exchange_masked(
-                        unsent,
-                        dd,
-                        wire,
-                        turn,
-                        int(f("blk", 1)),
-                        mask == "sum",
-                        (speed, last, f("ht", 0), s) if f("ht", 0) else None,
-                    )
+                    u, share = exchange_masked(unsent, dd, wire, turn, int(f("blk", 1)), mask == "sum")
                     if share is not None:
                         chosen.append(round(share, 5))
                 else:
