@@ -31,6 +31,9 @@ __all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
 
 _PAYLOAD, _COUNT = 0, 1  # tags
 
+_LOST = 1.0
+"""Seconds in which ranks that wait for one that has ended have found it: gloo tells all of them at once."""
+
 _TIMEOUT = timedelta(days=30)
 """Of gloo. Our own limits are shorter, and a rank that dies closes its connections."""
 
@@ -141,6 +144,15 @@ class StoreNotes:
         texts = {rank: self._store.get(key).decode().split(" ", 1) for rank, key in came.items()}
         return {rank: Note(int(waited), what) for rank, (waited, what) in texts.items()}
 
+    def silent_ranks(self) -> list[int]:
+        """Tell the others that this rank has lost a connection; those that do not tell as much, one that has ended among them."""
+        self._store.set(f"lost/{self.rank}", "")
+        silent, end = set(range(self.size)) - {self.rank}, time.monotonic() + _LOST
+        while silent and time.monotonic() < end:
+            silent -= {rank for rank in silent if self._store.check([f"lost/{rank}"])}
+            time.sleep(PAUSE)
+        return sorted(silent)
+
     def close(self) -> Callable[[], bool]:
         self._store.set(f"closed/{self.rank}", "")
         return lambda: True
@@ -231,17 +243,23 @@ class ProcessGroupTransport(HostTransport):
         try:
             yield
         except RuntimeError as error:
-            given_up, limit = self._given_up, self._given_up.limit
+            given_up, limit, among = self._given_up, self._given_up.limit, ""
             self._leave_gloo()
             with suppress(RuntimeError):  # the store may have ended, too
                 notes = given_up.notes
                 if given_up.error is None and limit is not None and (notes.any_left() or notes.closed()):
                     given_up.error = missing_ranks(limit, given_up)
+                elif (
+                    given_up.error is None
+                    and isinstance(notes, StoreNotes)
+                    and (silent := notes.silent_ranks())
+                ):
+                    among = f", and is among rank(s) {', '.join(map(str, silent))}, which do not answer"
             if given_up.error is not None:
                 raise given_up.error from None
             raise RuntimeError(
-                f"{'' if limit is None else f'{limit.what}: '}a rank has closed its connections: it has ended or raised; see its "
-                "output"
+                f"{'' if limit is None else f'{limit.what}: '}a rank has closed its connections: it has ended or raised"
+                f"{among}; see its output"
             ) from error
 
     def _run(self, operation: str, *arrays: NDArray[Any]) -> None:

@@ -47,26 +47,28 @@ class Sampler:
         self,
         gradient: NDArray[np.float32],
         residual: NDArray[np.float32] | None,
+        entered: NDArray[np.float32],
     ) -> None:
         """Sum the step's input over the ranks. Collective.
 
         Args:
             gradient: [n] of the gradient type.
-            residual: float32[n] as the last step left it; None for zero.
+            residual: float32[n] as the last step left it; None for zero. What an optimizer changed has been added.
+            entered: the gradient, or what an optimizer changed since then.
         """
 
-        def total(added: NDArray[np.float32] | None) -> None:
-            """The sum over the ranks of gradient + added, into the vector."""
-            self._backend.kernels.accumulate(gradient, added, self._vector)
+        def total(vector: NDArray[np.float32], added: NDArray[np.float32] | None) -> None:
+            """The sum over the ranks of vector + added, into the sampler's."""
+            self._backend.kernels.accumulate(vector, added, self._vector)
             self._backend.wait()
             self._allreduce.run()
 
         self._backend.wait()  # so that `seconds` leaves out the backward pass and the step
         began = time.perf_counter()
-        total(None)
+        total(entered, None)
         squares = sum(_squares(self._vector[chunk].astype(np.float64)) for chunk in self._chunks())
         self._gradient_norm = math.sqrt(float(squares)) / self._transport.size
-        total(residual)
+        total(gradient, residual)
         self._transport.take_traffic()
         self._seconds = time.perf_counter() - began
 

@@ -15,7 +15,8 @@ class Measures:
 
     Attributes:
         missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
-        gradient_norm: norm of the mean of what entered the residuals: gradients.
+        gradient_norm: norm of the mean of what entered the residuals: gradients, or what optimizers changed since the last
+            exchange.
         fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
         region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions. 1 where
             regions balance, P where one has all entries; NaN without regions.

@@ -149,11 +149,12 @@ class Steps:
             self._placement.withhold(self._vectors, absent)
             beside = problem, absent, token, moved
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
+                earlier = self._earlier(accepted) if moved and measure else None
                 if moved:
                     readable = self._method_at(self.steps)[0].reads_displacements and not measure
                     accepted = self._placement.displaced(accepted, self._vectors, readable)
                 if measure:
-                    return self._measured_step(accepted, *beside)
+                    return self._measured_step(accepted, earlier, *beside)
                 report = self._begin(accepted, *beside, may_defer=True)
                 handle = None if self._open is None else self._open[1]
                 if isinstance(handle, CompletedStep) or (wait and self.awaited):
@@ -217,10 +218,16 @@ class Steps:
         begun, self._open = self._open, None
         self._end(*begun)
 
+    def _earlier(self, moved: Displacement) -> Any:
+        """A copy of this rank's residual, to which a displacement is about to be added."""
+        self._vectors.put_back()
+        residual = self._placement.measured(moved, self._vectors)[1]
+        return self.backend.zeros(self.length) if residual is None else residual.copy()
+
     def _measured_step(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, moved: bool
+        self, gradient: Any, earlier: Any, problem: str, absent: Spans, token: int | None, moved: bool
     ) -> StepReport:
-        """One step, which is waited for."""
+        """One step, which is waited for. earlier: the residual before a displacement was added to it; None for a gradient."""
         method, k = self._method_at(self.steps)
         if method.sparse:
             self.transport.barrier()  # the sampler's payload has no limit on the time that ranks come late
@@ -228,7 +235,8 @@ class Steps:
                 with self.transport.together():
                     sampler = Sampler(self.length, self.backend, self.transport)
                 self._sampler = sampler
-            self._sampler.before(*self._placement.measured(gradient, self._vectors))
+            added, residual = self._placement.measured(gradient, self._vectors)
+            self._sampler.before(added, residual, added if earlier is None else residual - earlier)
         report = self._begin(gradient, problem, absent, token, moved, may_defer=False)
         self._complete()
         if method.sparse and self._sampler is not None and not report.skipped:

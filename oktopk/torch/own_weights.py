@@ -21,8 +21,8 @@ _DEPTH = 3
 def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer keeps weights of its own, as Lookahead and those with fp32 masters do, as far as can be told.
 
-    Compared are names, and the tensors in state, groups and attributes with the parameters. Weights that are made in a later
-    step are found by `names_weights` alone.
+    Compared are names, and the tensors in state, groups and attributes with the parameters: before the first step, and behind it,
+    which may have made them. Weights that a later step makes are not found.
     """
     if "lookahead" in type(optimizer).__name__.lower():
         return True

@@ -30,7 +30,7 @@ from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.own_weights import keeps_weights, names_weights
+from oktopk.torch.own_weights import keeps_weights
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
@@ -342,7 +342,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
-        if not self._state_is_known and names_weights(self.inner):
+        if not self._state_is_known and keeps_weights(self.inner):
             return _own_weights_sentence(self.inner)
         self._state_is_known = bool(self.inner.state)
         return ""

@@ -120,19 +120,26 @@ def test_a_slow_momentum_and_lists_of_the_parameters_are_no_weights() -> None:
 
 
 class LateMasters(torch.optim.SGD):
-    """Makes its weights in its first step."""
+    """Makes its weights in its first step, under a name."""
+
+    name = ""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter].setdefault("master_param", parameter.detach().double())
+                self.state[parameter].setdefault(self.name, parameter.detach().double())
 
 
 @pytest.mark.mpi
-def test_weights_that_the_first_step_makes_are_refused_in_every_exchange(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("name", ["master_param", "w32"])
+def test_weights_that_the_first_step_makes_are_refused_in_every_exchange(
+    comm: MPI.Intracomm, name: str
+) -> None:
     model = network()
-    optimizer = DistributedOptimizer(LateMasters(model.parameters(), lr=1e-3), comm, sends="updates")
+    inner = LateMasters(model.parameters(), lr=1e-3)
+    inner.name = name
+    optimizer = DistributedOptimizer(inner, comm, sends="updates")
     for step in range(2):
         optimizer.zero_grad()
         squares(model, comm.rank, step).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -149,8 +150,9 @@ def test_a_rank_that_ends_is_a_sentence_with_the_step_on_the_others(
         reducer.step(gradient)
     comm.Barrier()
     if comm.rank < comm.size - 1:
-        sentence = "step 3: a rank has closed its connections: it has ended or raised; see its output"
-        with pytest.raises(RuntimeError, match=f"^{sentence}$"):
+        sentence = "step 3: a rank has closed its connections: it has ended or raised, and is among rank(s) "
+        sentence += f"{comm.size - 1}, which do not answer; see its output"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}$"):
             reducer.step(gradient)
     else:  # as the end of a process does
         inside: Any = [] if reducer.group is None else reducer.group._transports

@@ -20,6 +20,7 @@ from oktopk.torch import AdamW, local_step
 from oktopk.torch.local_step import betas_of_replica, most_share
 from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer
+from tests.oracle import masked, top_k
 from tests.replicas import Replicas
 from tests.training import flat, loss, network, train
 
@@ -52,6 +53,30 @@ def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dt
     assert np.array_equal(flat(model), held)
     assert torch.equal(optimizer._reference.vector, reference)
     assert not optimizer.reducer.residual.any()
+
+
+@pytest.mark.parametrize(("method", "every"), [("union", 1), ("oktopk", 1), ("oktopk", 2)])
+def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method: str, every: int) -> None:
+    """SGD moves by the rate times the gradient, so that what entered the residuals is known."""
+    weight = nn.Parameter(torch.zeros(2000))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.5), comm, method, density=0.05, sends="updates", every=every
+    )
+    drawn = torch.Generator().manual_seed(comm.rank)
+    for _ in range(3):
+        residual, entered = optimizer.reducer.residual.copy(), np.zeros(2000)
+        for _ in range(every):
+            weight.grad = torch.randn(2000, generator=drawn) ** 3
+            entered += 0.5 * weight.grad.double().numpy()
+            optimizer.step(measure=True)
+        entered, residual = comm.allreduce(entered) / comm.size, comm.allreduce(residual) / comm.size
+        report = optimizer.report
+        assert report.measures is not None
+        assert report.measures.gradient_norm == pytest.approx(np.linalg.norm(entered), rel=1e-4)
+        best = masked(entered + residual, top_k(entered + residual, report.k))
+        missed = np.linalg.norm(best - optimizer.reducer.update)
+        assert report.measures.missed == pytest.approx(missed, rel=1e-3, abs=1e-4)
+        assert report.measures.xi < comm.size
 
 
 @pytest.mark.mpi(min_size=2)
@@ -106,6 +131,26 @@ def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
             assert not optimizer.report.skipped
         check_agreed(model, optimizer, comm)
         optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_after_a_nan_ranks_follow_a_run_that_left_that_step_out(comm: MPI.Intracomm, kind: str) -> None:
+    """The ratio is measured in the step, too, in which one rank has no finite gradient, or none."""
+    ends = []
+    for nan in (True, False):
+        model = network()
+        optimizer = wrap(model, comm, kind, nonfinite="skip")
+        for step in range(14):
+            optimizer.zero_grad()
+            loss(model, comm.rank, step).backward()
+            if step == 3 and comm.rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, torch.nan) if nan else None
+            optimizer.step()
+        ends.append((optimizer._reference.vector.clone(), optimizer.reducer.residual.copy()))
+        optimizer.close()
+    assert torch.equal(ends[0][0], ends[1][0]) and np.array_equal(ends[0][1], ends[1][1])
 
 
 @pytest.mark.mpi(min_size=2)
