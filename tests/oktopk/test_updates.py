@@ -46,9 +46,10 @@ def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dt
         torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates"
     )
     held, reference = flat(model), optimizer._reference.vector.clone()
+    drawn = torch.Generator().manual_seed(comm.rank)
     for _ in range(50):
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.randn(parameter.shape, generator=drawn).to(dtype)
         optimizer.step()
     assert np.array_equal(flat(model), held)
     assert torch.equal(optimizer._reference.vector, reference)
