@@ -51,7 +51,6 @@ def test_a_bench_of_all_methods(
     to_others = (ranks - 1) / ranks
     bounds = {"lower": 400 * to_others, "upper": 1200 * to_others, "step_limit": 1500 * to_others}
     assert entry["bounds"] == pytest.approx(bounds | {"dense": dense_words(20000, ranks)})
-    assert all(speed > 0 for speed in entry["speeds"].values())
     methods = by_name(entry)
     assert list(methods) == [*METHODS, "mpi"]
     for name, method in methods.items():
@@ -68,7 +67,6 @@ def test_a_bench_of_all_methods(
         # what the tables call stages is what a step consists of
         stages = sum(stage["mean"] for stage in method["stages"]["all"].values())
         assert stages <= method["seconds"]["all"]["mean"] * 1.001
-        assert set(method["floors"]) <= {*method["stages"]["all"]}
         assert (name in said) == (comm.rank == 0)
     for name in METHODS:
         assert (methods[name]["seconds"]["exact"] is None) == (name == "dense")

@@ -67,7 +67,6 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
         ours = entry["methods"][names.index("oktopk")]
         assert ours["memory"]["regular"]["allocated"] == 0
         assert ours["words"]["mean"] <= entry["bounds"]["upper"]
-        assert entry["speeds"]["memory"] > 1e11
     assert found["format"] == "oktopk bench 1"
     assert "waits, regular" in document_tables(found)
 
