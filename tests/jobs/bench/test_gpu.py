@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.device import DrawnGradients
+from jobs.bench.contestants import contestant, takes_part
+from jobs.bench.device import Device, DrawnGradients
 from jobs.bench.document import BenchError, read
-from jobs.bench.libraries import require_nccl, torch_problem
+from jobs.bench.libraries import torch_problem
 from jobs.bench.run import main as run
 from jobs.bench.run import measure_run, open_device, run_all
 from jobs.bench.tables import document_tables
@@ -42,7 +43,7 @@ def test_without_a_gpu_every_rank_leaves_with_one_sentence(
 def test_without_cuda_every_rank_refuses_nccl(comm: MPI.Intracomm) -> None:
     assert "NCCL's rows need a torch with CUDA" in torch_problem()
     with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
-        require_nccl(comm)
+        takes_part([contestant("nccl")], Device(), comm)
 
 
 @on_a_gpu
