@@ -166,17 +166,6 @@ def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: P
     for rank in range(slow):  # its last bucket waits for the slow rank, whose forward pass is longer
         last = (found["rank"][wholes] == rank) & (found["bucket"][wholes] == 2)
         assert np.any(exposed[last] > 0.005)
-    # against a clock that no span was made of
-    with RunReader(path) as reader:
-        elapsed = reader.steps()["elapsed"]
-    wall = elapsed[13] - elapsed[4]
-    leaves = (found["depth"] == 0) & (found["name"] != "reduction") | (found["name"] == "wait")
-    late = leaves & (found["step"] > 5) | (found["name"] == "between") & (found["step"] == 5)
-    late &= ~((found["name"] == "between") & (found["step"] == 14))
-    off = [
-        abs(found["seconds"][late & (found["rank"] == rank)].sum() / wall - 1) for rank in range(comm.size)
-    ]
-    assert min(off) < 0.05 and max(off) < 0.5  # a busy machine delays a rank that others do not wait for
     if comm.rank == 0:
         assert main([str(path)]) == 0
         packed = path.with_name("run-timeline.json.gz").read_bytes()
