@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,9 @@ IDENTITY = {"model": "abc", "method": "oktopk", "length": 1000}
 
 
 @pytest.fixture
-def folder(comm: MPI.Intracomm) -> Iterator[Path]:
+def folder(comm: MPI.Intracomm, tmp_path: Path) -> Path:
     """One folder for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
-    yield Path(path)
-    comm.barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
+    return comm.bcast(tmp_path)
 
 
 class Run(Checkpointer):
