@@ -82,28 +82,21 @@ class ShardedBatches:
         return self.order(epoch)[start : start + self.batch_size]
 
 
-def evaluation_shard(count: int, *, rank: int, size: int) -> range:
-    """This rank's part of a set of which every sample is to be seen exactly once; fewer samples than ranks leave some with none.
-
-    Returns:
-        A contiguous range; the ranges of all ranks tile [0, count) in order, and their lengths differ by at
-        most 1.
-    """
-    return range(count * rank // size, count * (rank + 1) // size)
-
-
 def evaluation_batches(
     count: int, *, batch_size: int, rank: int, size: int, most: int = 0
 ) -> Iterator[NDArray[np.int64]]:
-    """This rank's evaluation shard as int64[1 ... batch_size] each; the last may be short, and ranks may differ in their number.
+    """This rank's part of a set of which every sample is to be seen exactly once, as int64[1 ... batch_size] each.
+
+    Parts are contiguous, and their lengths differ by at most 1; fewer samples than ranks leave some with none.
+    The last batch may be short, and ranks may differ in the number of theirs.
 
     Args:
         count: samples of the set.
         batch_size: at least 1.
-        rank, size: as evaluation_shard.
+        rank, size: this rank and the number of ranks.
         most: so many samples at most, spread evenly over the set, the same on any number of ranks; 0: all.
     """
     used = min(most or count, count)
-    shard = evaluation_shard(used, rank=rank, size=size)
+    shard = range(used * rank // size, used * (rank + 1) // size)
     parts = (shard[start : start + batch_size] for start in range(0, len(shard), batch_size))
     return (np.arange(part.start, part.stop, dtype=np.int64) * count // used for part in parts)

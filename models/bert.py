@@ -1,11 +1,9 @@
 """BERT for pre-training: masked words and the next sentence, as in the paper's Wikipedia experiments."""
 
-import math
-
 import torch
 from torch import nn
 
-from models.transformer import HEAD, check_hidden
+from models.transformer import HEAD
 
 VOCABULARY = 30_522
 POSITIONS = 512
@@ -26,9 +24,6 @@ class BERT(nn.Module):
         dropout: in [0, 1), of the channels and of the attention.
         positions: tokens of the longest sequence, at least 8.
 
-    Raises:
-        ValueError: an argument out of bounds.
-
     Source: Devlin et al., NAACL 2019; sizes as in Li & Hoefler, PPoPP 2022.
     """
 
@@ -42,16 +37,6 @@ class BERT(nn.Module):
         positions: int = POSITIONS,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("vocabulary", vocabulary, 5),
-            ("layers", layers, 1),
-            ("positions", positions, 8),
-        ):
-            if value < least:
-                raise ValueError(f"{name} {value} is not at least {least}")
-        check_hidden(hidden)
-        if not (math.isfinite(dropout) and 0.0 <= dropout < 1.0):
-            raise ValueError(f"dropout {dropout} is not in [0, 1)")
         # seconds to import, and images do without it
         from transformers import BertConfig, BertForPreTraining
 
@@ -89,14 +74,7 @@ class BERT(nn.Module):
 
         Returns:
             float[batch, count, vocabulary] and float[batch, 2] (0: follows, 1: does not), logits.
-
-        Raises:
-            ValueError: tokens that are not of two dimensions, or too long.
         """
-        if tokens.ndim != 2 or tokens.shape[1] > self.positions:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} are not [batch, length of at most {self.positions}]"
-            )
         # In full: of a mask of two dimensions the library would ask the device whether it hides anything.
         hidden = present[:, None, None, :].expand(-1, 1, tokens.shape[1], -1)
         encoded = self.network.bert(tokens, attention_mask=hidden, token_type_ids=segments)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.transformer import Layer, check_hidden
+from models.transformer import Layer
 
 
 class GPT(nn.Module):
@@ -20,9 +20,6 @@ class GPT(nn.Module):
         hidden: channels, a positive multiple of 64.
         positions: tokens of the longest sequence, at least 1.
 
-    Raises:
-        ValueError: an argument out of bounds.
-
     Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019.
     """
 
@@ -30,10 +27,6 @@ class GPT(nn.Module):
         self, vocabulary: int = 16_384, *, layers: int = 6, hidden: int = 384, positions: int = 512
     ) -> None:
         super().__init__()
-        for name, value in (("vocabulary", vocabulary), ("layers", layers), ("positions", positions)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is not at least 1")
-        check_hidden(hidden)
         self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
         self.layers = nn.Sequential(*(Layer(hidden, causal=True) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden)
@@ -51,14 +44,6 @@ class GPT(nn.Module):
 
         Returns:
             float[batch, length, vocabulary], logits; those of a token depend on it and on the tokens before it.
-
-        Raises:
-            ValueError: tokens that are not of two dimensions, or too long.
         """
-        longest = self.positions.num_embeddings
-        if tokens.ndim != 2 or tokens.shape[1] > longest:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} are not [batch, length of at most {longest}]"
-            )
         states = self.layers(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
         return nn.functional.linear(self.norm(states), self.tokens.weight)

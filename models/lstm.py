@@ -1,6 +1,5 @@
 """A DeepSpeech-like network for speech, as in the paper's AN4 experiments: convolutions, LSTM layers, CTC's logits."""
 
-import math
 from typing import TypeVar
 
 import torch
@@ -40,23 +39,16 @@ class LSTM(nn.Module):
         bins: frequencies of the spectrograms, at least 1.
 
     Raises:
-        ValueError: labels < 2, bins < 1; width not finite, not positive, or so small that no channel is left.
+        ValueError: width so small that no channel is left.
 
     Source: Amodei et al., Deep Speech 2, ICML 2016, with the sizes of Li & Hoefler, PPoPP 2022.
     """
 
     def __init__(self, labels: int = 29, width: float = 1.0, bins: int = BINS) -> None:
         super().__init__()
-        if labels < 2:
-            raise ValueError(f"labels {labels} is not at least 2: the blank and one other")
-        if bins < 1:
-            raise ValueError(f"bins {bins} is not at least 1")
-        if not (math.isfinite(width) and width > 0):
-            raise ValueError(f"width {width} is not in (0, inf)")
         channels, hidden = round(CHANNELS * width), round(HIDDEN * width)
         if channels < 1:
             raise ValueError(f"width {width} leaves no channel: it must be above {0.5 / CHANNELS}")
-        self.bins = bins
         self.convolutions = nn.ModuleList()
         self.convolution_norms = nn.ModuleList()
         before, features = 1, bins
@@ -80,23 +72,7 @@ class LSTM(nn.Module):
         Returns:
             float32[batch, output frames, labels], logits, and int64[batch], on the CPU: how many of the output
             frames are the utterance's, as output_lengths gives it.
-
-        Raises:
-            ValueError: spectrograms or lengths of another shape, a length out of bounds.
         """
-        if spectrograms.ndim != 3 or spectrograms.shape[1] != self.bins:
-            raise ValueError(
-                f"spectrograms of shape {tuple(spectrograms.shape)} are not [batch, {self.bins}, frames]"
-            )
-        batch, _, frames = spectrograms.shape
-        if lengths.shape != (batch,) or lengths.device.type != "cpu":
-            raise ValueError(
-                f"lengths of shape {tuple(lengths.shape)} on {lengths.device} are not [{batch}] on the CPU"
-            )
-        if not batch or int(lengths.min()) < 1 or int(lengths.max()) > frames:
-            raise ValueError(
-                f"lengths {lengths.tolist()} are not in [1, {frames}], for one utterance at least"
-            )
         outputs = output_lengths(lengths)
         hidden = self._convolve(spectrograms[:, :, : int(lengths.max())], lengths)
         packed = pack_padded_sequence(hidden, outputs, enforce_sorted=False)

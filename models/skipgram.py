@@ -15,17 +15,11 @@ class SkipGram(nn.Module):
         width: elements of a row.
         sparse: gradients are of the rows that a batch has touched, see torch.nn.Embedding.
 
-    Raises:
-        ValueError: an argument out of bounds.
-
     Source: Mikolov et al., NeurIPS 2013, section 2.2.
     """
 
     def __init__(self, rows: int, words: int, *, width: int, sparse: bool) -> None:
         super().__init__()
-        for name, value in (("rows", rows), ("words", words), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is not at least 1")
         self.centers = nn.Embedding(rows, width, sparse=sparse)
         self.contexts = nn.Embedding(words, width, sparse=sparse)
         nn.init.uniform_(self.centers.weight, -0.5 / width, 0.5 / width)

@@ -6,12 +6,6 @@ from torch import nn
 HEAD = 64
 
 
-def check_hidden(hidden: int) -> None:
-    """Raise ValueError where a number of channels is not a positive multiple of 64."""
-    if hidden < HEAD or hidden % HEAD:
-        raise ValueError(f"hidden {hidden} is not a positive multiple of {HEAD}")
-
-
 class Layer(nn.Module):
     """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)), on float32[batch, tokens, hidden].
 

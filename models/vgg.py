@@ -1,7 +1,5 @@
 """VGG-16 with batch norm for 32x32 images, as in the paper's CIFAR-10 experiments."""
 
-import math
-
 import torch
 from torch import nn
 
@@ -27,8 +25,7 @@ class VGG16(nn.Module):
         in_channels: channels of the images, at least 1.
 
     Raises:
-        ValueError: classes or in_channels < 1; width not finite, not positive, or so small that no channel is
-            left.
+        ValueError: width so small that no channel is left.
 
     Source: Simonyan & Zisserman, ICLR 2015, configuration D, with batch norm and one linear layer as in
         Li & Hoefler, PPoPP 2022.
@@ -36,15 +33,8 @@ class VGG16(nn.Module):
 
     def __init__(self, classes: int = 10, width: float = 1.0, in_channels: int = 3) -> None:
         super().__init__()
-        if classes < 1:
-            raise ValueError(f"classes {classes} is not at least 1")
-        if in_channels < 1:
-            raise ValueError(f"in_channels {in_channels} is not at least 1")
-        if not (math.isfinite(width) and width > 0):
-            raise ValueError(f"width {width} is not in (0, inf)")
         if round(STAGES[0][0] * width) < 1:
             raise ValueError(f"width {width} leaves no channel: it must be above {0.5 / STAGES[0][0]}")
-        self.in_channels = in_channels
         layers: list[nn.Module] = []
         channels = in_channels
         for stage in STAGES:
@@ -79,18 +69,6 @@ class VGG16(nn.Module):
 
         Returns:
             float32[batch, classes], logits.
-
-        Raises:
-            ValueError: images of another shape.
         """
-        if images.ndim != 4 or images.shape[1] != self.in_channels:
-            raise ValueError(
-                f"images of shape {tuple(images.shape)} are not [batch, {self.in_channels}, height, width]"
-            )
-        height, width = images.shape[2:]
-        if height < 1 or width < 1 or height % REDUCTION or width % REDUCTION:
-            raise ValueError(
-                f"images of {height}x{width} pixels: both must be positive multiples of {REDUCTION}"
-            )
         scores: torch.Tensor = self.classifier(self.features(images).mean(dim=(2, 3)))
         return scores

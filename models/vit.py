@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.transformer import Layer, check_hidden
+from models.transformer import Layer
 
 CLASSES = 1000
 IMAGE = 224
@@ -28,7 +28,7 @@ class ViT(nn.Module):
         in_channels: channels of the images, at least 1.
 
     Raises:
-        ValueError: an argument out of bounds.
+        ValueError: the image is no multiple of `patch`.
 
     Source: Dosovitskiy et al., ICLR 2021, for its pre-training without the extra layer in the head.
     """
@@ -44,18 +44,8 @@ class ViT(nn.Module):
         in_channels: int = 3,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("classes", classes),
-            ("layers", layers),
-            ("patch", patch),
-            ("in_channels", in_channels),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} {value} is not at least 1")
-        check_hidden(hidden)
         if image < patch or image % patch:
             raise ValueError(f"image {image} is not a positive multiple of the patch's {patch} pixels")
-        self.shape = in_channels, image, image
         self.patches = nn.Conv2d(in_channels, hidden, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, hidden))
         self.positions = nn.Parameter(torch.empty(1, (image // patch) ** 2 + 1, hidden))
@@ -79,13 +69,7 @@ class ViT(nn.Module):
 
         Returns:
             float32[batch, classes], logits.
-
-        Raises:
-            ValueError: images of another shape.
         """
-        if images.shape[1:] != self.shape:
-            expected = ", ".join(map(str, self.shape))
-            raise ValueError(f"images of shape {tuple(images.shape)} are not [batch, {expected}]")
         patches = self.patches(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.token.expand(len(images), -1, -1), patches], dim=1) + self.positions
         scores: torch.Tensor = self.classifier(self.norm(self.layers(tokens)[:, 0]))

@@ -11,6 +11,7 @@ inf=RANK:STEP  one that is not either, with gradients that are
 drift=RANK:STEP parameters that are no longer the other ranks'
 SIGUSR1=RANK:STEP, SIGTERM=RANK:STEP
                a signal to that rank
+raise=RANK:STEP an error of that rank alone
 hang=RANK:STEP a rank that stands still
 hang=RANK:build, hang=RANK:write, hang=RANK:close
                one that stands still while it builds, writes a checkpoint, or (rank 0) closes the run file
@@ -89,6 +90,8 @@ class Tiny(Workload[Batch]):
         loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
         if self._due("hang"):
             stand_still()
+        if self._due("raise"):
+            raise RuntimeError("the disk of this rank is on fire")
         for number in STOPPING:
             if self._due(number.name):
                 os.kill(os.getpid(), number)

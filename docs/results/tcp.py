@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 from mpi4py import MPI
 
-from jobs.bench.floors import ring_exchange
+from jobs.bench.links import ring_exchange
 
 PIECE, PAUSE, TRIES = 1 << 20, 0.02, 9
 

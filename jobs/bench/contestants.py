@@ -9,9 +9,10 @@ from mpi4py import MPI
 
 from jobs.bench.device import Device
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
-from jobs.bench.libraries import ALGORITHMS, MpiAllreduce, NcclAllreduce, require_nccl
+from jobs.bench.libraries import ALGORITHMS, MpiAllreduce, NcclAllreduce, torch_problem
 from jobs.bench.measure import Contestant, Reducer
 from jobs.bench.options import OVER_MPI, Options
+from jobs.cluster.agreement import require
 from oktopk import METHODS, GradientAllreduce
 
 
@@ -40,7 +41,7 @@ def takes_part(
     sharers = comm.allreduce(device.sharers, MPI.MAX)
     wanted = [one for one in everyone if one.name in NCCL_ROWS]
     if wanted and sharers == 1:
-        require_nccl(comm)
+        require(comm, torch_problem, BenchError)
     for one in wanted:
         if sharers > 1:
             left_out[one.name] = f"NCCL takes one rank per GPU, and here {sharers} share one"

@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from numba import njit
 from numpy.typing import NDArray
-
-from jobs.bench.floors import Speeds, measure_speeds
 
 BLOCK = 4096
 POOL = 1 << 20
@@ -221,10 +218,6 @@ class Device:
     def free_bytes(self) -> int | None:
         """Memory that is still to be had, None if unknown."""
         return _kibibytes("/proc/meminfo", "MemAvailable")
-
-    def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """Measure the speeds that floors are computed from. Collective."""
-        return measure_speeds(comm, length)
 
     def release(self) -> None:
         """Give back what nobody uses any more."""

@@ -4,7 +4,7 @@
      "command": "...", "date": UTC, "commit": ..., "dirty": ...,
      "machine": {...}, "versions": {...}, "mpi": library, "environment": {...},
      "runs": [{"ranks", "length", "density", "k", "gradients": {...}, "settings": {...}, "course": {...},
-               "speeds": {...}, "bounds": {...}, "methods": [...]}, ...]}
+               "bounds": {...}, "methods": [...]}, ...]}
 
 A run is one mpiexec; the entries of "methods" are described in jobs.bench.summary and docs/results/method.md.
 """

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from jobs.bench.document import NCCL_ROWS, BenchError
 from jobs.bench.measure import LibraryAllreduce
-from jobs.cluster.agreement import require
 
 ALGORITHMS: dict[str, int | None] = {"mpi": None, "mpi-ring": 4, "mpi-rabenseifner": 6}
 """Method -> its number in Open MPI's `coll_tuned_allreduce_algorithm`; None leaves the choice to the library."""
@@ -114,11 +113,6 @@ def torch_problem() -> str:
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return f"{needed} and NCCL, and torch {torch.__version__} is built without NCCL"
     return ""
-
-
-def require_nccl(comm: MPI.Intracomm) -> None:
-    """Raises BenchError on every rank alike where NCCL cannot be used on some rank. Collective."""
-    require(comm, torch_problem, BenchError)
 
 
 def join_nccl(comm: MPI.Intracomm) -> None:

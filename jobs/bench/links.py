@@ -13,13 +13,18 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from jobs.bench.document import BenchError, bits_per_second
-from jobs.bench.floors import ring_exchange
 
 TOLERANCE = 1.15
 """Shaping holds where a transfer after a pause runs at no more than this times the rate of `--link`."""
 
 _PAUSE, _TRIES = 0.02, 5  # seconds; a bucket of 128 KB fills in 1 ms at 1 Gb/s
 _MOST = 8 << 20  # bytes: beyond that the bucket no longer matters
+
+
+def ring_exchange(comm: MPI.Intracomm, outgoing: Any, incoming: Any) -> Callable[[], None]:
+    """Send to the right and receive from the left, anything that MPI takes as a buffer."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return lambda: comm.Sendrecv(outgoing, right, recvbuf=incoming, source=left)
 
 
 class Links:

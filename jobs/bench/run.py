@@ -19,7 +19,6 @@ from data.command import show
 from jobs.bench.contestants import contestant, make_reducer, takes_part
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
-from jobs.bench.floors import ENTRY_BYTES
 from jobs.bench.libraries import leave_nccl
 from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
@@ -32,6 +31,8 @@ from oktopk.settings import entries_kept
 
 FAULTS = (BenchError, ValueError, OSError, MemoryError)
 """What ends a bench with a message where it happens before the first step."""
+
+_ENTRY_BYTES = 8
 
 
 def measure_run(options: Options, comm: MPI.Intracomm, everyone: Sequence[Contestant] = ()) -> dict[str, Any]:
@@ -60,12 +61,11 @@ def _measure(
     source = decide_together(
         comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
     )
-    k, width = entries_kept(options.density, length), 4 if options.gradient_type == "float32" else 2
+    k = entries_kept(options.density, length)
     links = Links(comm, options.link) if options.link else None
-    link = links and links.transfer(ENTRY_BYTES * k)
+    link = links and links.transfer(_ENTRY_BYTES * k)
     if link and not link["holds"]:
         say(comm, f"jobs.bench: {not_held(link, options.link)}", sys.stderr)
-    speeds = device.measure_speeds(comm, length)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
     except ValueError as error:  # raised on every rank alike; anything else ends the job
@@ -87,9 +87,7 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    methods = [
-        summarize(one, samples[one.name], length, speeds, width) for one in present if one.name in samples
-    ]
+    methods = [summarize(one, samples[one.name], length) for one in present if one.name in samples]
     if links is not None:
         _add_links(methods, samples, links, length, comm)
         links.close()
@@ -107,7 +105,6 @@ def _measure(
         "gradients": source.describe(),
         "settings": options.settings,
         "course": vars(course),
-        "speeds": vars(speeds),
         "bounds": {
             "lower": lower_bound(k, comm.size),
             "upper": upper_bound(k, comm.size),

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
 from jobs.bench.device import Growth
-from jobs.bench.floors import Speeds, Workload, stage_floors
-from jobs.bench.measure import WHOLE_STEP, Contestant, Samples
+from jobs.bench.measure import Contestant, Samples
 from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 from oktopk.methods.union import union_words
 
-_CLEARED = 4 / 28  # of the bytes of `apply`: one element an entry
 N_SIZED = 1 << 20
 """An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
 
@@ -33,9 +31,7 @@ UNIONS = ("topka", "topkdsa", "gaussiank")
 """Methods whose update is the sum of all selections, up to kP entries."""
 
 
-def summarize(
-    contestant: Contestant, samples: Samples, length: int, speeds: Speeds, gradient_bytes: int = 4
-) -> dict[str, Any]:
+def summarize(contestant: Contestant, samples: Samples, length: int) -> dict[str, Any]:
     """Everything about one contestant in one run; see docs/results/method.md for the keys."""
     fields = samples.fields
     ranks, steps = fields["seconds"].shape
@@ -43,9 +39,6 @@ def summarize(
     exact: NDArray[np.bool_] = fields["exact"].max(axis=0) > 0  # on any rank
     k = int(fields["k"][0, -1]) if steps else 0
     which: dict[str, NDArray[np.bool_]] = {"all": np.ones(steps, bool), "regular": ~exact, "exact": exact}
-    selected, applied = float(fields["local_nnz"].mean()), float(fields["global_nnz"].mean())
-    work = Workload(length, ranks, selected, applied, gradient_bytes)
-    floors = stage_floors(contestant.method, work, speeds)
     return {
         "name": contestant.name,
         "method": contestant.method,
@@ -56,8 +49,10 @@ def summarize(
         "agreed": samples.agreed,
         "seconds": {kind: _times(slowest[chosen]) for kind, chosen in which.items()},
         "stages": {kind: _stages(samples, chosen) for kind, chosen in which.items()},
-        "floors": floors,
-        "device_stages": device_stages(samples.on_device, floors),
+        "device_stages": {
+            stage: {"seconds": statistics.fmean(seconds), "slowest": max(seconds)}
+            for stage, seconds in samples.on_device.items()
+        },
         **{name: _traffic(fields[name]) for name in TRAFFIC},
         "formulas": formulas(contestant.method, k, length, ranks),
         "nnz": _nnz(fields, k, contestant.method),
@@ -68,26 +63,6 @@ def summarize(
             "words": fields["words"].mean(axis=0).tolist(),
             "global_nnz": fields["global_nnz"][0].tolist(),
         },
-    }
-
-
-def device_stages(
-    on_device: dict[str, list[float]], floors: dict[str, dict[str, float]]
-) -> dict[str, dict[str, Any]]:
-    """stage -> seconds (the mean over the ranks), slowest (of any rank), floor.
-
-    Args:
-        on_device: stage -> seconds of each rank.
-        floors: of the stages as jobs.bench.floors has them, whose `apply` also clears; what is gathered is applied at once.
-    """
-    known = {stage: floor["seconds"] for stage, floor in floors.items()}
-    if WHOLE_STEP in on_device:
-        apply = known.get("apply", 0.0)
-        known["clear"] = _CLEARED * apply
-        known[WHOLE_STEP] = known.get("allgather", 0.0) + (1 - _CLEARED) * apply
-    return {
-        stage: {"seconds": statistics.fmean(ranks), "slowest": max(ranks), "floor": known.get(stage)}
-        for stage, ranks in on_device.items()
     }
 
 

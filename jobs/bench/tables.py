@@ -1,4 +1,4 @@
-"""Renders a bench document as text: times, traffic, stages with floors, memory."""
+"""Renders a bench document as text: times, traffic, stages, memory."""
 
 from __future__ import annotations
 
@@ -143,23 +143,17 @@ def traffic_table(methods: list[Run]) -> Table:
 
 
 def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
-    """Milliseconds of each stage: mean over the ranks / the rank that took least (floor, mean / floor)."""
+    """Milliseconds of each stage: mean over the ranks / the rank that took least."""
 
     def ms(seconds: float | None) -> str:
         return shown(seconds, f"{{:.{digits}f}}", 1e3)
 
     def on_device(method: Run, stage: str) -> str:
-        found = at(method, f"device_stages.{stage}") or {}
-        floor = found.get("floor")
-        return ms(found.get("seconds")) + ("" if floor is None else f" ({ms(floor)})")
+        return ms(at(method, f"device_stages.{stage}.seconds"))
 
     def on_host(kind: str, method: Run, stage: str) -> str:
-        found, floor = at(method, f"stages.{kind}.{stage}"), at(method, f"floors.{stage}.seconds")
-        if found is None:
-            return MISSING
-        text = f"{ms(found['mean'])} / {ms(found['least'])}"
-        times = f", {found['mean'] / floor:.1f}x" if floor else ""
-        return text if floor is None else f"{text} ({ms(floor)}{times})"
+        found = at(method, f"stages.{kind}.{stage}")
+        return MISSING if found is None else f"{ms(found['mean'])} / {ms(found['least'])}"
 
     def by_method(title: str, cell: Callable[[Run, str], str], each: list[Run], path: str) -> list[Table]:
         stages = dict.fromkeys(stage for method in each for stage in at(method, path) or {})
@@ -168,10 +162,9 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
         return [table(columns, ordered(stages))] if stages else []
 
     timed = [method for method in methods if method.get("device_stages")]
-    blocks = by_method("regular steps on the device, ms (floor)", on_device, timed, "device_stages")
-    floors = " (floor, mean / floor)" if any(method.get("floors") for method in methods) else ""
+    blocks = by_method("regular steps on the device, ms", on_device, timed, "device_stages")
     for kind in ("regular", "exact"):
-        title = f"{kind} steps, ms: mean / least rank{floors}"
+        title = f"{kind} steps, ms: mean / least rank"
         blocks += by_method(title, functools.partial(on_host, kind), methods, f"stages.{kind}")
     return blocks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpi4py import MPI
@@ -82,11 +82,9 @@ def require(comm: MPI.Intracomm, problem: Callable[[], str], raises: type[Except
     decide_together(comm, check, (raises,), raises)
 
 
-def check_launch(
-    comm: MPI.Intracomm, environ: Mapping[str, str] = os.environ, raises: type[Exception] = Refused
-) -> None:
+def check_launch(comm: MPI.Intracomm, raises: type[Exception] = Refused) -> None:
     """Refuse to run as many jobs of one rank each, which a launcher of another MPI makes of a job; collective."""
-    if problem := comm.bcast(launch_problem(MPI.COMM_WORLD.size, environ) if comm.rank == 0 else ""):
+    if problem := comm.bcast(launch_problem(MPI.COMM_WORLD.size, os.environ) if comm.rank == 0 else ""):
         raise raises(problem)
 
 

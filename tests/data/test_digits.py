@@ -5,7 +5,6 @@ import pytest
 from sklearn.datasets import load_digits as load_original_digits
 
 from data.images.digits import load_digits
-from data.images.loader import Pixels
 
 
 def test_both_parts_together_are_all_digits_and_share_none() -> None:
@@ -41,15 +40,6 @@ def test_images_are_the_originals_in_full_range_and_equal_channels() -> None:
         np.rint(image * (255 / 16)).astype(np.uint8).tobytes() for image in load_original_digits().images
     }
     assert all(image[0].tobytes() in originals for image in train.images)
-
-
-def test_both_parts_are_standardised_by_the_training_part() -> None:
-    train, test = load_digits()
-    assert train.mean == test.mean
-    assert train.std == test.std
-    pixels, _ = Pixels(train).cut(np.arange(len(train)))
-    assert abs(pixels.mean().item()) < 1e-5
-    assert abs(pixels.std().item() - 1) < 1e-4
 
 
 def test_a_tiny_part_keeps_one_of_each_class() -> None:

@@ -186,8 +186,6 @@ def test_files_can_be_held_out_by_name(tmp_path: Path) -> None:
     prepare_text(folder, output, Recipe(length=32, held_out_files="second*"))
     train, test = open_text_file(output)
     assert 0.5 < len(train) / len(test) < 2
-    with pytest.raises(DataError, match="no text is held out by 'third"):
-        prepare_text(folder, tmp_path / "b.h5", Recipe(length=32, held_out_files="third*"))
 
 
 def test_text_of_several_parts_is_packed_part_by_part(
@@ -269,10 +267,6 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
     prepare_text(folder, output, Recipe(length=32))
     whole = output.read_bytes()
     with h5py.File(output, "r+") as file:
-        file["train/tokens"][0, 1] += 1
-    with pytest.raises(DataError, match="bytes were changed"):
-        open_text_file(output, verify=True)
-    with h5py.File(output, "r+") as file:
         file["train/spans"][0, 1] = 33
     with pytest.raises(DataError, match=r"spans that are not ascending in \[2, 32\]"):
         open_text_file(output)
@@ -289,9 +283,6 @@ def test_damage_to_a_file_is_found(tmp_path: Path) -> None:
         del file["train/tokens"]
         file["train/tokens"] = flat
     with pytest.raises(DataError, match="split 'train': tokens of 1 dimensions are not of 2"):
-        open_text_file(output)
-    output.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="not a whole HDF5 file of text"):
         open_text_file(output)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +14,17 @@ from data.durable import create, exclusive, replaced, take_lock
 from data.images.file import LAYOUT
 from jobs.bench.document import BenchError, Output
 from jobs.experiment.worker import Outcome
-from jobs.render.draw import save
 from jobs.render.table import write_columns
 from jobs.report.write import report
 from jobs.restart.start import folder_lock
 from jobs.run.file import RunFile, RunFileError
-from tests.jobs.bench.test_bandwidth import at_rate, chart
+from tests.jobs.bench.test_bandwidth import RESULTS
+from tests.jobs.bench.test_bandwidth import main as draw
 from tests.jobs.report.test_report import write_run
 from tests.jobs.restart.test_files import write_set
 from tests.jobs.run.test_file import INFO
 
+PUBLISHED = str(RESULTS / "network-1gbit.json")
 PRECIOUS = "<!-- sweep.json --><!-- end of sweep.json -->"
 
 
@@ -50,7 +52,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "runs": lambda folder: report([write_run(folder / "run.h5")], folder),
     ".bench.json.part": lambda folder: Output(folder / "bench.json"),
     "bench.json": lambda folder: Output(folder / "bench.json"),
-    "line.png": lambda folder: save(chart([at_rate("1gbit", 1.0)]), folder / "line.png"),
+    "line.png": lambda folder: sys.exit(draw([PUBLISHED, "--output", str(folder / "line.png")])),
     "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
 }
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from jobs.run.columns import BUCKET, PHASES, Columns
 from jobs.run.reader import RunReader
-from jobs.timeline import exposed_seconds, main, read_timeline, trace
+from jobs.timeline import exposed_seconds, main, read_timeline
 from jobs.train.timing import clock_ahead
 from oktopk.results import StageTimer
 from tests.launched import PATIENCE, outcome
@@ -38,17 +38,6 @@ def spans(*rows: tuple[int, int, str, int, float, float], bucket: Sequence[int] 
     }
 
 
-def two_ranks(late: float) -> Columns:
-    """Steps of one second on two ranks, of which the second computes `late` seconds longer and waits as much less."""
-    rows = []
-    for step in range(1, 4):
-        for rank, forward in ((0, 0.5), (1, 0.5 + late)):
-            rows.append((step, rank, "forward", 0, step, forward))
-            rows.append((step, rank, "reduction", 0, step + forward, 1.0 - forward))
-            rows.append((step, rank, "select", 1, step + forward, 0.9 - forward))
-    return spans(*rows)
-
-
 def test_a_bucket_is_exposed_after_the_backward_pass() -> None:
     found = spans(
         (1, 0, "backward", 0, 0.0, 0.5),
@@ -61,22 +50,6 @@ def test_a_bucket_is_exposed_after_the_backward_pass() -> None:
         bucket=[-1, -1, 0, 1, 1, 2, -1],
     )
     assert exposed_seconds(found) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.7, 0])
-
-
-def test_the_trace_has_every_span_of_every_rank_in_microseconds() -> None:
-    events = trace(two_ranks(0.2), "a run")["traceEvents"]
-    complete = [event for event in events if event["ph"] == "X"]
-    assert len(complete) == 18
-    assert {event["pid"] for event in complete} == {0, 1}
-    assert complete[0] | {"args": None} == {
-        "ph": "X",
-        "pid": 0,
-        "tid": 0,
-        "name": "forward",
-        "ts": 1e6,
-        "dur": 5e5,
-        "args": None,
-    }
 
 
 @pytest.mark.mpi
@@ -129,7 +102,10 @@ def test_the_rank_that_was_slowed_on_purpose_stands_out(
         written = folder / "out.json.gz"
         assert main([str(path), "-o", str(written)]) == 0
         events = json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
-        assert sum(event["ph"] == "X" for event in events) == len(found["step"])
+        complete = [event for event in events if event["ph"] == "X"]
+        for name, own, scale in (("pid", "rank", 1), ("ts", "start", 1e6), ("dur", "seconds", 1e6)):
+            assert [event[name] for event in complete] == pytest.approx(scale * found[own])
+        assert [event["name"] for event in complete] == found["name"].tolist()
         assert capsys.readouterr().out == f"{written}\n"
 
 
@@ -166,17 +142,6 @@ def test_buckets_of_a_run_are_hidden_or_exposed(comm: MPI.Intracomm, tmp_path: P
     for rank in range(slow):  # its last bucket waits for the slow rank, whose forward pass is longer
         last = (found["rank"][wholes] == rank) & (found["bucket"][wholes] == 2)
         assert np.any(exposed[last] > 0.005)
-    # against a clock that no span was made of
-    with RunReader(path) as reader:
-        elapsed = reader.steps()["elapsed"]
-    wall = elapsed[13] - elapsed[4]
-    leaves = (found["depth"] == 0) & (found["name"] != "reduction") | (found["name"] == "wait")
-    late = leaves & (found["step"] > 5) | (found["name"] == "between") & (found["step"] == 5)
-    late &= ~((found["name"] == "between") & (found["step"] == 14))
-    off = [
-        abs(found["seconds"][late & (found["rank"] == rank)].sum() / wall - 1) for rank in range(comm.size)
-    ]
-    assert min(off) < 0.05 and max(off) < 0.5  # a busy machine delays a rank that others do not wait for
     if comm.rank == 0:
         assert main([str(path)]) == 0
         packed = path.with_name("run-timeline.json.gz").read_bytes()

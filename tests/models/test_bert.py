@@ -1,8 +1,6 @@
 """BERT: what padding and segments do, and which parameters learn."""
 
-import pytest
 import torch
-from torch import nn
 
 from models.bert import BERT
 
@@ -19,24 +17,6 @@ def inputs(batch: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     tokens = torch.randint(0, 40, (batch, LENGTH), generator=generator)
     segments = (torch.arange(LENGTH) >= 7).long().expand(batch, -1)
     return tokens, segments, torch.ones_like(tokens, dtype=torch.bool), torch.tensor([[1, 4]] * batch)
-
-
-def test_the_decoder_is_not_tied() -> None:
-    network = tiny().network
-    assert network.cls.predictions.decoder.weight is not network.bert.embeddings.word_embeddings.weight
-
-
-def test_attention_is_torchs_scaled_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    original = nn.functional.scaled_dot_product_attention
-
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
-        calls.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", counted)
-    tiny()(*inputs())
-    assert len(calls) == 2
 
 
 def test_padding_has_no_effect_and_segments_have_one() -> None:
@@ -71,9 +51,3 @@ def test_every_word_is_learnt_whatever_its_number() -> None:
     model(tokens, *rest)[0].square().sum().backward()
     embedding = model.network.bert.embeddings.word_embeddings.weight
     assert embedding[0].any() and embedding.grad[0].any()
-
-
-def test_a_sequence_too_long_is_refused_with_its_shape() -> None:
-    tokens = torch.zeros(1, 17, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"\(1, 17\).*at most 16"):
-        tiny()(tokens, tokens, tokens.bool(), tokens[:, :1])

@@ -55,21 +55,3 @@ def test_a_score_depends_on_no_frame_beyond_the_lookahead() -> None:
     changed = (before != after).any(dim=1).nonzero()[:, 0]
     # the convolutions see frames up to 2 * output + 5 + 2 * 5, the lookahead 20 outputs more
     assert int(changed[0]) == math.ceil((80 - 15) / 2) - 20
-
-
-@pytest.mark.parametrize(
-    ("shape", "lengths", "message"),
-    [
-        ((2, 160, 9), [9, 9], r"spectrograms of shape \(2, 160, 9\)"),
-        ((161, 9), [9], r"spectrograms of shape \(161, 9\)"),
-        ((2, 161, 9), [9], r"lengths of shape \(1,\)"),
-        ((2, 161, 9), [9, 0], r"lengths \[9, 0\] are not in \[1, 9\]"),
-        ((2, 161, 9), [9, 10], r"lengths \[9, 10\] are not in \[1, 9\]"),
-        ((0, 161, 9), [], r"lengths \[\] are not in"),
-    ],
-)
-def test_batches_of_another_shape_are_refused_with_what_they_are(
-    shape: tuple[int, ...], lengths: list[int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        LSTM(width=0.0625)(torch.zeros(shape), torch.tensor(lengths, dtype=torch.int64))

@@ -271,8 +271,8 @@ MUTANTS = (
     Mutant(
         "evaluation-remainder",
         "data/sharding.py",
-        "return range(count * rank // size, count * (rank + 1) // size)",
-        "return range(count // size * rank, count // size * (rank + 1))",
+        "range(used * rank // size, used * (rank + 1) // size)",
+        "range(used // size * rank, used // size * (rank + 1))",
         "dropped remainder: some held-out samples are on no rank",
         f"{_ALONE} tests/data/test_sharding.py",
     ),

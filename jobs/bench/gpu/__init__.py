@@ -1,1 +1,1 @@
-"""The bench on GPUs: the device and its speeds."""
+"""The bench on GPUs."""

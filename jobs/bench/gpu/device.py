@@ -1,4 +1,4 @@
-"""GPU implementation of the bench's device: gradients, speeds, allocations, and facts about GPU and driver."""
+"""GPU implementation of the bench's device: gradients, allocations, and facts about GPU and driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import socket
-import statistics
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,10 +20,8 @@ from mpi4py import MPI
 
 import collectives.cuda.device
 from collectives.cuda.launch import compiled
-from collectives.cuda.ucx import device_memory_problem
 from collectives.mpi_cuda import select_device
 from jobs.bench.device import Device, GradientSource, Growth
-from jobs.bench.floors import Speeds, host_buffers, ring_speeds
 from jobs.run.provenance import versions
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -63,36 +60,6 @@ def convert(source: Any, out: Any) -> None:
     processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
     blocks = min(-(-len(source) // _THREADS), 16 * processors)
     kernel((blocks,), (_THREADS,), (source, out, np.int64(len(source))))
-
-
-_WIRE_BYTES = 64 << 20
-_COPY_BYTES = 512 << 20
-_TRIES = 11
-
-
-def copy_bandwidth(comm: MPI.Intracomm) -> float:
-    """Bytes per second, read and written together, of a device-to-device copy of 512 MB. Collective.
-
-    The median of some tries, on the slowest rank. Before each 512 MB are filled: what the caches held is gone, and the host gets
-    ahead of the device.
-    """
-    source = cupy.zeros(_COPY_BYTES, np.uint8)
-    dest, flushed = cupy.empty_like(source), cupy.empty_like(source)
-    spent = []
-    for attempt in range(_TRIES + 1):
-        comm.Barrier()
-        flushed.fill(attempt)
-        began, ended = cupy.cuda.Event(), cupy.cuda.Event()
-        began.record()
-        dest.data.copy_from_device_async(source.data, _COPY_BYTES, cupy.cuda.get_current_stream())
-        ended.record()
-        ended.synchronize()
-        spent.append(cupy.cuda.get_elapsed_time(began, ended) / 1e3)
-    return 2 * _COPY_BYTES / comm.allreduce(statistics.median(spent[1:]), MPI.MAX)
-
-
-def _raw(array: Any) -> MPI.buffer:
-    return MPI.buffer.fromaddress(array.data.ptr, array.nbytes)
 
 
 _DIGEST_BLOCK = 4096
@@ -187,21 +154,6 @@ class Cuda(Device):
 
     def free_bytes(self) -> int:
         return int(cupy.cuda.runtime.memGetInfo()[0])
-
-    def measure_speeds(self, comm: MPI.Intracomm, length: int) -> Speeds:
-        """The speeds of copies, of a ring of 64 MB messages between GPUs, and of small ones through host memory. Collective.
-
-        A small message between GPUs takes MPI longer than one through host memory, and writing into a peer's memory need not: the
-        floor is the lower one. Takes 1.7 GB while it runs.
-        """
-        memory = copy_bandwidth(comm)
-        if device_memory_problem():
-            return ring_speeds(comm, memory, _WIRE_BYTES, *host_buffers(_WIRE_BYTES))
-        device = collectives.cuda.device.Device()  # its memory is what the library sends from
-        buffers = [device.allocate(_WIRE_BYTES, np.uint8) for _ in range(2)]
-        buffers[0].fill(0)
-        device.synchronize()
-        return ring_speeds(comm, memory, _WIRE_BYTES, *([_raw(buffer), MPI.BYTE] for buffer in buffers))
 
     def release(self) -> None:
         gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
@@ -51,7 +50,6 @@ def test_a_bench_of_all_methods(
     to_others = (ranks - 1) / ranks
     bounds = {"lower": 400 * to_others, "upper": 1200 * to_others, "step_limit": 1500 * to_others}
     assert entry["bounds"] == pytest.approx(bounds | {"dense": dense_words(20000, ranks)})
-    assert all(speed > 0 for speed in entry["speeds"].values())
     methods = by_name(entry)
     assert list(methods) == [*METHODS, "mpi"]
     for name, method in methods.items():
@@ -68,7 +66,6 @@ def test_a_bench_of_all_methods(
         # what the tables call stages is what a step consists of
         stages = sum(stage["mean"] for stage in method["stages"]["all"].values())
         assert stages <= method["seconds"]["all"]["mean"] * 1.001
-        assert set(method["floors"]) <= {*method["stages"]["all"]}
         assert (name in said) == (comm.rank == 0)
     for name in METHODS:
         assert (methods[name]["seconds"]["exact"] is None) == (name == "dense")
@@ -172,12 +169,6 @@ def test_an_algorithm_is_chosen_or_refused_by_name() -> None:
             reducer.step(np.ones(3, np.float32))
             reducer.close()
     assert MPI.Query_thread() == threads
-
-
-def test_a_document_has_no_number_that_json_lacks(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    assert bench("--methods", "oktopk,mpi", "--json", str(path)) == 0
-    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the document"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

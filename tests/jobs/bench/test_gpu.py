@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.device import DrawnGradients
+from jobs.bench.contestants import contestant, takes_part
+from jobs.bench.device import Device, DrawnGradients
 from jobs.bench.document import BenchError, read
-from jobs.bench.libraries import require_nccl, torch_problem
+from jobs.bench.libraries import torch_problem
 from jobs.bench.run import main as run
 from jobs.bench.run import measure_run, open_device, run_all
 from jobs.bench.tables import document_tables
@@ -42,7 +43,7 @@ def test_without_a_gpu_every_rank_leaves_with_one_sentence(
 def test_without_cuda_every_rank_refuses_nccl(comm: MPI.Intracomm) -> None:
     assert "NCCL's rows need a torch with CUDA" in torch_problem()
     with pytest.raises(BenchError, match="NCCL's rows need a torch with CUDA"):
-        require_nccl(comm)
+        takes_part([contestant("nccl")], Device(), comm)
 
 
 @on_a_gpu
@@ -67,7 +68,6 @@ def test_a_tiny_table_on_gpus(comm: MPI.Intracomm, tmp_path: Path) -> None:
         ours = entry["methods"][names.index("oktopk")]
         assert ours["memory"]["regular"]["allocated"] == 0
         assert ours["words"]["mean"] <= entry["bounds"]["upper"]
-        assert entry["speeds"]["memory"] > 1e11
     assert found["format"] == "oktopk bench 1"
     assert "waits, regular" in document_tables(found)
 

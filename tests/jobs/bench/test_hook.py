@@ -46,49 +46,6 @@ def test_ranks_that_end_with_different_parameters_are_refused(
         hook.measure_hooks(parse(SHORT), comm)
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--methods", "dense"], "--methods is not for the table of hooks"),
-        (["--table=gpu"], "--table=gpu is not for the table of hooks"),
-        (["--length", "20,30"], "--length: the table of hooks takes one"),
-        (["--density", "2"], "density 2.0 is not in (0, 0.25]"),
-        (["--draw", "x.svg"], "takes documents of the table of hooks"),
-        (["--draw", "x.svg", "nowhere.json"], "nowhere.json cannot be read"),
-        (["--draw", "x.svg", str(RESULTS / "gpu-4xh200.json")], "takes documents of the table of hooks"),
-    ],
-    ids=lambda case: " ".join(case) if isinstance(case, list) else "",
-)
-def test_what_it_does_not_take_is_refused(
-    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert hook.main(words) == 2
-    assert answer in capsys.readouterr().err
-
-
-@pytest.mark.pictures
-@pytest.mark.parametrize("name", ["nowhere/h.svg", "h.foo"])
-def test_a_picture_that_cannot_be_written_is_named(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert hook.main(["--draw", str(tmp_path / name), str(RESULTS / "hook-4.json")]) == 2
-    assert f"docs.results.hook: {tmp_path / name} cannot be written: " in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_bars_say_where_links_were_unshaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = read(RESULTS / "hook-1gbit.json")
-    document["runs"][0]["network"] = "4 hosts, TCP over unshaped links"
-    labels: list[str] = []
-
-    def write(figure: Any, axes: Any, *_: Any) -> None:
-        labels.extend(label.get_text() for label in axes.get_yticklabels())
-
-    monkeypatch.setattr(hook, "write", write)
-    hook.draw([document], tmp_path / "h.svg")
-    assert labels and all(label.endswith(", unshaped links") for label in labels)
-
-
 @pytest.mark.pictures
 def test_the_picture_of_the_page_is_drawn_from_its_documents(tmp_path: Path) -> None:
     files = [str(RESULTS / f"hook-{name}.json") for name in ("1gbit", "4")]

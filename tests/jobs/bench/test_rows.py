@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ def test_the_table_of_volumes_has_the_pages_heads() -> None:
     assert len(lines) == 2 + 2 * len(volume.SKEWS)
     page = (Path(volume.__file__).parent.parent / "rows.md").read_text(encoding="utf-8")
     assert lines[0].split() in [line.split() for line in page.splitlines()]
-
-
-def test_help_counts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["volume", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(volume.__file__, run_name="__main__")
-    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_drawn_rows_lie_in_the_table_low_ones_by_zipf() -> None:

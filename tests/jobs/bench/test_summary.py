@@ -12,9 +12,8 @@ import pytest
 
 from jobs.bench.device import Device, Growth
 from jobs.bench.document import BenchError, Output, document, read
-from jobs.bench.floors import Speeds, Workload, stage_floors
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples
-from jobs.bench.summary import device_stages, formulas, summarize
+from jobs.bench.summary import formulas, summarize
 from jobs.run.provenance import environment
 from oktopk import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words
@@ -23,7 +22,6 @@ from tests.golden import same_as
 
 LENGTH = 1000
 K = 10
-SPEEDS = Speeds(memory=1000.0, wire=100.0, message=0.5)
 
 
 def samples(**replaced: Any) -> Samples:
@@ -46,7 +44,7 @@ def samples(**replaced: Any) -> Samples:
 
 
 def summary(method: str = "oktopk", **replaced: Any) -> dict[str, Any]:
-    return summarize(Contestant(method, method), samples(**replaced), LENGTH, SPEEDS)
+    return summarize(Contestant(method, method), samples(**replaced), LENGTH)
 
 
 def test_the_slowest_rank_makes_the_time_of_a_step() -> None:
@@ -70,25 +68,18 @@ def test_memory_is_that_of_the_worst_watched_step() -> None:
     big = {False: [Growth(1 << 20, None)], True: []}
     found = samples()
     found.growth = big
-    memory = summarize(Contestant("oktopk", "oktopk"), found, LENGTH, SPEEDS)["memory"]
+    memory = summarize(Contestant("oktopk", "oktopk"), found, LENGTH)["memory"]
     assert memory["regular"] == {"watched": 1, "allocated": 1 << 20, "resident": None, "n_sized": True}
 
 
-def test_summaries_formulas_and_floors_are_those_of_the_golden_file(tmp_path: Path) -> None:
+def test_summaries_and_formulas_are_those_of_the_golden_file(tmp_path: Path) -> None:
     on_device = {"select": [13.0, 15.0], "clear": [1.0], "gather and apply": [4.0, 8.0], "elsewhere": [1.0]}
     summaries = {name: summary(name) for name in ("oktopk", "topka", "union", "mpi")}
     summaries["oktopk on a device"] = summary(on_device=on_device)
     methods = (*METHODS, "mpi", "mpi-ring", "mpi-rabenseifner", "nccl", "nccl-bf16")
     # a hundred entries of ten thousand on four ranks
     words = {name: formulas(name, 100, 10_000, 4) for name in methods}
-    floors = {
-        f"{name}, {ranks} ranks, {width} bytes": stage_floors(
-            name, Workload(1000, ranks, selected=10, applied=20, gradient_bytes=width), SPEEDS
-        )
-        for ranks, width in ((1, 4), (4, 4), (4, 2))
-        for name in methods
-    }
-    found = {"summaries": summaries, "formulas": words, "floors": floors}
+    found = {"summaries": summaries, "formulas": words}
     text = "\n".join(
         f"## {title}: {name}\n\n" + "".join(f"{key}: {shown(value)}\n" for key, value in values.items())
         for title, parts in found.items()
@@ -113,16 +104,6 @@ def test_golden_figures_can_be_worked_out_by_hand() -> None:
     assert summary("topka")["nnz"]["global_deviation"] is None
     assert summary("union")["nnz"]["local_deviation"] == 1.0  # twice a rank's half of k
     assert formulas("oktopk", 100, 10_000, 4) == {"least": 150, "most": 450}
-    floors = stage_floors("oktopk", Workload(1000, 4, selected=10, applied=20), SPEEDS)
-    assert floors["select"] == {"memory_bytes": 12_000, "wire_bytes": 0, "messages": 0, "seconds": 12.0}
-    assert floors["exchange"] == {"memory_bytes": 0, "wire_bytes": 60, "messages": 3, "seconds": 0.6 + 1.5}
-    union = stage_floors("union", Workload(1000, 4, selected=10, applied=20), SPEEDS)
-    assert union["allgather"]["wire_bytes"] == 3 / 4 * 4 * 16  # of 10 indices in 1000: 8.8 bits each
-    assert union["exchange"]["wire_bytes"] == 3 / 4 * 2 * 4 * 20
-    # 20 entries: one element of 4 bytes each is cleared before, of 28 bytes an entry that `apply` counts
-    on_device = device_stages({"clear": [1.0], "gather and apply": [4.0, 8.0]}, floors)
-    together = floors["allgather"]["seconds"] + floors["apply"]["seconds"] - 20 * 4 / 1000
-    assert [stage["floor"] for stage in on_device.values()] == pytest.approx([20 * 4 / 1000, together])
 
 
 @pytest.mark.parametrize(
@@ -159,11 +140,11 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["bench", "--length", "5"])
     output = Output(tmp_path / "bench.json")
     assert not list(tmp_path.iterdir())
-    speeds = {"wire": math.inf, "memory": math.nan}
-    output.write(document("bench", [{"speeds": speeds, "methods": [summary()]}], 4, "jobs.bench", "told"))
+    odd = {"infinite": math.inf, "missing": math.nan}
+    output.write(document("bench", [{"odd": odd, "methods": [summary()]}], 4, "jobs.bench", "told"))
     found = read(tmp_path / "bench.json")
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
-    assert found["runs"][0]["speeds"] == {"wire": "inf", "memory": None}
+    assert found["runs"][0]["odd"] == {"infinite": "inf", "missing": None}
     assert found["runs"][0]["methods"][0]["words"]["mean"] == 17.5
     assert found["kind"] == "bench" and found["mpi"]
     assert found["command"] == "mpiexec -n 4 python -m mpi4py -m jobs.bench --length 5"

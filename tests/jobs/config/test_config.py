@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -21,9 +20,8 @@ from jobs.config.file import (
     shown,
     validate,
 )
-from jobs.config.sections import DataConfig, ModelConfig, ReductionConfig, ScheduleConfig
+from jobs.config.sections import ScheduleConfig
 from jobs.train.optimizers import learning_rate_factor
-from oktopk import Settings
 
 CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
 SMALLEST = {"training": {"steps": 3}}
@@ -31,24 +29,6 @@ SMALLEST = {"training": {"steps": 3}}
 
 def with_overrides(*overrides: str) -> Config:
     return validate(apply_overrides(SMALLEST, overrides))
-
-
-def test_reduction_section_has_the_settings_and_their_defaults() -> None:
-    config = ReductionConfig()
-    assert Settings(**config.settings()) == Settings()
-    assert set(ReductionConfig.model_fields) == {
-        "method",
-        "sends",
-        "every",
-        "gradient_type",
-        "overlap",
-        "bucket_mb",
-        "powersgd_rank",
-        "powersgd_start",
-        "sparseloco_steps",
-        "nccl_p2p",
-        *(f.name for f in dataclasses.fields(Settings)),
-    }
 
 
 PAPER: dict[str, dict[str, dict[str, object]]] = {
@@ -141,39 +121,6 @@ def test_without_a_file_the_defaults_are_shown() -> None:
         shown(None, ["optimizer.lrr=0.5"])
 
 
-def test_keys_of_another_network_or_data_set_are_refused() -> None:
-    networks = {"width": 0.5, "layers": 3, "hidden": 128, "patch": 8, "dropout": 0.5, "vocabulary": 9}
-    networks |= {"rows": 7, "sparse": False, "window": 2, "negatives": 2, "positions": 9}
-    of_networks = ModelConfig._OWNERS
-    assert {*networks} == {*of_networks} - {"factory", "arguments"}
-    for key, value in networks.items():
-        for name in ("vgg16", "lstm", "bert", "gpt", "vit", "skipgram"):
-            if name in of_networks[key]:
-                assert getattr(ModelConfig(name=name, **{key: value}), key) == value
-                continue
-            message = f"{key} is for {' and '.join(of_networks[key])}, not for {name}"
-            with pytest.raises(ValueError, match=message):
-                ModelConfig(name=name, **{key: value})
-    sets = {"images": ("cifar10", "prepared"), "an4": ("an4",), "text": ("text",)}
-    of_sets: dict[str, tuple[str, object]] = {
-        "crop": ("images", 4),
-        "flip": ("images", True),
-        "resize": ("images", 64),
-    }
-    of_sets |= {"eval_sequences": ("text", 9), "tempo": ("an4", (0.9, 1.1))}
-    for key, (owner, given) in of_sets.items():
-        for kind, name in ((kind, name) for kind, names in sets.items() for name in names):
-            if kind == owner:
-                assert getattr(DataConfig(name=name, path="x.h5", **{key: given}), key) == given
-                continue
-            with pytest.raises(ValueError, match=f"{key} is for {owner}, not for {kind}"):
-                DataConfig(name=name, path="x.h5", **{key: given})
-    for key in ("classes", "samples"):
-        assert getattr(DataConfig(name="synthetic", **{key: 9}), key) == 9
-        with pytest.raises(ValueError, match=f"{key} is for synthetic, not for digits"):
-            DataConfig(**{key: 9})
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -253,20 +200,20 @@ def test_a_malformed_override_is_named(override: str) -> None:
         ("reduction.method=dense-ovlp", "'dense-ovlp' is overlap = true with method 'dense', on GPUs method"),
         ("reduction.method=okotpk", "reduction.method = \"okotpk\": 'okotpk' is not one of dense, "),
         ("training.batch_size=0", "training.batch_size = 0: Input should be greater than or equal to 1"),
-        ("training.batch_size='16'", 'training.batch_size = "16": Input should be a valid integer'),
         ("training.batch_size=16.0", "training.batch_size = 16.0: Input should be a valid integer"),
         ("training.steps=0", "[training] steps and epochs are both 0"),
-        ("optimizer.lr=-1.0", "optimizer.lr = -1.0: Input should be greater than 0"),
         ("optimizer.lr=inf", "optimizer.lr = Infinity: Input should be a finite number"),
-        ("optimizer.name=lion", "optimizer.name = \"lion\": Input should be 'sgd', 'adam' or 'adamw'"),
         ("optimizer.nesterov=true", "[optimizer] nesterov needs a momentum above 0"),
         ("schedule.warmup_start=2", "schedule.warmup_start = 2: 2.0 is not in [0, 1]"),
         ("schedule.warmup_start=half", "Input should be a valid number; or Input should be '1/ranks'"),
         ("schedule.milestones=[1]", "[schedule] milestones are for the schedule 'step'"),
+        ("model.patch=8", "[model] patch is for vit, not for vgg16"),
+        ("model.layers=3", "[model] layers is for bert and gpt and vit, not for vgg16"),
+        ("data.tempo=[0.9,1.1]", "[data] tempo is for an4, not for images"),
+        ("data.classes=9", "[data] classes is for synthetic, not for digits"),
         ("schedule.name=step", "[schedule] the schedule 'step' needs milestones"),
         ("data.path=x.h5", "[data] path is 'x.h5', but digits are read from no file"),
         ("data.name=cifar10", "[data] path is empty, but the data set 'cifar10' is read from a file"),
-        ("training.label_smoothing=1", "training.label_smoothing = 1: Input should be less than 1"),
         ("run.file=''", 'run.file = "": the run file\'s name is empty'),
         ("run.file=a\0b", 'run.file = "a\\u0000b": a name cannot hold a NUL character'),
         ("run.file=a\udcff", "codec can't encode character '\\udcff'"),
@@ -290,11 +237,6 @@ def test_every_fault_has_its_line() -> None:
         "training.seed",
         "run.fil:",
     ]
-
-
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        validate(SMALLEST).training.steps = 4  # type: ignore[misc]
 
 
 def test_a_section_missing_or_of_the_wrong_kind_is_named() -> None:

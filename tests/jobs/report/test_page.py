@@ -26,6 +26,7 @@ from jobs.report.summary import WARM_STEPS, read_runs
 from jobs.report.tables import method_figures
 from jobs.report.write import report
 from tests.jobs.report.test_report import rows, write_run
+from tests.jobs.report.test_tables import methods
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
@@ -49,21 +50,9 @@ class Closed(HTMLParser):
         assert self.open.pop() == tag
 
 
-def write_experiment(folder: Path) -> list[Path]:
-    """Two methods over seeds, one that was killed, one that is alone."""
-    return [
-        write_run(folder / "dense-0.h5", method="dense", accuracy=0.90),
-        write_run(folder / "dense-1.h5", method="dense", accuracy=0.92, seed=1),
-        write_run(folder / "oktopk-0.h5", accuracy=0.91, xi=(1.0, 1.5, 2.0)),
-        write_run(folder / "oktopk-1.h5", accuracy=0.93, seed=1, xi=(1.0, 2.5, 2.0)),
-        write_run(folder / "oktopk-2.h5", accuracy=0.10, seed=2, status="interrupted"),
-        write_run(folder / "topka.h5", method="topka", steps=30, dense_steps=5),
-    ]
-
-
 @pytest.mark.pictures
 def test_the_page_stands_alone_and_links_to_its_figures(tmp_path: Path) -> None:
-    paths = write_experiment(tmp_path)
+    paths = methods(tmp_path)["train"]
     out = tmp_path / "out"
     fast = [write_run(tmp_path / f"fast-{ranks}.h5", ranks=ranks) for ranks in (1, 2)]
     claims = table(
@@ -133,31 +122,6 @@ def test_a_chart_without_labels_has_no_legend() -> None:
     assert "</svg>" in svg(Chart("a", "", "", Axis("step", "step"), Axis("loss", "loss"), (line,)))
 
 
-@pytest.mark.long("draws two pages; `make test` has what a page shows")
-@pytest.mark.pictures
-def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
-    paths = write_experiment(tmp_path)
-    pages = []
-    for name in ("a", "b"):
-        report(paths, tmp_path / name)
-        pages.append((tmp_path / name / "index.html").read_bytes())
-    assert pages[0] == pages[1]
-
-
-def test_runs_that_differ_in_their_seed_are_one_group(tmp_path: Path) -> None:
-    groups = group_runs(read_runs(write_experiment(tmp_path)))
-    assert [(group.label, len(group.runs), len(group.counted)) for group in groups] == [
-        ("Dense", 2, 2),
-        ("Ok-Topk", 3, 2),
-        ("TopkA", 1, 1),
-    ]
-    dense, oktopk, topka = groups
-    assert dense.mean("held_out_accuracy") == pytest.approx(0.91)
-    assert dense.spread("held_out_accuracy") == pytest.approx(np.std([0.90, 0.92], ddof=1))
-    assert oktopk.mean("held_out_accuracy") == pytest.approx(0.92)
-    assert topka.spread("held_out_accuracy") is None
-
-
 def test_groups_of_one_method_are_named_by_their_settings(tmp_path: Path) -> None:
     paths = [
         write_run(tmp_path / "a.h5", settings={"density": 0.01}),
@@ -189,14 +153,6 @@ def test_the_time_to_a_target_is_that_of_training(tmp_path: Path) -> None:
     assert group.steps_to(0.9) == [50.0]
     assert group.seconds_to(0.95) == []
     assert method_figures(group, 0.95)["runs_that_reached_it"] == 0
-
-
-def test_evaluations_do_not_count_as_training(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a.h5", steps=4)
-    (run,) = read_runs([path])
-    run.evaluations["step"][:] = [2, 4]
-    run.evaluations["seconds"][:] = [0.25, 0.5]
-    assert run.training_seconds == pytest.approx([0.5, 1.0, 1.25, 1.75])
 
 
 def test_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:

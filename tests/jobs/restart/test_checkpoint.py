@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.cluster.agreement import Refused
 from jobs.config.sections import CheckpointConfig
 from jobs.restart import files
 from jobs.restart.checkpoint import Checkpointer, CheckpointError
@@ -26,13 +24,9 @@ IDENTITY = {"model": "abc", "method": "oktopk", "length": 1000}
 
 
 @pytest.fixture
-def folder(comm: MPI.Intracomm) -> Iterator[Path]:
+def folder(comm: MPI.Intracomm, tmp_path: Path) -> Path:
     """One folder for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
-    yield Path(path)
-    comm.barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
+    return comm.bcast(tmp_path)
 
 
 class Run(Checkpointer):
@@ -157,33 +151,6 @@ def test_writing_that_fails_on_one_rank_is_an_error_everywhere(
 
 
 @pytest.mark.mpi
-def test_a_set_not_written_is_an_error_everywhere(comm: MPI.Intracomm, folder: Path) -> None:
-    Run(comm, folder).save_all(3)
-    made = Run(comm, folder, steps=5, done=3)
-    if comm.rank == 0:
-        # no folder can be made where a file is
-        files.draft_folder(folder, 8).write_text("in the way")
-    comm.barrier()
-    with pytest.raises(CheckpointError, match=r"the checkpoint of step 8 .*step-00000008"):
-        made.run(range(4, 60), seconds=0.01)
-    assert found_set(comm, folder).step == 3
-
-
-@pytest.mark.mpi
-def test_a_damaged_part_makes_all_use_the_set_before(comm: MPI.Intracomm, folder: Path) -> None:
-    Run(comm, folder).save_all(10, 20)
-    if comm.rank == comm.size - 1:
-        path = files.set_folder(folder, 20) / files.rank_file(comm.rank)
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    comm.barrier()
-    said: list[str] = []
-    assert found_set(comm, folder, said.append).step == 10
-    named = f"rank {comm.size - 1}: " * (comm.size > 1) + f"rank-{comm.size - 1:05d}.safetensors is damaged"
-    assert f"step-00000020 refused: {named}" in said[0]
-    assert said[1].endswith("step-00000020 set aside as step-00000020.refused")
-
-
-@pytest.mark.mpi
 def test_refused_sets_push_out_no_later_one(comm: MPI.Intracomm, folder: Path) -> None:
     Run(comm, folder).save_all(10, 20)
     if comm.rank == 0:
@@ -202,13 +169,3 @@ def test_refused_sets_push_out_no_later_one(comm: MPI.Intracomm, folder: Path) -
         "step-00000030.refused",
         "step-00000040.refused",
     ]
-
-
-@pytest.mark.mpi
-def test_damaged_sets_end_every_rank_and_none_is_a_start(comm: MPI.Intracomm, folder: Path) -> None:
-    for path in (folder / "none", folder):
-        assert find(comm, path, IDENTITY, pytest.fail, pytest.fail) is None
-    Run(comm, folder).save_all(2)
-    with pytest.raises(Refused, match="no checkpoint in .* can be used"):
-        find(comm, folder, IDENTITY | {"model": "xyz"}, lambda line: None, pytest.fail)
-    assert found_set(comm, folder, pytest.fail).step == 2

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +85,8 @@ class Run:
 
 
 @pytest.fixture
-def started(comm: MPI.Intracomm) -> Iterator[Run]:
-    folder = Path(comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else ""))
-    yield Run(comm, folder)
-    comm.barrier()
-    if comm.rank == 0:
-        shutil.rmtree(folder)
+def started(comm: MPI.Intracomm, tmp_path: Path) -> Run:
+    return Run(comm, comm.bcast(tmp_path))
 
 
 def put(state: State, path: str, value: Any) -> None:

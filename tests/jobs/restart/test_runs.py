@@ -16,7 +16,6 @@ from mpi4py import MPI
 from jobs.restart import files
 from jobs.restart.signals import EXIT_STATUS
 from jobs.run.reader import RunReader
-from jobs.train.reduce.process_group import stop_process_group
 from tests.launched import outcome
 from tests.tiny_job import run
 from tests.tiny_runs import CONFIG, SETTINGS, assert_same_outcome, checkpoints, last_good_step, steps_done
@@ -190,29 +189,3 @@ def test_a_held_out_loss_that_is_nan_is_named(
     with RunReader(path) as reader:
         assert reader.status == ended
         assert np.isnan(reader.evaluations()["loss"]).tolist() == [True]
-
-
-ADAMW = ("optimizer.name=adamw", "optimizer.lr=2e-3", "optimizer.momentum=0", "optimizer.weight_decay=0.1")
-
-
-@pytest.mark.long("`make test` has a run of Ok-Topk that was stopped, and states of these modes that go on")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["reduction.method=ddp", "reduction.bucket_mb=0.005"],
-        ["reduction.method=powersgd", "reduction.powersgd_start=5", "reduction.bucket_mb=0.005"],
-        ["reduction.method=sparseloco", "reduction.sparseloco_steps=7"],
-        [*ADAMW, "reduction.sends=updates", "reduction.every=3"],
-    ],
-    ids=["ddp", "powersgd", "sparseloco", "updates"],
-)
-def test_a_mode_ends_as_if_it_had_not_been_stopped(
-    comm: MPI.Intracomm, path: Path, settings: list[str]
-) -> None:
-    whole = path.with_name("whole.h5")
-    assert train(comm, whole, settings)[0] == 0
-    interrupted(comm, path, settings=settings)
-    stop_process_group()  # of the job that would have ended
-    status, said = train(comm, path, settings)
-    assert status == 0, said
-    assert_same_outcome(whole, path)

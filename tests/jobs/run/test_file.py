@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from data.durable import replaced
-from jobs.report.summary import read_readable
 from jobs.run.columns import EVALUATION_COLUMNS, MEASURE_COLUMNS, STEP_COLUMNS
 from jobs.run.file import STAGE_SLOTS, RunFile, RunFileError, RunInfo, check_creatable
 from jobs.run.reader import RunReader, read_record
@@ -67,14 +66,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert reader.evaluations()["step"].tolist() == [4]
         assert reader.measures().keys() == MEASURE_COLUMNS.keys()
         assert reader.measures()["xi"].tolist() == [0.5, 1.5]
-
-
-def test_a_run_without_steps_is_read(tmp_path: Path) -> None:
-    RunFile(tmp_path / "run.h5", INFO).close("failed")
-    with RunReader(tmp_path / "run.h5") as reader:
-        assert reader.status == "failed"
-        assert all(len(values) == 0 for values in reader.steps().values())
-        assert reader.stages() == {}
 
 
 def test_a_reader_follows_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -197,33 +188,6 @@ def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
             other["images"] = np.zeros(3)
         with pytest.raises(RunFileError, match="is not a run file"):
             RunReader(tmp_path / f"{libver}.h5")
-
-
-def test_a_truncated_run_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.run.reader.PATIENCE", 2)
-    path = tmp_path / "run.h5"
-    with RunFile(path, INFO) as file:
-        file.append_steps(columns(1, 3), {})
-    whole = path.read_bytes()
-    for size in (0, 7, 8, 20, 100, len(whole) // 2):
-        path.write_bytes(whole[:size])
-        with pytest.raises(RunFileError, match="is not a run file"):
-            RunReader(path)
-
-
-def test_a_damaged_run_file_is_named_and_not_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
-    with RunFile(path, INFO) as file:
-        file.append_steps(columns(1, 3), {})
-    whole = path.read_bytes()
-    named = 0
-    for place in range(0, len(whole), len(whole) // 40):
-        damaged = bytearray(whole)
-        damaged[place] ^= 1
-        path.write_bytes(damaged)
-        _, problems = read_readable([path])
-        named += any(re.search("is not a (whole )?run file", problem) for problem in problems)
-    assert named > 2
 
 
 def test_time_goes_on_behind_the_last_evaluation(tmp_path: Path) -> None:

@@ -12,11 +12,8 @@ from mpi4py import MPI
 from data.batches import EpochLoader
 from data.text.file import TextSet, open_text_file
 from data.text.loader import POSITIVE, ContextBatch, Contexts, mixed, word_counts
-from jobs.report.summary import read_runs
-from jobs.train.__main__ import main
 from jobs.train.setup import set_up
-from tests.jobs.train.conftest import Configured, Words
-from tests.tiny_runs import forget_the_end
+from tests.jobs.train.conftest import Configured
 
 ROWS, WINDOW, NEGATIVES = 500, 3, 4
 
@@ -80,23 +77,3 @@ def test_dense_and_sparse_gradients_take_the_same_steps(configured: Configured, 
     for one, other in zip(weights["true"], weights["false"], strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
         assert one.abs().max() > 1e-4
-
-
-@pytest.mark.mpi
-def test_a_run_that_goes_on_ends_with_the_same_losses(
-    words: Words, tmp_path: Path, comm: MPI.Intracomm
-) -> None:
-    path = tmp_path / "run.h5"
-    given = words("embeddings", f"run.file={path}", "training.steps=100", "checkpoint.every_steps=40")
-    path, given = comm.bcast((path, given))
-
-    def run() -> np.ndarray:
-        assert main(given, comm=comm) == 0
-        return np.asarray(comm.bcast(read_runs([path])[0].steps["loss"] if comm.rank == 0 else None))
-
-    whole = run()
-    assert whole[-10:].mean() < 0.8 * whole[:10].mean()
-    done = comm.bcast(forget_the_end(path) if comm.rank == 0 else 0)
-    again = run()
-    assert 40 <= done < 100
-    assert np.array_equal(again, whole[done:])

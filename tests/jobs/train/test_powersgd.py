@@ -15,7 +15,6 @@ from torch import nn
 
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.reduce.baselines import EAGER_STEPS
 from jobs.train.reduce.powersgd import LowRank, low_rank
 from jobs.train.reduce.process_group import (
     WireError,
@@ -96,35 +95,6 @@ def test_ranks_agree_and_keep_what_they_did_not_send(
 
 
 @pytest.mark.mpi
-def test_a_capture_leaves_errors_where_they_are(gloo: MPI.Intracomm) -> None:
-    plain, recorded = (powersgd(network(), gloo.size) for _ in range(2))
-    for training in (plain, recorded):
-        steps(training, gloo.rank, range(3))
-    places = [error.data_ptr() for error in recorded._powersgd.error_dict.values()]
-    steps(plain, gloo.rank, range(3, 5))
-    with recorded.recording():
-        steps(recorded, gloo.rank, range(3, 5))
-    assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] == places
-    for training in (plain, recorded):
-        steps(training, gloo.rank, range(5, 6))
-    one, other = (training.state_dict()["reducer"]["residual"] for training in (plain, recorded))
-    assert torch.equal(one, other) and one.abs().max() > 0
-    assert [error.data_ptr() for error in recorded._powersgd.error_dict.values()] != places
-
-
-@pytest.mark.mpi
-def test_what_precedes_a_capture(gloo: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = powersgd(network(), gloo.size, start=13)
-    starts = [training.eager_start]
-    monkeypatch.setattr(training, "_stream", object())
-    for number in range(4):
-        starts.append(training.eager_start)
-        steps(training, gloo.rank, range(number, number + 1))
-    # from a checkpoint, too, eleven at least
-    assert [start and start.steps for start in starts] == [None, 14, 13, 12, EAGER_STEPS]
-
-
-@pytest.mark.mpi
 def test_errors_are_redistributed_to_other_ranks(gloo: MPI.Intracomm) -> None:
     model = network()
     training = powersgd(model, gloo.size)
@@ -164,13 +134,7 @@ def test_a_run_trains_and_refusals_are_sentences(comm: MPI.Intracomm, tmp_path: 
         return outcome(comm, lambda: main(words, comm=comm))
 
     for overrides, message in (
-        (["reduction.powersgd_rank=0"], "powersgd_rank = 0: Input should be greater than or equal to 1"),
         (["reduction.powersgd_start=1"], "powersgd_start = 1: Input should be greater than or equal to 2"),
-        (
-            ["reduction.powersgd_ranks=2"],
-            r"reduction.powersgd_ranks: unknown key in [reduction] (did you mean",
-        ),
-        (["reduction.method=powersdg"], "'powersdg' is not one of dense, "),
         (
             ["reduction.gradient_type=bfloat16"],
             "reduction.gradient_type 'bfloat16' is not for 'powersgd': float32",

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mpi4py import MPI
 from torch import nn
 
 from jobs.report.summary import read_runs
+from jobs.run.columns import PHASES
 from jobs.run.file import RunFile
 from jobs.run.reader import RunReader
 from jobs.train.__main__ import main
@@ -61,12 +63,10 @@ def test_what_cannot_be_done_is_said_once(comm: MPI.Intracomm, folder: Path) -> 
             ["reduction.densty=0.1"],
             r"reduction\.densty: unknown key in \[reduction\] .*; valid: method, .*density, .*",
         ),
-        (["model.width=0.0"], r"model\.width = 0\.0: Input should be greater than 0"),
         ([f"run.file={folder}"], rf"run file {folder} is not a regular file"),
         ([f"run.file={taken}"], rf"run file {taken} exists: choose another name \(run\.file\) or allow .*"),
         ([f"training.batch_size={samples // comm.size}"], rf"899 samples are fewer than .*{samples}.*"),
         (["data.name=prepared", f"data.path={folder}/none.h5"], rf"{folder}/none\.h5: no such file.*"),
-        (["model.width=0.001"], r"model: width 0\.001 leaves no channel.*"),
         (
             ["reduction.gradient_type=bfloat16"],
             r"all ranks: gradient_type 'bfloat16' on cpu is not one of float32",
@@ -144,6 +144,44 @@ def test_dense_modes_train_like_dense_or_tell_of_divergence(comm: MPI.Intracomm,
     assert len(re.findall(r"jobs\.train: .*try a smaller optimizer\.lr", said)) == 1
     with RunReader(folder / "diverged.h5") as reader:
         assert reader.status == "failed"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_methods_and_modes_train_alike_on_gpus(comm: MPI.Intracomm, folder: Path) -> None:
+    if comm.size > torch.cuda.device_count():
+        pytest.skip("NCCL takes one rank per GPU")
+    common = [
+        "training.device=cuda",
+        "training.precision=bfloat16",
+        "training.channels_last=true",
+        "training.accumulate=2",
+        "training.steps=20",
+        "training.eval_every=10",
+        "optimizer.clip_norm=1.0",
+        "optimizer.lr=0.01",
+        "model.width=0.25",
+        "data.crop=2",
+    ]
+    ways = {
+        f"{method}-{kind}": [f"reduction.method={method}", f"reduction.gradient_type={kind}"]
+        for method in ("nccl", "ddp", "oktopk")
+        for kind in ("float32", "bfloat16")
+    }
+    ways |= {
+        f"{method}-overlapped": [f"reduction.method={method}", "reduction.overlap=true"]
+        for method in ("dense", "oktopk")
+    }
+    ways = {"dense": ["reduction.method=dense"], **ways}
+    for name, way in ways.items():
+        status, said = train(comm, folder / f"{name}.h5", *common, *way)
+        assert status == 0, said
+    dense, *others = read_runs([folder / f"{name}.h5" for name in ways])
+    for run in others:
+        near = 0.5 if run.info.method == "oktopk" else 0.05
+        assert run.steps["loss"] == pytest.approx(dense.steps["loss"], rel=near), run.stem
+        for phase in PHASES:
+            assert (run.steps[f"seconds_{phase}"] >= 0).all(), (run.stem, phase)
+        assert (run.steps["seconds_backward"] > 0).all(), run.stem
 
 
 def test_writing_the_run_file_is_in_no_rank_s_step(

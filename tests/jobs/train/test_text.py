@@ -19,25 +19,8 @@ from jobs.train.optimizers import build_optimizer
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import make_network
 from tests.jobs.train.conftest import CONFIGS, Configured, Words
-from tests.launched import run_ranks
 
 BERT = CONFIGS / "bert.toml"
-
-
-@pytest.mark.long("trains until text is learnt; in `make test` the loss falls")
-@pytest.mark.timeout(150)
-def test_a_tiny_bert_on_ranks_learns_text(tmp_path: Path, words: Words) -> None:
-    path = tmp_path / "run.h5"
-    given = words("bert", f"run.file={path}", "training.steps=120", "training.batch_size=8")
-    done = run_ranks(2, "-m", "jobs.train", *given)
-    assert done.returncode == 0, done.stderr
-    (run,) = read_runs([path])
-    assert (run.status, run.count, run.info.ranks, run.info.method) == ("complete", 120, 2, "oktopk")
-    assert run.steps["loss"][:5].mean() > math.log(10)
-    assert run.steps["loss"][-20:].mean() < 0.6 * run.steps["loss"][:20].mean()
-    assert run.evaluations["loss"][-1] < 2.0
-    assert run.evaluations["accuracy"][-1] > 0.3
-    assert run.steps["words"].mean() <= run.upper_bound
 
 
 def test_text_without_pairs_has_the_loss_of_its_words(configured: Configured) -> None:

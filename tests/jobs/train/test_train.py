@@ -10,11 +10,10 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from jobs.cluster.agreement import Refused
 from jobs.config.file import apply_overrides, read_toml, validate
 from jobs.report.summary import read_runs
 from jobs.run.reader import RunReader
-from jobs.train.__main__ import check_launch, main
+from jobs.train.__main__ import main
 from jobs.train.setup import build_workload
 from jobs.train.tasks.task import Workload
 
@@ -128,25 +127,9 @@ def test_a_tiny_bound_on_the_gradients_norm_stops_the_parameters(tmp_path: Path)
     assert moving != pytest.approx(still, rel=1e-4)
 
 
-def test_adam_takes_steps(tmp_path: Path) -> None:  # AdamW: test_text.py
-    overrides = ["optimizer.name=adam", "optimizer.lr=0.001", "optimizer.momentum=0.0"]
-    assert train_alone(tmp_path / "a.h5", *overrides, "training.steps=10") == 0
-    (run,) = read_runs([tmp_path / "a.h5"])
-    assert np.isfinite(run.steps["loss"]).all()
-    assert len(set(run.steps["loss"])) == 10
-
-
 def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=1e30", "schedule.warmup=0", "reduction.nonfinite=skip", "training.steps=6"]
     assert train_alone(tmp_path / "a.h5", *overrides) == 0
     (run,) = read_runs([tmp_path / "a.h5"])
     assert run.steps["skipped"].tolist()[0] == 0
     assert run.steps["skipped"].sum() > 0
-
-
-def test_a_launcher_of_another_mpi_is_noticed() -> None:
-    check_launch(MPI.COMM_SELF, {"OMPI_COMM_WORLD_SIZE": "1"})
-    check_launch(MPI.COMM_SELF, {})
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        with pytest.raises(Refused, match="mpiexec started 4 ranks, but mpi4py's MPI sees 1"):
-            check_launch(MPI.COMM_SELF, {name: "4"})

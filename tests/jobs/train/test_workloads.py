@@ -80,7 +80,12 @@ def test_a_gpu_sees_the_same_batches_and_the_same_loss(name: str, configured: Co
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("vit", "data.crop=2"), ("bert", "model.dropout=0.1"), ("lstm", "data.tempo=[0.9,1.1]")],
+    [
+        ("vit", "data.crop=2"),
+        ("bert", "model.dropout=0.1"),
+        ("lstm", "data.tempo=[0.9,1.1]"),
+        ("embeddings", "model.sparse=true"),
+    ],
 )
 def test_a_run_that_goes_on_ends_with_the_same_losses(
     tmp_path: Path, name: str, more: str, words: Words
@@ -104,7 +109,6 @@ REFUSED = {
         "model.vocabulary=30522": r"text\.h5: a vocabulary of \d+ words, but model\.vocabulary is 30522",
         "data.name=prepared data.eval_sequences=0": "'bert' does not take data.name 'prepared'",
         "optimizer.name=adam": "bias_correction false is for adamw, not for adam",
-        "model.hidden=100": "multiple of 64",
         "schedule.name=linear schedule.warmup=2": r"a warmup of 2.0 runs is not in \[0, 1\]",
         "data.path=nowhere.h5": r"nowhere\.h5: no such file",
     },
@@ -123,8 +127,6 @@ REFUSED = {
     },
     "vit": {
         "data.path=x.h5": "path is 'x.h5', but synthetic images are read from no file: set data.name to",
-        "model.patch=0": r"model\.patch = 0: Input should be greater than or equal to 1",
-        "data.resize=2000": r"data\.resize = 2000: Input should be less than or equal to 1024",
         "data.resize=36": "model: image 36 is not a positive multiple of the patch's 8",
     },
     "lstm": {
@@ -133,8 +135,6 @@ REFUSED = {
         "model.name=vgg16": r"data\.name 'an4' takes model\.name 'lstm'",
         "data.name=digits data.path=": "model.name 'lstm' takes data.name 'an4', not 'digits'",
         "data.tempo=[1.5,1.1]": r"\[1\.5, 1\.1\] is not \[least, most\] within \[0\.5, 2\]",
-        "data.tempo=[0.1,1]": r"\[0\.1, 1\.0\] is not \[least, most\] within \[0\.5, 2\]",
-        "data.tempo=[1.1]": r"\[1\.1\] is not \[least, most\]",
         "training.cuda_graph=true": "those of speech differ",
         "training.label_smoothing=0.1": "label_smoothing is for images, not for speech",
         "data.path=nowhere.h5": r"nowhere\.h5: no such file",
