@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from collectives.sparse import MAX_LENGTH
 from oktopk.bench.links import ASSUMED, Messages, Sweep, partner_of, rounds, rows_of
 from oktopk.bench.steps import gradients, kernels, library_row, step_row
 from oktopk.bench.table import links_table, pairs_table, steps_table
-from oktopk.replay.links import KIND, VERSION, links_of, unwritable
+from oktopk.replay.links import KIND, VERSION, LinksError, links_of, unwritable
 
 _MOST_SECONDS = 1e4
 _METHODS = ("dense", "oktopk", "union")
-ALONE = "one rank has no links: start several, as in oktopk-run -n 4 -m oktopk.bench"
+ALONE = "one rank has no links: start several, by oktopk-run, mpiexec, srun or torchrun"
 
 
 class BenchError(Exception):
@@ -40,7 +40,20 @@ class BenchError(Exception):
 
 def main(argv: Sequence[str] | None = None, prog: str = "oktopk-bench") -> int:
     """The command `oktopk-bench`, on every rank."""
-    options = _parser(prog).parse_args(argv)
+    return run(_parser(prog).parse_args(argv), prog, report)
+
+
+def run(options: argparse.Namespace, prog: str, tell: Callable[[dict[str, Any]], str]) -> int:
+    """Measure on every rank, and print on rank 0 what the document says. Collective.
+
+    Args:
+        options: those of `measure`, and `json`.
+        prog: the command's name, for messages.
+        tell: the text of a document; its LinksError or ValueError is the command's.
+
+    Returns:
+        The exit status, equal on all ranks.
+    """
     rank = 0
     try:
         with _ranks() as transport:
@@ -51,7 +64,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "oktopk-bench") -> int:
             document = measure(transport, options)
             if rank == 0:
                 problem = _write(options.json, document)
-                print(report(document))
+                try:
+                    print(tell(document))
+                except (LinksError, ValueError) as error:
+                    problem = str(error)
             if any(transport.allgather_objects(problem)):
                 raise BenchError(problem)
     except (BenchError, LauncherError, ImportError, ValueError) as error:

@@ -1,6 +1,7 @@
 """What this host offers, tried and not only asked: one screen, and what to do about what is missing.
 
     oktopk-doctor
+    oktopk-run -n 4 -m oktopk.doctor --hosts
 
 Whatever could crash or hang runs in processes of its own. Exit status: 0 where the best works that the hardware allows, 1
 where something slower does, 2 where several ranks cannot run.
@@ -18,7 +19,7 @@ from typing import Any
 
 from oktopk.doctor import children, machine
 from oktopk.doctor.screen import screen
-from oktopk.doctor.verdict import LIBRARY, REQUIRED, Optional, verdict
+from oktopk.doctor.verdict import CANNOT, LIBRARY, REQUIRED, Optional, verdict
 from oktopk.launch import LaunchError, end_on_sigterm, refuses_root
 
 PACKAGES = (*machine.PACKAGES, "cupy", "cupy-cuda12x", "cupy-cuda13x", "libucx-cu12", "libucx-cu13")
@@ -87,14 +88,21 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         description="Try what this host offers to several ranks: two processes sum a gradient, by MPI\n"
         "and by torch's process group, in host memory and, where there are GPUs, in device memory,\n"
         "staged through the host, and by peer memory. Prints one screen: versions, GPUs, what works\n"
-        "and how fast, the path that oktopk takes, and what to do about what is missing.",
+        "and how fast, the path that oktopk takes, and what to do about what is missing.\n"
+        "With --hosts, on all ranks of a job: measures the links between them, and says whether\n"
+        "sparse steps pay there, as oktopk-plan predicts.",
         epilog="exit status: 0 where the best works that the hardware allows, 1 where something slower does,\n"
-        "2 where several ranks cannot run\n\nexample:\n"
-        f"  {prog} --json doctor.json",
+        "2 where several ranks cannot run; with --hosts 0, or 2 where nothing can be said\n\n"
+        "examples:\n"
+        f"  {prog} --json doctor.json\n"
+        f"  mpiexec -n 16 --host a:8,b:8 {prog} --hosts --parameters 98e6 --compute-ms 90",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="File to write the findings to, as JSON; default: none"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="File to write the findings to, as JSON, or with --hosts the links; default: none",
     )
     parser.add_argument(
         "--timeout",
@@ -103,11 +111,27 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         metavar="SECONDS",
         help="Seconds after which a try is ended; default: %(default)s",
     )
+    text = "Measure the links between the ranks and hosts of a job; start it by a launcher."
+    parser.add_argument("--hosts", action="store_true", help=text)
+    text = "Parameters of the model, for --hosts; default: %(default)s."
+    parser.add_argument("--parameters", default="98e6", metavar="N", help=text)
+    text = "Milliseconds of a step without communication, for --hosts; default: %(default)g."
+    parser.add_argument("--compute-ms", type=float, default=90.0, metavar="MS", help=text)
     return parser.parse_args(argv)
 
 
 def _through_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _hosts(options: argparse.Namespace, prog: str) -> int:
+    """`--hosts`, on every rank."""
+    try:  # the rest of the doctor runs without what this needs
+        from oktopk.doctor.hosts import hosts
+    except ImportError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return CANNOT
+    return hosts(options.parameters, options.compute_ms, options.json, prog)
 
 
 def main(
@@ -124,6 +148,8 @@ def main(
         The exit status.
     """
     options = parse(argv, prog)
+    if options.hosts:
+        return _hosts(options, prog)
     end_on_sigterm()
 
     def say(text: str) -> None:

@@ -80,7 +80,7 @@ def plan(options: argparse.Namespace) -> str:
     for value, most, name in ((hosts, _MOST, "--hosts"), (many, _MOST_GPUS, "--gpus")):
         if value > most:
             raise LinksError(f"{name} {value} is above {most}, the most that a plan takes")
-    job = Job(_parameters(options.parameters), _compute(options.compute_ms), hosts, many)
+    job = Job(parameters_of(options.parameters), compute_of(options.compute_ms), hosts, many)
     network = links.network(hosts, many)
     kernels = _kernels(options, links)
     _announce(job, options)
@@ -89,13 +89,10 @@ def plan(options: argparse.Namespace) -> str:
     sparse = best_first(sparse_rows(job, network, kernels, *asked))
     shown = best_first([*dense, *(sparse if options.all else sparse[:_SHOWN])])
     parts = [
-        paragraph(
-            f"{job.parameters / 1e6:,.1f} M parameters, {1e3 * job.compute:g} ms of computation "
-            f"a step, {hosts} host(s) of {many} rank(s)."
-        ),
+        paragraph(f"{job}."),
         table(shown, min(row.seconds for row in dense)),
         *(paragraph(note) for note in _notes(options, job, links, kernels.source, sparse, shown)),
-        _advice(sparse, min(dense, key=lambda row: row.seconds)),
+        advice(sparse, min(dense, key=lambda row: row.seconds)),
     ]
     if options.picture is not None:
         curves = _curves(options, job, links, sparse[0])
@@ -133,15 +130,9 @@ def _links(options: argparse.Namespace) -> Links:
     slow = [pair for pair in links.slow_pairs() if pair in chosen.pairs]
     if not slow:
         return chosen
-    pair = min(slow, key=lambda each: each.bytes_per_second)
     if options.accept_slow:
-        return replace(chosen, between=links.as_slow_as(pair).between)
-    one, other = pair.hosts
-    raise LinksError(
-        f"the link between {one} and {other} carries {pair.bytes_per_second / 1e6:.4g} MB/s, "
-        "less than half of the others' median: mend it, choose hosts by --on, "
-        "or pass --accept-slow"
-    )
+        return replace(chosen, between=links.as_slow_as(slow[0]).between)
+    raise LinksError(f"{slow[0].too_slow()}: mend it, choose hosts by --on, or pass --accept-slow")
 
 
 def _kernels(options: argparse.Namespace, links: Links) -> Kernels:
@@ -151,7 +142,8 @@ def _kernels(options: argparse.Namespace, links: Links) -> Kernels:
     return DEVICES[options.device or links.device]
 
 
-def _parameters(text: str) -> int:
+def parameters_of(text: str) -> int:
+    """Elements of a model. Raises LinksError where they are no number, or too many."""
     try:
         value = float(text)
         found = int(value)
@@ -163,7 +155,8 @@ def _parameters(text: str) -> int:
     return found
 
 
-def _compute(milliseconds: float) -> float:
+def compute_of(milliseconds: float) -> float:
+    """Seconds of computation. Raises LinksError where they are none."""
     if not 0 <= milliseconds < 1e9:
         raise LinksError(f"--compute-ms {milliseconds:g} is not a time in [0, 1e9)")
     return milliseconds / 1e3
@@ -208,14 +201,20 @@ def _notes(
     return notes
 
 
-def _advice(sparse: Sequence[Row], dense: Row) -> str:
-    """The line to paste, where it pays; of rows best first."""
+def advice(sparse: Sequence[Row], dense: Row) -> str:
+    """Whether sparse steps pay, in a sentence, and the line to paste where they do.
+
+    Args:
+        sparse: best first.
+        dense: the fastest dense row.
+    """
     best = sparse[0]
     gain = dense.seconds / best.seconds
     if gain <= 1:
         of_dense = f"dense {dense.wire} is {1 / gain:.2f} times as fast as the fastest sparse row"
         return paragraph(f"Sparse steps do not pay here: {of_dense}.")
-    verdict = f"The fastest row is {gain:.2f} times as fast as dense {dense.wire}."
+    of_best = f"the fastest row is {gain:.2f} times as fast as dense {dense.wire}"
+    verdict = f"Sparse steps pay here: {of_best}."
     if best.loss != "-":
         return _pasted(verdict, best)
     verdict += " Its loss was not measured."

@@ -47,6 +47,11 @@ class Job:
         """Of all hosts."""
         return self.hosts * self.ranks_per_host
 
+    def __str__(self) -> str:
+        of_step = f"{self.parameters / 1e6:,.1f} M parameters, {1e3 * self.compute:g} ms"
+        of_hosts = f"{self.hosts} host(s) of {self.ranks_per_host} rank(s)"
+        return f"{of_step} of computation a step, {of_hosts}"
+
 
 @dataclass(frozen=True)
 class Row:

@@ -41,6 +41,12 @@ class Pair:
     latency: float
     bytes_per_second: float
 
+    def too_slow(self) -> str:
+        """That it is slow, as the beginning of a sentence."""
+        link = f"the link between {' and '.join(self.hosts)}"
+        rate = f"{self.bytes_per_second / 1e6:.4g} MB/s"
+        return f"{link} carries {rate}, less than half of the others' median"
+
 
 @dataclass(frozen=True)
 class Links:
@@ -67,7 +73,7 @@ class Links:
     text: str
 
     def slow_pairs(self) -> list[Pair]:
-        """Pairs whose rate is below SLOW of the others' median."""
+        """Pairs whose rate is below SLOW of the others' median, the slowest first."""
         rates = [pair.bytes_per_second for pair in self.pairs]
         if len(rates) < 2:
             return []
@@ -77,7 +83,7 @@ class Links:
             others = statistics.median(rates[:i] + rates[i + 1 :])
             if pair.bytes_per_second < SLOW * others:
                 found.append(pair)
-        return found
+        return sorted(found, key=lambda pair: pair.bytes_per_second)
 
     def among(self, hosts: Sequence[str]) -> Links:
         """The same of some of the hosts.

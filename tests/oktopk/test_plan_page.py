@@ -11,8 +11,7 @@ import pytest
 
 from oktopk.plan import __main__ as command
 from oktopk.replay.links import DEVICES, Links, assumed, read
-from oktopk.replay.network import Level, Network
-from oktopk.replay.prediction import Kernels, predict, ring_seconds
+from oktopk.replay.prediction import predict, ring_seconds
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings
 from tests.launched import ROOT
@@ -215,32 +214,3 @@ def test_the_page_and_the_plan_say_how_large_errors_are() -> None:
         len(sparse),
         -min(sparse),
     ]
-
-
-def rows_of_scale() -> dict[int, list[str]]:
-    text = PAGE.partition("### How far it scales")[2].partition("### What is checked")[0]
-    rows = re.findall(r"^\| ([\d,]+) \| (.*) \|$", text, re.MULTILINE)
-    return {int(ranks.replace(",", "")): cells.split(" | ") for ranks, cells in rows}
-
-
-def check_scale(ranks: int, cells: list[str]) -> None:
-    step = Step("oktopk", 133_547_324, ranks, 1, Settings(density=0.01))
-    network = Network(Level.of_rate(1e11, 1e-6), Level.of_rate(12.5e9, 5e-6))
-    found = predict(step, network, Kernels({}, "none"))
-    ring = ring_seconds(network, ranks, 2 * step.length)
-    assert cells == [f"{1e3 * found.seconds:.2f}", f"{1e3 * found.overhead:.2f}", f"{1e3 * ring:.1f}"]
-
-
-def test_the_steps_of_many_ranks_are_those_of_the_page() -> None:
-    rows = rows_of_scale()
-    assert [*rows] == [16, 64, 256, 1024, 4096]
-    for ranks in (16, 64, 256):
-        check_scale(ranks, rows[ranks])
-
-
-@pytest.mark.long("a step of 1,024 ranks and one of 4,096; `make test` has up to 256")
-@pytest.mark.timeout(400)
-def test_so_are_those_of_thousands() -> None:
-    rows = rows_of_scale()
-    for ranks in (1024, 4096):
-        check_scale(ranks, rows[ranks])

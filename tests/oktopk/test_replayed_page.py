@@ -1,0 +1,60 @@
+"""docs/results/replayed.md: its tables are those of the script beside it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oktopk.plan.picture import draw
+from tests.launched import ROOT
+
+script: Any = importlib.import_module("docs.results.replayed")  # a script without types
+PAGE = (ROOT / "docs" / "results" / "replayed.md").read_text(encoding="utf-8")
+
+
+def test_the_papers_methods_and_claims_are_those_of_the_page() -> None:
+    for table in (script.methods_table(), script.claims_table()):
+        assert f"\n\n{table}\n\n" in PAGE
+    assert f"| {100 * script.efficiency():.1f} % or more, whatever the computation; " in PAGE
+    assert f"the paper {100 * script.EFFICIENCY:.1f} %" in PAGE
+    topka, dense = (script.found("BERT", method).rank_bytes for method in ("topka", "dense"))
+    assert f"send more than dense | {topka / dense:.1f} times | reproduced |" in PAGE
+    least = min(
+        script.found(name, method).seconds / script.found(name, "oktopk").seconds
+        for name in script.WORKLOADS
+        for method in script.METHODS[:-1]
+    )
+    assert f"| {least:.1f} times and more in the exchange | reproduced |" in PAGE
+    for name, (length, ranks, density, *_) in script.WORKLOADS.items():
+        words = script.found(name, "oktopk").rank_bytes / 4
+        assert words == pytest.approx(4 * density * length * (ranks - 1) / ranks, rel=1e-3)
+
+
+def test_a_gain_is_the_papers_at_the_computation_that_is_said() -> None:
+    cells = script.claim("", 2.0, 0.010, 0.002, 5e-3 * script.PEAK)
+    assert (0.006 + 0.010) / (0.006 + 0.002) == 2.0
+    assert cells == ["", "2", "5.0", "6.00", "5.00", "not refuted"]
+    assert script.claim("", 6.0, 0.010, 0.002, 5e-3 * script.PEAK)[3:] == ["0.00", "5.00", "no"]
+
+
+def rows_of(ranks: int) -> list[list[str]]:
+    return [row.split(" | ") for row in re.findall(rf"^\| ({ranks:,} \|.*) \|$", PAGE, re.MULTILINE)]
+
+
+def test_exchanges_of_many_ranks_are_those_of_the_page(tmp_path: Path) -> None:
+    for ranks in script.RANKS[:3]:
+        assert rows_of(ranks) == [script.scale_row(ranks)]
+    draw(script.curves(script.RANKS[:2]), "some", tmp_path / "some.svg")
+    assert b"TopkA, 100 Gb/s" in (tmp_path / "some.svg").read_bytes()
+
+
+@pytest.mark.long("exchanges of 1,024 ranks and of 4,096; `make test` has up to 256")
+@pytest.mark.timeout(900)
+def test_so_are_those_of_thousands() -> None:
+    for ranks in script.RANKS[3:]:
+        assert rows_of(ranks) == [script.scale_row(ranks)]
+    assert f"\n\n{script.efficiency_table()}\n\n" in PAGE
