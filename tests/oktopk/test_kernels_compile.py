@@ -94,7 +94,7 @@ def assert_reads_parameters_as_such(folder: Path, kernel: str) -> None:
     files = list(folder.glob("*.ptx"))
     assert files, "the compiler kept no PTX"
     for entry in (part for file in files for part in file.read_text(encoding="utf-8").split(".entry ")[1:]):
-        offsets = set(re.findall(r"mov\.[bu]64\s+(%rd\d+), \w+_param_\d+", entry))
+        offsets = set(re.findall(r"mov\.(?:b|u)64\s+(%rd\d+), \w+_param_\d+", entry))
         offsets |= {
             to for to, of in re.findall(r"add\.s64\s+(%rd\d+), (%rd\d+), \d+", entry) if of in offsets
         }
