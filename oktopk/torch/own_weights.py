@@ -64,6 +64,12 @@ def names_weights(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def own_weights_sentence(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer that keeps weights cannot step before the exchange."""
+    name = type(optimizer).__name__
+    return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
+
+
 def _copies(value: Tensor, parameter: Tensor) -> bool:
     """Whether a tensor holds a parameter's values, and is no view of it. Constants are not compared: much is all ones.
 
