@@ -194,7 +194,7 @@ def record_step(step: Step, rank: int) -> Record:
     if step.updates and host is not None:
         given = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
     executor.begin(given, plan)
-    if step.updates and host is not None:  # as `Reference.gather_residual`
+    if step.updates and host is not None:  # as `ReplicaResidual.gather`
         host.share_in_place(host.new_shard(), given)
     return record
 

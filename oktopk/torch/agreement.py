@@ -59,6 +59,18 @@ def unregister_reducer(reducer: Any) -> None:
     _REDUCERS.pop(reducer, None)
 
 
+def check_reduced_once(optimizer: torch.optim.Optimizer, trained: Iterable[Tensor]) -> None:
+    """Raise ValueError where another reducer has these parameters of an optimizer to be wrapped."""
+    if (other := reducer_of(trained)) is None:
+        return
+    wraps = isinstance(other, torch.optim.Optimizer)
+    name = "a DistributedOptimizer" if wraps else f"an {type(other).__name__}"
+    same = getattr(other, "inner", None) is optimizer
+    what = "is around this optimizer" if same else "reduces gradients of these parameters"
+    del other  # which the error's traceback would keep alive
+    raise ValueError(f"{name} {what} already: use that one, or close() it first")
+
+
 class _Mine(NamedTuple):
     """What one rank tells the others."""
 

@@ -24,7 +24,8 @@ from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduce
 from oktopk.torch.engine import OneVector
 from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory
-from oktopk.torch.optimizer import DistributedOptimizer, may_only_set_up
+from oktopk.torch.local_step import may_only_set_up
+from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout
 from oktopk.torch.step_agreement import StepAgreement
 
@@ -53,13 +54,6 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
     _loaded_hook: Any = None  # for states that are loaded into the wrapped optimizer by itself
 
-    def _refused(self, settings: dict[str, Any]) -> str:
-        if settings["replica"] != "auto":
-            return (
-                f"replica={settings['replica']!r} is for sends='updates': gradients are summed over all ranks"
-            )
-        return ""
-
     def _make_reducer(
         self, comm: Any, method: str, memory: TensorMemory, options: dict[str, Any], bucket_mb: float | None
     ) -> None:
@@ -72,10 +66,6 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         )
         updates = [memory.array(self._update[each]) for each in self._layout.slices]
         self.reducer = BucketedAllreduce(comm, self._layout.lengths, method, updates=updates, **options)
-
-    def _selected_type(self) -> str:
-        """The type of what is selected, where the user names none."""
-        return TYPE_NAMES[self._parameters[0].dtype]
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         """Set up what a step reads and writes, once there is a reducer. Collective."""
@@ -231,7 +221,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         problem = self._changed()
         self._warn_of_lost()
         first = self.report is None and self.reducer.transport.rank == 0
-        if first and (warning := reduced_twice_warning(self._trained)):
+        if first and (warning := reduced_twice_warning(self._wrapped.all)):
             warnings.warn(warning, stacklevel=4)
         present = bytes(parameter.grad is not None for parameter in self._counted)
         token = self._agreement.tell(present)
@@ -268,26 +258,26 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         if watched.changes != self._changes:  # `Module.to` may have given what each p.grad was other memory
             self._changes = watched.changes
             self._updates = dense_views(self._applied, self._like, self._layout.starts)
-        return watched.problem or self._unwrapped_parameters()
+        return watched.problem or self._wrapped.unwrapped()
 
     def _has_gradients(self) -> bool:
         return super()._has_gradients() or self._buckets.started > 0
 
     def _reducer_state(self) -> dict[str, Any]:
         state = super()._reducer_state()
-        return {**state, "order": list(self._order)} if self._in_buckets else state
+        return {**state, "order": list(self._wrapped.order)} if self._in_buckets else state
 
     def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
         super()._check_parts(state, reducer, tables)
         if reducer is not None and self._in_buckets:
             with state_errors():  # of a state without buckets the reducer says so
-                if "buckets" in reducer and list(reducer["order"]) != self._order:
+                if "buckets" in reducer and list(reducer["order"]) != self._wrapped.order:
                     raise StateError(
                         "the state has buckets of parameters in another order: pass the order that it was taken with"
                     )
 
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
-        return [memo[id(parameter)] for parameter in self._trained] if self._in_buckets else None
+        return [memo[id(parameter)] for parameter in self._wrapped.all] if self._in_buckets else None
 
     @closes
     def close(self) -> None:

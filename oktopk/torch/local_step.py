@@ -106,18 +106,16 @@ class LocalStep:
             return every
         return [factor if used else 1.0 for factor, used in zip(every, here, strict=True)]
 
-    def moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> list[bool]:
-        """Which parameters the last step may have moved on some rank: their rates are not 0, as far as the host knows.
+    def moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> Iterator[bool]:
+        """Of each parameter, whether the last step may have moved it on some rank: its rate is not 0, as far as the host knows.
 
         Args:
             parameters, anywhere: as of `decay_of`.
         """
-        here = list(map(bool, anywhere[: len(parameters)]))
         resting = [group for group in self._inner.param_groups if is_zero(group.get("lr"))]
-        if not resting:
-            return here
         still = {id(parameter) for group in resting for parameter in group["params"]}
-        return [used and id(each) not in still for used, each in zip(here, parameters, strict=True)]
+        here = anywhere[: len(parameters)]
+        return (bool(used) and id(each) not in still for used, each in zip(here, parameters, strict=True))
 
 
 def betas_of_replica(
@@ -171,6 +169,11 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
 def is_zero(rate: Any) -> bool:
     """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
+
+
+def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
+    return not optimizer.state and all(is_zero(group.get("lr")) for group in optimizer.param_groups)
 
 
 def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,34 +25,43 @@ from oktopk.damage import StateError
 from oktopk.elastic import check_redistributed, of_rank, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
-from oktopk.settings import DENSE_ABOVE, Settings, check_names, plain, timeout_of
+from oktopk.settings import Settings, check_names, plain, timeout_of
 from oktopk.state import check_state
 from oktopk.torch.agreement import (
+    TYPE_NAMES,
+    check_reduced_once,
     check_wrapping,
     compare_states,
     compared,
-    reducer_of,
     register_reducer,
     replaced_warning,
     rescaled_warning,
     unregister_reducer,
 )
+from oktopk.torch.arguments import check_numbers, default_method, default_sends, refused
 from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
-from oktopk.torch.local_step import is_zero
+from oktopk.torch.local_step import may_only_set_up
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
     BackwardBuckets,
     check_buckets,
-    in_models_order,
 )
 from oktopk.torch.replica import Replica
-from oktopk.torch.residual_decay import check_power
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import check_shards
-from oktopk.torch.states import as_arrays, as_tensors, by_rank, check_groups, check_kept, load_state
+from oktopk.torch.states import (
+    as_arrays,
+    as_tensors,
+    by_rank,
+    check_groups,
+    check_kept,
+    load_state,
+    not_saved_of,
+)
 from oktopk.torch.step_agreement import numbers_of
-from oktopk.torch.tables import SparseTables, check_tables, sparse_tables
+from oktopk.torch.tables import SparseTables, check_tables
+from oktopk.torch.trained import TrainedParameters
 from oktopk.torch.wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -209,33 +216,20 @@ class DistributedOptimizer(WrappedOptimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
         comm = communicator(comm)
         super().__init__(optimizer)
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in owned if p.requires_grad]
-        places = {id(p): place for place, p in enumerate(trained)}
-        used = None if order is None else list(order)
-        lacking = set(places) - set(map(id, trained if used is None else used))  # not in `order`
-        if (overlap or bucket_mb) and not lacking:
-            if used is not None:
-                trained = [p for p in {id(p): p for p in used}.values() if id(p) in places]
-            elif len(optimizer.param_groups) > 1:
-                trained = in_models_order(trained)
-        self._order = [places[id(p)] for p in trained]  # places in the groups
-        named = sparse_tables(trained) if sparse is None else list(sparse)
-        numbers = set(map(id, named))
-        tables = [p for p in trained if id(p) in numbers]  # in one order on all ranks, each once
-        self._parameters = [p for p in trained if id(p) not in numbers]
-        self._trained = trained
+        order = None if order is None else list(order)
+        parameters = TrainedParameters(optimizer, overlap or bool(bucket_mb), order, sparse)
+        self._wrapped, self._parameters = parameters, parameters.dense
+        trained, tables = parameters.all, parameters.tables
         shards = ShardedReplica.of(trained, timeout_of(settings))
         if shards is not None:
             self._parameters, tables = shards.tensors, []
         if tables and not self._parameters:  # the reducer then has this one
             self._parameters = [torch.zeros(1, dtype=tables[0].dtype, device=tables[0].device)]
         self._replica = Replica(self._parameters) if shards is None else shards
-        self._owned, self._frozen = owned, [p for p in owned if not p.requires_grad]
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         if method is None:
-            method = self._default_method(plain(settings.get("density", Settings.density)), every)
+            method = default_method(self._sends, plain(settings.get("density", Settings.density)), every)
         unsaid, sends = sends is None, self._sends if sends is None else sends
         own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
         own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
@@ -249,23 +243,27 @@ class DistributedOptimizer(WrappedOptimizer):
                     check_names(settings, DistributedOptimizer, "peer_memory")
                     if isinstance(optimizer, DistributedOptimizer):
                         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
-                    self._check_sends(sends, every, local_share, residual_decay)
-                    check_shards(trained, sends, replica, named, settings.get("levels", "auto"))
-                    refused = self._refused(self._arguments | {"tables": tables})
-                    if refused and unsaid:
-                        refused += (
+                    self._check_sends(sends)
+                    check_numbers(sends, every, local_share, residual_decay)
+                    check_shards(trained, sends, replica, parameters.named, settings.get("levels", "auto"))
+                    problem = refused(sends, self._arguments, optimizer, bool(tables))
+                    if problem and unsaid:
+                        problem += (
                             f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass "
                             "sends='gradients'"
                         )
-                    refuse(refused)
-                    _check_reduced_once(optimizer, trained)
+                    refuse(problem)
+                    check_reduced_once(optimizer, trained)
                     held = trained if shards is None else self._parameters
                     check_wrapping(optimizer, held, clip_norm)
-                    check_tables(named, trained, settings)
-                    check_buckets(overlap, bucket_mb, used is not None)
-                    if lacking:
-                        raise ValueError(f"order lacks {len(lacking)} of the parameters that need a gradient")
-                    self._arguments["gradient_type"] = gradient_type = gradient_type or self._selected_type()
+                    check_tables(parameters.named, trained, settings)
+                    check_buckets(overlap, bucket_mb, order is not None)
+                    if parameters.lacking:
+                        raise ValueError(
+                            f"order lacks {parameters.lacking} of the parameters that need a gradient"
+                        )
+                    kind = TYPE_NAMES[self._parameters[0].dtype] if sends == "gradients" else "float32"
+                    self._arguments["gradient_type"] = gradient_type = gradient_type or kind
                     memory = memory_of(self._parameters[0].device, beside=overlap)
                     alike |= self._arguments | {"comm": None, "groups": numbers_of(optimizer.param_groups)}
                     # before the reducer compares methods, which by default follow from `every`
@@ -296,10 +294,8 @@ class DistributedOptimizer(WrappedOptimizer):
         for parameter in trained:
             parameter.grad = None  # as a new optimizer's are: torch.distributed.checkpoint looks
 
-    def _check_sends(
-        self, sends: str, every: int, local_share: float | None, residual_decay: float | None
-    ) -> None:
-        """Raise ValueError where these arguments do not fit."""
+    def _check_sends(self, sends: str) -> None:
+        """Raise ValueError where this class does not send that."""
         if sends not in self._kinds:
             raise ValueError(f"sends {sends!r} is not one of {', '.join(map(repr, sorted(self._kinds)))}")
         if sends != self._sends:
@@ -307,36 +303,8 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ValueError(
                 f"{type(self).__name__} sends {self._sends!r}, not {sends!r}: for these take {kind}"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every {every!r} is not an integer >= 1")
-        number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
-        if local_share is not None and not (number and 0 <= local_share <= 1):
-            raise ValueError(f"local_share {local_share!r} is not in [0, 1]")
-        if residual_decay is not None:
-            check_power(residual_decay)
-        if residual_decay and sends == "gradients":
-            raise ValueError(
-                f"residual_decay={residual_decay!r} is for sends='updates': the residual of gradients loses nothing"
-            )
-        if every > 1 and sends == "gradients":
-            raise ValueError(
-                f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
-            )
 
     # what each kind has of its own
-
-    def _refused(self, settings: dict[str, Any]) -> str:
-        """Which argument this kind of optimizer does not take, in a sentence; "" if it takes all."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _default_method(density: Any, every: int) -> str:
-        """The method, where the user names none. density: the last one, perhaps not valid."""
-        return "oktopk"
-
-    def _selected_type(self) -> str:
-        """The type of what is selected, where the user names none."""
-        raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
         """What the reducer is told, whatever the user says."""
@@ -468,8 +436,14 @@ class DistributedOptimizer(WrappedOptimizer):
         given = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
         return given or self._tables.has_gradients
 
-    def _answer(self, scaler: GradScaler) -> dict[Any, Tensor]:
-        """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too."""
+    def _answer(self, scaler: GradScaler, unscale: bool = False) -> dict[Any, Tensor]:
+        """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too.
+
+        Args:
+            unscale: divide the gradients by the scale, where the user has not.
+        """
+        if unscale and scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
+            scaler.unscale_(self)
         found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
         if not found:
             found[self._applied.device] = torch.zeros((), dtype=torch.float32, device=self._applied.device)
@@ -488,33 +462,12 @@ class DistributedOptimizer(WrappedOptimizer):
             raise RuntimeError(
                 "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
             )
-        if not problem and scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
-            scaler.unscale_(self)
-        found = self._answer(scaler)
+        found = self._answer(scaler, unscale=not problem)
         skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
         if skipped is not None:
             for flag in found.values():
                 flag.fill_(1.0)
         return skipped
-
-    def _unwrapped_parameters(self) -> str:
-        """What of the wrapped optimizer needs a gradient now and did not at construction, in a sentence; "" if nothing does."""
-        now = list(chain.from_iterable(group["params"] for group in self.inner.param_groups))
-        if len(now) == len(self._owned) and all(map(operator.is_, now, self._owned)):
-            unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
-        else:
-            wrapped = set(self._trained)
-            unfrozen = [
-                parameter for parameter in now if parameter.requires_grad and parameter not in wrapped
-            ]
-        if not unfrozen:
-            return ""
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unfrozen[:3])
-        return (
-            f"{len(unfrozen)} parameter(s) of the optimizer, of shape {shapes}{', ...' if len(unfrozen) > 3 else ''}, need a "
-            "gradient that is not reduced: they were frozen or missing when the optimizer was wrapped. Unfreeze and add "
-            "parameters first, then wrap"
-        )
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.
@@ -596,7 +549,7 @@ class DistributedOptimizer(WrappedOptimizer):
         transport = self.reducer.transport
         with self._replica.together(what):
             self.reducer.meet(what)
-            not_saved = self._not_saved_of(saved)
+            not_saved = not_saved_of(saved, transport)
             if not_saved:
                 reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
                 tables = None
@@ -640,18 +593,6 @@ class DistributedOptimizer(WrappedOptimizer):
         check_kept(self.inner, state)
         if tables is not None:
             self._tables.check_state(tables)
-
-    def _not_saved_of(self, saved: tuple[int, int] | None) -> str:
-        """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective."""
-        transport = self.reducer.transport
-        everyone = set(transport.allgather_objects(saved))
-        if saved is None or len(everyone) > 1 or (transport.size, saved[1]) == (1, 1):
-            return ""
-        return (
-            f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
-            "sends='updates' what the optimizers of the others kept. Save and load each rank's own beside it, see "
-            "docs/frameworks.md"
-        )
 
     def _warn_of_lost(self) -> None:
         """In the first step after such a state: until then each rank's own may be loaded."""
@@ -700,29 +641,3 @@ _OF_INIT = inspect.signature(DistributedOptimizer.__init__)
 DistributedOptimizer.__signature__ = _OF_INIT.replace(  # type: ignore[attr-defined]
     parameters=list(_OF_INIT.parameters.values())[1:]
 )
-
-
-def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
-    """What a `DistributedOptimizer` sends where the user does not say: "updates" or "gradients"."""
-    scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
-    dense = method == "dense" or (isinstance(density, float | int) and density > DENSE_ABOVE)
-    gradients = isinstance(optimizer, torch.optim.SparseAdam) or dense
-    return "updates" if scaled and not gradients else "gradients"
-
-
-def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
-    return not optimizer.state and all(is_zero(group.get("lr")) for group in optimizer.param_groups)
-
-
-def _check_reduced_once(optimizer: torch.optim.Optimizer, trained: list[Tensor]) -> None:
-    """Raise ValueError where another reducer has these parameters."""
-    if (other := reducer_of(trained)) is None:
-        return
-    name = (
-        "a DistributedOptimizer" if isinstance(other, DistributedOptimizer) else f"an {type(other).__name__}"
-    )
-    same = getattr(other, "inner", None) is optimizer
-    what = "is around this optimizer" if same else "reduces gradients of these parameters"
-    del other  # which the error's traceback would keep alive
-    raise ValueError(f"{name} {what} already: use that one, or close() it first")

@@ -31,7 +31,7 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
         return True
     parameters = [parameter for group in groups for parameter in group["params"]]
     held = [optimizer.state.get(parameter) or {} for parameter in parameters]
-    if names_weights(optimizer):
+    if _names_weights(optimizer):
         return True
     for parameter, state in zip(parameters, held, strict=True):
         for name, value in state.items():  # "ax" is ASGD's average, which its steps do not read
@@ -54,7 +54,7 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def names_weights(optimizer: torch.optim.Optimizer) -> bool:
+def _names_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's state has tensors of a parameter's shape under names that weights have."""
     return any(
         isinstance(value, Tensor) and value.shape == parameter.shape and _NAMES.search(str(name)) is not None
@@ -62,6 +62,12 @@ def names_weights(optimizer: torch.optim.Optimizer) -> bool:
         for parameter in group["params"]
         for name, value in (optimizer.state.get(parameter) or {}).items()
     )
+
+
+def own_weights_sentence(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer that keeps weights cannot step before the exchange."""
+    name = type(optimizer).__name__
+    return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
 
 
 def _copies(value: Tensor, parameter: Tensor) -> bool:

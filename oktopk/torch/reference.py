@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
+from oktopk.damage import StateError
 from oktopk.displacement import Displacement, ShardDisplacement
 from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense, missing_spans
 from oktopk.torch.interop import TensorMemory
+from oktopk.torch.replica_residual import ReplicaResidual
 
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
@@ -49,12 +51,13 @@ class Reference:
     Attributes:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
+        residual: of the replica.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
 
     Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more. In
         two levels 4n for the residual of the host; and in each exchange the parameters once more, and some 20 bytes an element of
         the shard.
-    Traffic: that of `gather_residual` alone.
+    Traffic: that of `ReplicaResidual.gather` alone.
     """
 
     def __init__(
@@ -72,11 +75,7 @@ class Reference:
         kind = TYPE_NAMES[parameters[0].dtype]
         with memory.stream_scope():
             self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
-        self._whole: Tensor | None = None  # residual of the host, in two levels
-        if reducer.group is not None:
-            self._whole = torch.zeros_like(self.vector)
-            self._whole_array = memory.array(self._whole)
-        self._residual: tuple[Any, Tensor] | None = None  # the reducer's array, and the tensor over it
+        self.residual = ReplicaResidual(reducer, memory, [p.numel() for p in parameters], self.vector.device)
         self.views = dense_views(self.vector, parameters)
         self.marked: dict[int, Tensor] = {}
         # what `reconcile` found: a parameter, places in it, their values, and whether this rank was given them
@@ -123,72 +122,13 @@ class Reference:
             return layout.extract(whole, shard, whole.new_empty(group.shard_length))
 
         held = part(self.flat())
-        shown = (part(self.vector) - part(self.residual) * self.share).to(held.dtype)
+        shown = (part(self.vector) - part(self.residual.vector) * self.share).to(held.dtype)
         vector = self._memory.tensor(moved.vector)
         torch.sub(shown.float(), held.float(), out=vector)
         vector.mul_(group.host.size)
         absent = missing_spans([view.numel() for view in self.views], present)
         for begin, end in layout.spans_of_shard(absent, shard):
             vector[begin:end] = 0
-
-    @property
-    def residual(self) -> Tensor:
-        """float32[n]: the sum over this rank's replica of what is not sent; in two levels as `gather_residual` left it."""
-        if self._whole is not None:
-            return self._whole
-        held = self._reducer.residual
-        if self._residual is None or self._residual[0] is not held:
-            self._residual = held, self._memory.tensor(held)
-        return self._residual[1]
-
-    def gather_residual(self) -> None:
-        """After what may have changed the residual: in two levels gather it. Collective among the ranks of the host.
-
-        Traffic: in two levels that of `HostGroup.share_in_place`; in flat steps none.
-        """
-        group = self._reducer.group
-        if group is not None and self._whole is not None:
-            with self._memory.stream_scope():
-                group.share_in_place(self._reducer.residual, self._whole_array)
-
-    def _put_residual(self) -> None:
-        """After a write to `residual`: in two levels write this rank's shard to the reducer's."""
-        group = self._reducer.group
-        if group is not None and group.shard is not None and self._whole is not None:
-            with self._memory.stream_scope():
-                group.layout.extract(self._whole_array, group.shard, self._reducer.residual)
-
-    def bound_residual(self) -> None:
-        """After an exchange whose sum may have overflowed: cut residuals to what the next one can sum. On every rank.
-
-        Else each later exchange would overflow, too. A training that has come there has diverged.
-        """
-        group = self._reducer.group
-        if group is None or group.shard is not None:
-            most = torch.finfo(torch.float32).max / 4 / self._reducer.transport.size
-            self._memory.tensor(self._reducer.residual).clamp_(-most, most)
-
-    def scale_residual(self, factor: float, moving: Sequence[bool]) -> None:
-        """residual := factor · residual, in the reducer: in two levels of this rank's shard, before `gather_residual`.
-
-        Args:
-            factor: 1: nothing is done.
-            moving: of each parameter, whether its residual is scaled.
-
-        Memory traffic: 8n bytes, in two levels of the shard.
-        """
-        group = self._reducer.group
-        if factor == 1.0 or (group is not None and group.shard is None):
-            return
-        residual = self._memory.tensor(self._reducer.residual)
-        if all(moving):
-            residual.mul_(factor)
-            return
-        spans = missing_spans([view.numel() for view in self.views], [not each for each in moving])
-        if group is not None and group.shard is not None:
-            spans = group.layout.spans_of_shard(spans, group.shard)
-        for begin, end in spans:
-            residual[begin:end].mul_(factor)
 
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""
@@ -203,8 +143,7 @@ class Reference:
         """
         self._set_pointers(None)
         with self._memory.stream_scope():
-            residual = self._reducer.residual if self._whole is None else self._whole_array
-            self._moved.show(residual, factors)
+            self._moved.show(self.residual.array, factors)
         if self._unfit:
             torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
         self._given.clear()
@@ -238,21 +177,64 @@ class Reference:
 
         Those keep what was written, which becomes the reference; their residual becomes zero.
         """
-        residuals = dense_views(self.residual, self.views)
+        residuals = dense_views(self.residual.vector, self.views)
         numbers = self.written()
         for number in numbers:
             agreed = self.views[number].to(kept[number].dtype)
             self._take(number, self._held[number] != agreed, residuals[number], kept[number])
         if numbers:
-            self._put_residual()
+            self.residual.put()
         torch._foreach_copy_(self._held, kept)
         self.watch()
 
-    def load(self, vector: Tensor, marked: Mapping[int, Tensor]) -> None:
-        """Take float32[n] for the reference, of which elements were written since the last exchange."""
-        self.vector.copy_(vector)
+    def state(self, kept: list[Tensor] | None) -> dict[str, Any]:
+        """What `load` takes, on the host. kept: what `show_agreed` returned, within `agreed`."""
+        return {
+            "reference": self.vector.cpu().clone(),
+            "marked": {number: mask.cpu().clone() for number, mask in self.marked.items()},
+            "local": self.flat(kept).cpu(),
+            "share": self.share,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise StateError, or what `state_errors` takes for one, where a state cannot be loaded on this rank."""
+        length = len(self.vector)
+        for name in ("reference", "local"):
+            vector = state[name]
+            if (vector is not None or name == "reference") and vector.shape != (length,):
+                raise StateError(f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)")
+        for number, mask in _marks(state).items():
+            if mask.dtype != torch.bool or mask.shape != self.views[number].shape:
+                raise StateError(
+                    f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
+                )
+        float(state["share"])
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
+        held, local = self.flat(), state["local"]
+        if local is not None and torch.equal(held, local.to(held.device)):
+            return True
+        return torch.equal(held, state["reference"].to(held.device).to(held.dtype))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state, with what this rank's parameters held, where it has that.
+
+        They then hold `share` of the residual, whatever the state's share was.
+        """
+        device, local = self.vector.device, state["local"]
+        self.vector.copy_(state["reference"].to(device))
         self.marked.clear()
-        self.marked |= {number: mask.to(self.vector.device) for number, mask in marked.items()}
+        self.marked |= {number: mask.to(device) for number, mask in _marks(state).items()}
+        if local is None:
+            self.show()
+            return
+        self.look()
+        flat = local.to(device)
+        if state["share"] != self.share:
+            flat = flat.float().add(self.residual.vector, alpha=state["share"] - self.share)
+        torch._foreach_copy_(self._held, dense_views(flat, self.views))
+        self.watch()
 
     def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
         """A copy of what the parameters hold, or of what is given, [n] of their type, in the order of the reference."""
@@ -261,14 +243,6 @@ class Reference:
         whole = torch.empty(len(self.vector), dtype=held[0].dtype, device=self.vector.device)
         torch._foreach_copy_(dense_views(whole, self.views), held)
         return whole
-
-    def hold(self, flat: Tensor, share: float) -> None:
-        """Make the parameters what `flat` returned, with `self.share` of the residual for `share`."""
-        self.look()
-        if share != self.share:
-            flat = flat.float().add(self.residual, alpha=share - self.share)
-        torch._foreach_copy_(self._held, dense_views(flat, self.views))
-        self.watch()
 
     def watch(self) -> None:
         """Note what the parameters hold: `written` finds what changes from now on."""
@@ -315,11 +289,11 @@ class Reference:
             numbers: of the parameters to compare.
         """
         self.look()
-        residuals = dense_views(self.residual, self.views)
+        residuals = dense_views(self.residual.vector, self.views)
         for number in numbers:
             shown = self._shown(number, residuals[number])
             self._take(number, self._held[number] != shown, residuals[number])
-        self._put_residual()
+        self.residual.put()
 
     def take_all(self) -> None:
         """Make what the parameters hold the reference; the residual stays."""
@@ -372,7 +346,7 @@ class Reference:
         """
         if not self._given:
             return
-        residuals = dense_views(self.residual, self.views)
+        residuals = dense_views(self.residual.vector, self.views)
         for number, places, values, own in self._given:
             for view, at, value in (
                 (self.views[number], places, values),
@@ -382,7 +356,7 @@ class Reference:
                 whole[at] = value
                 if whole.data_ptr() != view.data_ptr():  # a copy, of another layout
                     view.copy_(whole.view_as(view))
-        self._put_residual()
+        self.residual.put()
 
     def _written_to(self) -> tuple[list[int], list[int]]:
         """Of each parameter how often torch has written to it; and where it lies, as `look` found it."""
@@ -439,6 +413,11 @@ class Reference:
     def _shown(self, number: int, residual: Tensor) -> Tensor:
         """round(reference - share · residual) of one parameter, as kernels compute it: each operation is rounded by itself."""
         return (self.views[number] - residual * self.share).to(self._held[number].dtype)
+
+
+def _marks(state: dict[str, Any]) -> dict[int, Tensor]:
+    """Those of a state; a distributed checkpoint leaves out what is empty."""
+    return state.get("marked") or {}
 
 
 def _sample(tensor: Tensor, view: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.transport import Transport
 from oktopk.damage import StateError, state_errors
 
 NOT_AN_OPTIMIZERS = "the state is not that of an optimizer: "
@@ -27,6 +28,22 @@ def by_rank(state: Any, rank: int = 0) -> dict[str, Any]:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
     return {f"rank-{rank}": (state,)}
+
+
+def not_saved_of(saved: tuple[int, int] | None, transport: Transport) -> str:
+    """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective.
+
+    Args:
+        saved: as `oktopk.elastic.saved_rank` of this rank's state.
+    """
+    everyone = set(transport.allgather_objects(saved))
+    if saved is None or len(everyone) > 1 or (transport.size, saved[1]) == (1, 1):
+        return ""
+    return (
+        f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
+        "sends='updates' what the optimizers of the others kept. Save and load each rank's own beside it, see "
+        "docs/frameworks.md"
+    )
 
 
 def as_tensors(state: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from collectives.closing import closes
 from collectives.traffic import Traffic
@@ -23,14 +23,15 @@ from oktopk.damage import StateError, state_errors
 from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
-from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_twice_warning
+from oktopk.torch.arguments import levels_of
+from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.own_weights import keeps_weights
+from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
@@ -49,16 +50,7 @@ from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_differe
 # the ratio and the hash of the reference are new in the first exchanges, then in every tenth
 _FIRST, _EVERY = 20, 10
 
-_MOST_UNSEEN = 1e19
-"""A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
-
-OKTOPK_FROM = 0.05
-"""The last density from which Ok-Topk is the default method."""
-
 _is_sparse = operator.attrgetter("is_sparse")
-
-_HOSTS = ("host", "summed")
-_REPLICAS = ("auto", "rank", *_HOSTS)
 
 
 class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
@@ -160,52 +152,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     residual_decay: float
     """The power by which residuals forget; 0 where nothing is lost."""
 
-    @staticmethod
-    def _default_method(density: Any, every: int) -> str:
-        """Where each step is exchanged, Ok-Topk lost less than `union` at 6.25 %, and more at 1.25 % and below.
-
-        Nothing in between was run. With `every` above 1 `union` lost less at 1 %, too.
-
-        Source: own, docs/results/updates.md.
-        """
-        often = isinstance(density, float | int) and density >= OKTOPK_FROM and every == 1
-        return "oktopk" if often else "union"
-
-    def _refused(self, settings: dict[str, Any]) -> str:
-        for name in ("overlap", "bucket_mb", "deferred"):
-            if settings.get(name):
-                return f"{name}={settings[name]!r} is for sends='gradients'"
-        if settings.get("average") is False:
-            return "average=False is for sends='gradients': updates are averaged"
-        if settings["method"] == "dense":
-            return "method='dense' is for sends='gradients': updates need a method that selects"
-        density = settings.get("density", Settings.density)
-        if isinstance(density, float | int) and density > DENSE_ABOVE:
-            return f"density {density} is for sends='gradients': above {DENSE_ABOVE} steps are dense, and leave no residual"
-        if settings.get("levels") == "hosts":
-            return "levels='hosts' is for sends='gradients': take replica='host', where the ranks of a host step together"
-        if settings["replica"] not in _REPLICAS:
-            return f"replica {settings['replica']!r} is not one of {', '.join(map(repr, _REPLICAS))}"
-        if settings["replica"] in _HOSTS and settings.get("levels") == "flat":
-            return f"replica={settings['replica']!r} is for two levels: leave out levels='flat'"
-        if settings["gradient_type"] not in ("", "float32"):
-            return (
-                f"gradient_type={settings['gradient_type']!r} is for sends='gradients': updates are float32"
-            )
-        if settings["tables"] and settings["every"] > 1:
-            return f"every={settings['every']} is not for tables with sparse gradients, which are summed in each step"
-        return _refused_optimizer(self.inner)
-
     def _options(self) -> dict[str, Any]:
-        replica = self._arguments["replica"]
-        if not self._replica.plain:
-            return {"levels": "flat"}
-        if replica == "auto":
-            return {}
-        return {"levels": "hosts" if replica in _HOSTS else "flat"}
-
-    def _selected_type(self) -> str:
-        return "float32"
+        return levels_of(self._arguments["replica"]) if self._replica.plain else {"levels": "flat"}
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         self._interval: int = self._arguments["every"]
@@ -215,18 +163,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._replicas = len(ranks)
         ranks_here = 1 if group is None else group.host.size
         equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
-        share = self._arguments["local_share"]
+        often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
+        share, power = self._arguments["local_share"], self._arguments["residual_decay"]
         if share is None:
-            share = ranks_here / size
-            if is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1:
-                share = min(share, most_share(equal_replicas))
-        self.local_share = float(share)
-        averages = share < 1 and self._interval == 1
-        power = self._arguments["residual_decay"]
+            share = min(ranks_here / size, most_share(equal_replicas) if often else 1.0)
         if power is None:
-            often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
             power = ADAM_DECAY if often else 0.0
-        self.residual_decay = float(power)
+        self.local_share, self.residual_decay = float(share), float(power)
+        averages = share < 1 and self._interval == 1
         self._forgetting = ResidualDecay(self.residual_decay)
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
@@ -309,7 +253,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._reference.watch()
             return
         self._reference.look()
-        here = self._as_wrapped.problem or unreadable or self._unwrapped_parameters() or self._unreadable()
+        here = self._as_wrapped.problem or unreadable or self._wrapped.unwrapped() or self._unreadable()
         self._problem = problem = self._problem or here
         if self._tables and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
@@ -343,7 +287,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
         if not self._state_is_known and keeps_weights(self.inner):
-            return _own_weights_sentence(self.inner)
+            return own_weights_sentence(self.inner)
         self._state_is_known = bool(self.inner.state)
         return ""
 
@@ -372,12 +316,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         What was written into parameters is taken before they are. Where several ranks are a replica, of its gradient; False, too,
         where another of them has a problem. A GPU is waited for once, for both.
         """
-        replica = self._replica
+        replica, reducer = self._replica, self.reducer
         found: list[Tensor] = []
         if scaler is not None:
-            if scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
-                scaler.unscale_(self)
-            found += self._answer(scaler).values()
+            found += self._answer(scaler, unscale=True).values()
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
@@ -385,33 +327,23 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         healthy = replica.take_mean()
         gradients = self._gradients()
         self._whole = len(gradients) == len(self._parameters)
-        each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
-        flags = [self._reference.changed()]  # compared while a GPU computes the norms
+        norms = GradientNorms(gradients, self._reference.vector.device)
+        written = self._reference.changed()  # compared while a GPU computes the norms
         if self._selecting is not None:
             self._selecting.look()
-        norms = torch.stack(each) if each else flags[0].new_zeros(1, dtype=torch.float32)
-        del each  # now, and not after the wait
-        flags += [flag.reshape(()).to(flags[0].device).bool() for flag in found]
-        flags.append((norms <= _MOST_UNSEEN).all())
-        square = 0.0
-        if replica.sharded:  # told beside the flags, so that a GPU is waited for once
-            *flags, square = torch.stack(
-                [*(flag.double() for flag in flags), norms.double().square().sum()]
-            ).tolist()
-            changed, *overflows, finite = map(bool, flags)
-        else:
-            changed, *overflows, finite = torch.stack(flags).tolist()
+        changed, *overflows = norms.read([written, *found], square=replica.sharded)
         self._take_written(changed)
         loaded, self._loaded = self._loaded, None
         if not healthy:  # the exchange raises
             return False
         overflowed = any(overflows)
-        if not overflowed and not finite and all(bool(torch.isfinite(each).all()) for each in gradients):
-            norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64))
-            finite, square = bool((norms <= self._most()).all()), float(norms.square().sum())
-        ready = replica.ready("", f"step {self.reducer.steps}", overflowed, finite, square, self._steps)
+        if not overflowed:
+            ranks = reducer.transport.size
+            norms.look_closely(math.inf if self.clip_norm else most_norm(self.param_groups, ranks))
+        what = f"step {reducer.steps}"
+        ready = replica.ready("", what, overflowed, norms.finite, norms.square, self._steps)
         self._problem = ready.problem
-        if loaded is not None and self._steps < ready.steps and self._fits(loaded):
+        if loaded is not None and self._steps < ready.steps and self._reference.fits(loaded):
             self._go_on(loaded)  # of this shard nothing was written
         if ready.problem:
             return False
@@ -421,28 +353,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 flag.fill_(1.0)
             return False
         if not ready.finite:
-            self._broken = self._broken or self.reducer.settings.nonfinite == "raise"
+            self._broken = self._broken or reducer.settings.nonfinite == "raise"
             return False
-        if self.clip_norm and gradients:
-            norm = norms.norm() if ready.norm is None else norms.new_tensor(ready.norm, dtype=torch.float64)
-            scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-        return True
-
-    def _most(self) -> float:
-        """The largest norm of a gradient that the optimizer steps on.
-
-        What one step moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the
-        largest float: where steps are skipped these stay as they are. Residuals of dozens of steps on gradients as large still
-        may; see `Reference.bound_residual`.
-        """
         if self.clip_norm:
-            return math.inf
-        groups = [
-            (float(each.get("momentum") or 0), float(each.get("lr") or 0)) for each in self.param_groups
-        ]
-        left = min((1 - momentum) / max(1.0, rate) for momentum, rate in groups)
-        return left * torch.finfo(torch.float32).max / 4 / self.reducer.transport.size
+            norms.clip(self.clip_norm, ready.norm)
+        return True
 
     def _step_with_tables(self, finite: bool, problem: str) -> bool:
         """Sum the tables' gradients, then step; a rank whose gradients are not finite steps on the tables alone. Collective.
@@ -501,7 +416,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             problem = self._replica.unequal(problem)
         self._warn_of_lost()
         first = self.report is None and transport.rank == 0
-        if first and (warning := reduced_twice_warning(self._trained, "updates", self._replica.averaged)):
+        if first and (warning := reduced_twice_warning(self._wrapped.all, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
         tables = bytes(table.grad is not None for table in self._tables.tables)
         token = self._agreement.tell(bytes(self._present) + tables)
@@ -533,11 +448,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if applied and (skipped or failed is not None):
             self.reducer.take_back()
         if skipped or isinstance(failed, NonFiniteGradientError):
-            reference.bound_residual()
+            reference.residual.bound()
         if failed is not None:
             self._failed = True
             if problem:  # the other ranks have stepped, this one has not
-                reference.gather_residual()
+                reference.residual.gather()
                 present = self._present
                 self._exchanges += 1
                 self._begin_window()
@@ -555,8 +470,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if self.reducer.tokens is not None:  # the ranks' hashes are equal
                 reference.marked.clear()
             factors = self._local.decay_of(self._replica.parameters, anywhere)
-            moving = self._local.moved(self._replica.parameters, anywhere)
-            reference.scale_residual(self._forgetting.count(any(moving)), moving)
+            parameters = self._replica.parameters
+            factor = self._forgetting.count(any(self._local.moved(parameters, anywhere)))
+            reference.residual.scale(factor, self._local.moved(parameters, anywhere))
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
@@ -570,7 +486,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
-        self._reference.gather_residual()
+        self._reference.residual.gather()
         self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
@@ -596,7 +512,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 raise RuntimeError(self._as_wrapped.problem)
         reference, loaded = self._reference, self._loaded
         numbers = reference.written(by_version=not self._steps, changed=changed)
-        if numbers and loaded is not None and self._fits(loaded):
+        if numbers and loaded is not None and self._reference.fits(loaded):
             self._go_on(loaded)
         elif numbers:
             reference.take(numbers)
@@ -660,10 +576,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._kept is None:
             self._take_written()
         return {
-            "reference": self._reference.vector.cpu().clone(),
-            "marked": {number: mask.cpu().clone() for number, mask in self._reference.marked.items()},
-            "local": self._reference.flat(self._kept).cpu(),
-            "share": self._reference.share,
+            **self._reference.state(self._kept),
             "steps": self._steps,
             "exchanges": self._exchanges,
             "present": list(self._present),
@@ -701,15 +614,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._load_parts(state, check, empty)
         with torch.no_grad():
             self._reference.look()
-            self._reference.gather_residual()
+            self._reference.residual.gather()
             self._begin_window()
-            fits = own is not None and all(transport.allgather_objects(self._fits(own)))
+            fits = own is not None and all(transport.allgather_objects(self._reference.fits(own)))
             fits = not self._replica.any(not fits, "load_state_dict")
             if own is not None and self._not_saved:
                 own = between_exchanges(own)
-            if (
-                own is not None
-            ):  # without moments: they are loaded, and would take 8n bytes until the next step
+            if own is not None:
+                # without moments, which are loaded, and would take 8n bytes until the next step
                 own = {name: held for name, held in own.items() if name != "optimizer"}
             if self._selecting is not None:
                 self._selecting.forget()
@@ -727,47 +639,24 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._reference.take_all()
             self._reference.show()
 
-    def _fits(self, own: dict[str, Any]) -> bool:
-        """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
-        held, vector = self._reference.flat(), own["reference"].to(self._reference.vector.device)
-        local = own["local"]
-        if local is not None and torch.equal(held, local.to(held.device)):
-            return True
-        return torch.equal(held, vector.to(held.dtype))
-
     def _go_on(self, own: dict[str, Any]) -> None:
         """Go on from a state; what this rank's parameters held is put back, where the state is of as many ranks."""
-        marked = own.get("marked") or {}  # a distributed checkpoint leaves out what is empty
-        self._reference.load(own["reference"].to(self._reference.vector.device), marked)
         self._steps, self._present = own["steps"], bytearray(own["present"])
         self._local.factors = list(own["factors"])
-        if own["local"] is None:
-            self._reference.show()
-        else:
-            self._reference.hold(own["local"].to(self._reference.vector.device), own["share"])
+        self._reference.load(own)
 
     @state_errors(what="the state of updates is damaged: ")
     def _check_own(self, own: Any) -> None:
         """Raise StateError where a state cannot be loaded on this rank."""
-        length = self.length
         if list(own["shard"]) != self._replica.shard:
             (saved, shards), (rank, ranks) = own["shard"], self._replica.shard
             raise StateError(
                 f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
                 "loads its own"
             )
-        for name in ("reference", "local"):
-            vector = own[name]
-            if (vector is not None or name == "reference") and vector.shape != (length,):
-                raise StateError(f"{name} of the state has shape {tuple(vector.shape)}, not ({length},)")
-        for number, mask in (own.get("marked") or {}).items():
-            if mask.dtype != torch.bool or mask.shape != self._reference.views[number].shape:
-                raise StateError(
-                    f"the state has marks of {mask.dtype}{list(mask.shape)} for parameter {number}"
-                )
+        self._reference.check_state(own)
         counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
         own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
-        float(own["share"])
         ResidualDecay.check_state(own["forgetting"])
         own["optimizer"]["state"], own["optimizer"]["param_groups"]
         wanted = len(self._parameters), len(self.param_groups)
@@ -807,7 +696,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
         with torch.no_grad():
             own = self._own_state()
-            copied._reference.gather_residual()
+            copied._reference.residual.gather()
             copied._exchanges = self._exchanges
             copied._forgetting.load(own["forgetting"])
             if copied._ratio is not None:
@@ -838,23 +727,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}"
         shown += f", residual_decay={self.residual_decay:.3g}{one_pass}"
         return f"{super().__repr__()[:-1]}, {shown})"
-
-
-def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer cannot step before the exchange, in a sentence; "" if it can."""
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.distributed.optim"):
-        return f"{name} talks to other ranks by itself: wrap the optimizer that it is made of"
-    if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
-        return f"{name} moves the parameters between two backward passes: wrap the optimizer that its second step calls"
-    if any("train_mode" in group for group in optimizer.param_groups) or keeps_weights(optimizer):
-        return _own_weights_sentence(optimizer)
-    return ""
-
-
-def _own_weights_sentence(optimizer: torch.optim.Optimizer) -> str:
-    name = type(optimizer).__name__
-    return f"{name} keeps weights beside the parameters, which an exchange would not change: take sends='gradients'"
 
 
 def _count(report: StepReport, sent: Traffic) -> None:

@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant(
         "replica-shards",
         "oktopk/torch/reference.py",
-        "            self._put_residual()\n        torch",
+        "            self.residual.put()\n        torch",
         "            pass\n        torch",
         "what is written within `agreed` stays in the shards of the residual",
         f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",

@@ -78,7 +78,7 @@ def run(
     )
     generator = torch.Generator().manual_seed(comm.rank)
     lost = []
-    scale = optimizer._reference.scale_residual
+    scale = optimizer._reference.residual.scale
 
     def watched(factor: float, moving: list[bool]) -> None:
         before = optimizer.reducer.residual.copy()
@@ -86,7 +86,7 @@ def run(
         assert np.array_equal(optimizer.reducer.residual, before * np.float32(factor))
         lost.append((factor, np.abs(before - optimizer.reducer.residual).sum()))
 
-    optimizer._reference.scale_residual = watched
+    optimizer._reference.residual.scale = watched
     for _ in range(steps):
         for parameter in layer.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
@@ -167,7 +167,7 @@ def test_what_does_not_move_forgets_nothing(comm: MPI.Intracomm, still: str, ran
             optimizer.param_groups[1]["lr"] = 0.0
         optimizer.step()
         held.append(
-            [optimizer._reference.residual.clone(), *(each.weight.detach().clone() for each in layers)]
+            [optimizer._reference.residual.vector.clone(), *(each.weight.detach().clone() for each in layers)]
         )
     first = sum(parameter.numel() for parameter in layers[0].parameters())
     for before, after in pairwise(held[4:]):

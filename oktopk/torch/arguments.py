@@ -1,0 +1,113 @@
+"""Arguments of a `DistributedOptimizer`: defaults that follow from others, and what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from oktopk.settings import DENSE_ABOVE, Settings
+from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
+from oktopk.torch.residual_decay import check_power
+
+OKTOPK_FROM = 0.05
+"""The last density from which Ok-Topk is the default method of updates."""
+
+_HOSTS = ("host", "summed")
+_REPLICAS = ("auto", "rank", *_HOSTS)
+
+
+def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
+    """What is sent: "updates" or "gradients"."""
+    scaled = isinstance(optimizer, torch.optim.Optimizer) and "betas" in optimizer.defaults
+    dense = method == "dense" or (isinstance(density, float | int) and density > DENSE_ABOVE)
+    gradients = isinstance(optimizer, torch.optim.SparseAdam) or dense
+    return "updates" if scaled and not gradients else "gradients"
+
+
+def default_method(sends: str, density: Any, every: int) -> str:
+    """Of updates in each step Ok-Topk lost less than `union` at 6.25 %, more at 1.25 % and below.
+
+    Nothing in between was run. With `every` above 1 `union` lost less at 1 %, too.
+
+    Args:
+        density: the last one, perhaps not valid.
+
+    Source: own, docs/results/updates.md.
+    """
+    often = isinstance(density, float | int) and density >= OKTOPK_FROM and every == 1
+    return "oktopk" if often or sends == "gradients" else "union"
+
+
+def levels_of(replica: str) -> dict[str, str]:
+    """What replicas of plain parameters ask of the reducer: its `levels`, if anything."""
+    return {} if replica == "auto" else {"levels": "hosts" if replica in _HOSTS else "flat"}
+
+
+def check_numbers(sends: str, every: Any, local_share: Any, residual_decay: Any) -> None:
+    """Raise ValueError where one of these is out of range, or is not for what is sent."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every {every!r} is not an integer >= 1")
+    number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
+    if local_share is not None and not (number and 0 <= local_share <= 1):
+        raise ValueError(f"local_share {local_share!r} is not in [0, 1]")
+    if residual_decay is not None:
+        check_power(residual_decay)
+    if residual_decay and sends == "gradients":
+        raise ValueError(
+            f"residual_decay={residual_decay!r} is for sends='updates': the residual of gradients loses nothing"
+        )
+    if every > 1 and sends == "gradients":
+        raise ValueError(
+            f"every {every} is for sends='updates': gradients are summed in each step, add up several by no_sync()"
+        )
+
+
+def refused(sends: str, arguments: dict[str, Any], optimizer: torch.optim.Optimizer, tables: bool) -> str:
+    """Which argument does not fit what is sent, in a sentence; "" if all do.
+
+    Args:
+        arguments: of a `DistributedOptimizer`, by name, settings among them.
+        optimizer: to be wrapped.
+        tables: whether some parameters have sparse gradients.
+    """
+    replica, every = arguments["replica"], arguments["every"]
+    if sends == "gradients":
+        return (
+            ""
+            if replica == "auto"
+            else f"replica={replica!r} is for sends='updates': gradients are summed over all ranks"
+        )
+    for name in ("overlap", "bucket_mb", "deferred"):
+        if arguments.get(name):
+            return f"{name}={arguments[name]!r} is for sends='gradients'"
+    if arguments.get("average") is False:
+        return "average=False is for sends='gradients': updates are averaged"
+    if arguments["method"] == "dense":
+        return "method='dense' is for sends='gradients': updates need a method that selects"
+    density = arguments.get("density", Settings.density)
+    if isinstance(density, float | int) and density > DENSE_ABOVE:
+        return f"density {density} is for sends='gradients': above {DENSE_ABOVE} steps are dense, and leave no residual"
+    if arguments.get("levels") == "hosts":
+        return "levels='hosts' is for sends='gradients': take replica='host', where the ranks of a host step together"
+    if replica not in _REPLICAS:
+        return f"replica {replica!r} is not one of {', '.join(map(repr, _REPLICAS))}"
+    if replica in _HOSTS and arguments.get("levels") == "flat":
+        return f"replica={replica!r} is for two levels: leave out levels='flat'"
+    if arguments["gradient_type"] not in ("", "float32"):
+        return f"gradient_type={arguments['gradient_type']!r} is for sends='gradients': updates are float32"
+    if tables and every > 1:
+        return f"every={every} is not for tables with sparse gradients, which are summed in each step"
+    return _refused_optimizer(optimizer)
+
+
+def _refused_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot step before the exchange, in a sentence; "" if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.distributed.optim"):
+        return f"{name} talks to other ranks by itself: wrap the optimizer that it is made of"
+    if all(callable(getattr(optimizer, step, None)) for step in ("first_step", "second_step")):
+        return f"{name} moves the parameters between two backward passes: wrap the optimizer that its second step calls"
+    if any("train_mode" in group for group in optimizer.param_groups) or keeps_weights(optimizer):
+        return own_weights_sentence(optimizer)
+    return ""

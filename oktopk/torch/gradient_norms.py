@@ -1,0 +1,81 @@
+"""Norms of the gradients that an optimizer is about to step on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_UNSEEN = 1e19
+"""A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
+
+
+class GradientNorms:
+    """Norms of gradients, which a GPU begins to compute here; `read` waits for it.
+
+    Args:
+        gradients: those that are there.
+        device: of them.
+
+    Attributes:
+        finite: whether all are, as far as has been looked.
+        square: of the norm of all, where `read` was asked for it or `look_closely` has looked.
+    """
+
+    def __init__(self, gradients: list[Tensor], device: torch.device) -> None:
+        self._gradients = gradients
+        each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
+        self._norms = torch.stack(each) if each else torch.zeros(1, device=device)
+        self.finite, self.square = True, 0.0
+
+    def read(self, flags: Sequence[Tensor], square: bool) -> list[bool]:
+        """Wait for the norms and for other flags, once. Returns these.
+
+        Args:
+            square: whether `square` is to be known.
+        """
+        device = self._norms.device
+        told = [flag.reshape(()).to(device).bool() for flag in flags]
+        told.append((self._norms <= _MOST_UNSEEN).all())
+        if square:
+            whole = self._norms.double().square().sum()
+            *held, self.square = torch.stack([*(flag.double() for flag in told), whole]).tolist()
+        else:
+            held = torch.stack(told).tolist()
+        *others, self.finite = map(bool, held)
+        return others
+
+    def look_closely(self, most: float) -> None:
+        """Where a norm was large, find out whether all gradients are finite, with norms up to `most`."""
+        if self.finite or not all(bool(torch.isfinite(each).all()) for each in self._gradients):
+            return
+        self._norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float64))
+        self.finite = bool((self._norms <= most).all())
+        self.square = float(self._norms.square().sum())
+
+    def clip(self, most: float, norm: float | None) -> None:
+        """Scale the gradients down to a norm of `most`.
+
+        Args:
+            norm: of the gradient that these are a part of; None: they are all.
+        """
+        if not self._gradients:
+            return
+        own = self._norms
+        whole = own.norm() if norm is None else own.new_tensor(norm, dtype=torch.float64)
+        scale = (most / (whole + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self._gradients, scale.to(self._gradients[0].dtype))
+
+
+def most_norm(groups: Sequence[dict[str, Any]], ranks: int) -> float:
+    """The largest norm of a gradient that an optimizer steps on, where gradients are not clipped.
+
+    What one step moves by, momentum in later steps included, must not bring residuals, or their sum over the ranks, to the
+    largest float: where steps are skipped these stay as they are. Residuals of dozens of steps on gradients as large still may;
+    see `ReplicaResidual.bound`.
+    """
+    rates = [(float(each.get("momentum") or 0), float(each.get("lr") or 0)) for each in groups]
+    left = min((1 - momentum) / max(1.0, rate) for momentum, rate in rates)
+    return left * torch.finfo(torch.float32).max / 4 / ranks
