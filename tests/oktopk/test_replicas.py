@@ -29,7 +29,12 @@ from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, loss, network, train
 
-pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.also(ranks=4),
+    pytest.mark.also(ranks=5),
+    pytest.mark.also(ranks=6),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from oktopk.torch.shards import is_sharded, local_tensor
 from tests.replicas import ADAMW, SHARDS, SIZE, Replicas, held, layers, mesh_of, sharded, whole
 from tests.training import flat, loss, train
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=4), pytest.mark.also(ranks=6)]
 
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 
@@ -204,7 +204,6 @@ def sums(ranks: MPI.Intracomm, mesh: Any, optimizer: Any) -> tuple[Any, Any]:
     return both
 
 
-@pytest.mark.long("on 4 ranks alone; `make test` has states of as many replicas")
 @pytest.mark.skipif(SIZE != 4, reason="4 ranks")
 @pytest.mark.parametrize("by", ["file", "dcp"])
 def test_training_goes_on_with_another_number_of_replicas(
