@@ -341,7 +341,12 @@ def _check_replicas(shards: Sequence[tuple[int, list[int]] | None]) -> None:
         shards: of each rank the number of its shard, and the ranks of its replica; None: its parameters are not sharded.
     """
     known = [shard for shard in shards if shard is not None]
-    group = 'pass the group of those that hold this rank\'s shard, mesh["replicate"].get_group()'
+    group = (
+        "pass the group of those that hold this rank's shard, one of each replica. It is that of "
+        "the mesh dimension beside the one given to fully_shard: "
+        'mesh["replicate"].get_group() of a mesh of (replicas, shards) with '
+        'mesh_dim_names=("replicate", "shard")'
+    )
     if len({tuple(ranks) for _, ranks in known}) < len(shards):
         raise ValueError(f"comm has several ranks of one replica, which shard its model together: {group}")
     if len({number for number, _ in known}) > 1:

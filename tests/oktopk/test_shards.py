@@ -389,7 +389,7 @@ def mistakes() -> dict[str, Wrong]:
         "levels='hosts' is not for sharded parameters": one(levels="hosts"),
         "ranks disagree on every" if SIZE > 1 else "^$": of_one_rank,
         "not supported between|must be real number": of_one_type,
-        "comm has several ranks of one replica.* mesh..replicate...get_group": one(comm=None),
+        "comm has several ranks of one replica.*the one given to fully_shard: mesh..replicate...get_group": one(comm=None),
     }  # fmt: skip
 
 
