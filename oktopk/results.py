@@ -110,14 +110,16 @@ class StepReport:
     def __str__(self) -> str:
         """The step, the entries applied, the bytes that this rank sent, and the milliseconds of all stages and buckets.
 
-        Of updates the replicas as well. Where an exchange is for several steps it is named in place of the step, with the bytes
-        by step.
+        Where it sent to other hosts, the bytes of that; of updates the replicas as well. Where an
+        exchange is for several steps it is named in place of the step, with the bytes by step.
         """
         applied = f"{self.global_nnz:,} of {self.length:,} entries applied"
         outcome = "skipped" if self.skipped else applied if self.complete else "not complete"
         sent = f"{self.bytes + self.row_bytes:,} bytes sent"
         if self.every > 1:
             sent += f" ({self.bytes_by_step:,.0f} by step)"
+        if self.bytes_between or self.levels == "hosts":
+            sent += f", {self.bytes_between:,} of them to other hosts"
         seconds = sum(each.total_seconds for each in self.buckets or (self,))
         replicas = f", {self.replicas} replica{'s' * (self.replicas > 1)}" if self.replicas else ""
         what = "step" if self.every == 1 else "exchange"
@@ -127,6 +129,10 @@ class StepReport:
     def bytes_by_step(self) -> float:
         """Payload bytes this rank sent, those for tables too, over the steps of the optimizer that they were for."""
         return (self.bytes + self.row_bytes) / self.every
+
+    def bytes_per_token(self, tokens: int) -> float:
+        """`bytes_by_step` over the tokens, or samples, that this rank reads in one of these steps."""
+        return self.bytes_by_step / tokens
 
     @property
     def rounded(self) -> float:

@@ -1,7 +1,8 @@
 """What every test may count on.
 
 A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks. `make test` runs it on 1 and
-3 (those of jobs on 3 alone), one marked `also(ranks=8)` on 8 too; `make test-all` those of the library on 2, 4, 5 and 8.
+3 (those of jobs on 3 alone), one marked `also(ranks=8)` on 8 too; `make test-long` one marked `also(ranks=4)` on 4, and so on
+for 5 and 6; `make test-all` those of the library on 2, 4, 5 and 8.
 `@pytest.mark.mpi(min_size=2)` skips it on fewer. Every rank runs it; it fails when it fails on any rank (see multirank.py). By
 hand:
 

@@ -46,7 +46,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 3)
 MANY_RANKS = 8  # in every run: communication, and tests that need four ranks or more
 OTHER_RANKS = (2,)  # left to --long
-HOSTS_RANKS = 6  # left to --long: 3 hosts, or replicas, of 2 ranks and 2 of 3
+# left to --long: hosts, or replicas, of 2 + 2 and 3 + 1 ranks, of 2 + 2 + 1, and of 2 + 2 + 2 and 3 + 3
+HOSTS_RANKS = (4, 5, 6)
 NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank
 ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
@@ -382,16 +383,17 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
         return [(ranks, everything, mark) for ranks in options.ranks]
     library = [file for file in everything if file.startswith(FOR_ANY_RANKS)]
     of_jobs = [file for file in everything if file.startswith(NOT_ALONE)]
-    of_hosts, many = (
+    *of_hosts, many = (
         (ranks, marked(files, "also(ranks=", ranks), f"mpi and not long and also(ranks={ranks})")
-        for ranks in (HOSTS_RANKS, MANY_RANKS)
+        for ranks in (*HOSTS_RANKS, MANY_RANKS)
     )
     if options.all:
         few = [(ranks, everything, "mpi") for ranks in RANKS]
-        return [*few, *((ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)), of_hosts]
+        several = [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)]
+        return [*few, *several, *(group for group in of_hosts if group[0] not in ONLY_ALL_RANKS)]
     if options.long:
         others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
-        others += [of_hosts, (1, of_jobs, "mpi and not long")]
+        others += [*of_hosts, (1, of_jobs, "mpi and not long")]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
         return others + repeated * bool(marked(files, "long"))
     not_of_jobs = [file for file in everything if file not in of_jobs]
@@ -418,7 +420,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--long",
         action="store_true",
         help="Run only what is left out by default: tests marked long, those of jobs on 1 rank, 2 ranks for the library's, "
-        "6 for those of several hosts",
+        "4, 5 and 6 for those of several hosts",
     )
     parser.add_argument(
         "--all",

@@ -16,6 +16,7 @@ from tests.launched import PATIENCE, ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 IN_EACH_RUN = "flat_numpy"
+OF_SEVERAL_RANKS = ("hsdp", "hosts", "summed_hosts")  # two replicas of two
 LONG = pytest.mark.long("starts ranks; `make test` has one, and tests of what the others show")
 OF_BYTES = "CHANGELOG.md --steps 240 --layers 2 --hidden 64 --length 64 --batch 16 --rate 3e-3"
 
@@ -40,7 +41,7 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     if names := missing_libraries("\n".join(lines)):
         missing = f"{', '.join(names)} not installed: pip install -e '.[examples]'"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
-    ranks = 4 if path.stem == "hsdp" else 2
+    ranks = 4 if path.stem in OF_SEVERAL_RANKS else 2
     given = OF_BYTES.split() if path.stem == "language_model" else []
     done = (run_torchrun if "torchrun" in "".join(lines[:3]) else run_ranks)(ranks, str(path), *given)
     assert done.returncode == 0, done.stderr
@@ -61,6 +62,10 @@ def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
         assert len(losses) == len(dense) == 4 and losses[-1] < 1.06 * dense[-1] < 2.9, done.stdout
         return
     assert len(losses) == 2 and losses[1] < 0.7 * losses[0], done.stdout
+    if "ranks_per_host=" in "".join(lines):
+        assert done.stdout.count(" of them to other hosts") == done.stdout.count(", 2 replicas") == 2, (
+            done.stdout
+        )
     if "ddp_hook" in "".join(lines):
         sent = re.findall(r"sent (\d\.\d+) words", done.stdout)
         assert 0 < float(sent[-1]) < 0.25, done.stdout

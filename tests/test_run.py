@@ -170,15 +170,20 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     everything = {(ranks, file) for ranks in (1, 3) for file in files}
     everything |= {(ranks, file) for ranks in (2,) for file in library}
     more = {(ranks, file) for ranks in (4, 5, 8) for file in library}
-    of_hosts, many = (
+    of_four, of_five, of_six, many = (
         {
             (ranks, file, f"mpi and not long and also(ranks={ranks})")
             for file in marked(files, "also(ranks=", ranks)
         }
-        for ranks in (HOSTS_RANKS, MANY_RANKS)
+        for ranks in (4, 5, 6, 8)
     )
-    assert {"tests/oktopk/test_levels.py"} < {file for _, file, _ in of_hosts} & {*library}
-    assert jobs("--all") == {(*job, "mpi") for job in everything | more} | of_hosts
+    assert HOSTS_RANKS == (4, 5, 6) and MANY_RANKS == 8
+    of_hosts = of_four | of_five | of_six
+    assert {"tests/oktopk/test_levels.py"} < {file for _, file, _ in of_six} & {*library}
+    names = ("replicas", "kinds_of_replicas", "shards")
+    assert {f"tests/oktopk/test_{name}.py" for name in names} <= {file for _, file, _ in of_four}
+    assert of_five
+    assert jobs("--all") == {(*job, "mpi") for job in everything | more} | of_six
     one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
     assert many and many < one and {mark for _, _, mark in one - many} == {"mpi and not long"}
@@ -216,7 +221,7 @@ def test_files_that_come_first_are_there() -> None:
 
 def test_marks_name_ranks_of_a_run_and_tests_on_gpus() -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
-    known = {"also": {HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
+    known = {"also": {*HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
     for mark, numbers in known.items():
         for file in marked(files_of_tests(ALL_TESTS), mark):
             text = (ROOT / file).read_text("utf-8")

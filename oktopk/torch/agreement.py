@@ -143,8 +143,41 @@ def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients"
         sends: of the optimizer or hook: "gradients" or "updates".
         ranks: over how many a DDP may sum: of a host with replica="summed", else 1.
     """
-    if not torch.distributed.is_available():
+    if _reducing_ddp(parameters, ranks) is None:
         return ""
+    if sends == "updates":
+        return (
+            "a DistributedDataParallel reduces gradients of these parameters in its backward pass, so optimizers step "
+            "on the mean already: call ddp.register_comm_hook(None, noop_hook), of "
+            "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
+        )
+    return (
+        "a DistributedDataParallel reduces gradients of these parameters densely in its backward pass, so that they are "
+        "reduced twice: train its module without it, or leave the optimizer as it is and register oktopk.torch.ddp_hook"
+    )
+
+
+def reduced_over_hosts(parameters: Iterable[Tensor], ranks: int) -> str:
+    """Why hosts cannot be replicas where a DDP reduces over more ranks than these; "" if none does.
+
+    Args:
+        ranks: of this rank's host.
+    """
+    if (ddp := _reducing_ddp(parameters, ranks)) is None:
+        return ""
+    return (
+        f"a DistributedDataParallel reduces gradients over {ddp.process_group.size()} ranks, of "
+        "several hosts, and a host is to step on a gradient of its own: call "
+        "ddp.register_comm_hook(None, noop_hook), of "
+        "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks, or give it the ranks of one "
+        "host as process_group, with replica='summed'"
+    )
+
+
+def _reducing_ddp(parameters: Iterable[Tensor], ranks: int) -> Any:
+    """The DDP that reduces gradients of these over more than `ranks` ranks; None if none does."""
+    if not torch.distributed.is_available():
+        return None
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -154,17 +187,8 @@ def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients"
             continue
         hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
         if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
-            if sends == "updates":
-                return (
-                    "a DistributedDataParallel reduces gradients of these parameters in its backward pass, so optimizers step "
-                    "on the mean already: call ddp.register_comm_hook(None, noop_hook), of "
-                    "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks"
-                )
-            return (
-                "a DistributedDataParallel reduces gradients of these parameters densely in its backward pass, so that they are "
-                "reduced twice: train its module without it, or leave the optimizer as it is and register oktopk.torch.ddp_hook"
-            )
-    return ""
+            return held
+    return None
 
 
 def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
@@ -329,7 +353,12 @@ def _check_replicas(shards: Sequence[tuple[int, list[int]] | None]) -> None:
         shards: of each rank the number of its shard, and the ranks of its replica; None: its parameters are not sharded.
     """
     known = [shard for shard in shards if shard is not None]
-    group = 'pass the group of those that hold this rank\'s shard, mesh["replicate"].get_group()'
+    group = (
+        "pass the group of those that hold this rank's shard, one of each replica. It is that of "
+        "the mesh dimension beside the one given to fully_shard: "
+        'mesh["replicate"].get_group() of a mesh of (replicas, shards) with '
+        'mesh_dim_names=("replicate", "shard")'
+    )
     if len({tuple(ranks) for _, ranks in known}) < len(shards):
         raise ValueError(f"comm has several ranks of one replica, which shard its model together: {group}")
     if len({number for number, _ in known}) > 1:

@@ -163,6 +163,7 @@ class DistributedOptimizer(WrappedOptimizer):
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
+    _replicas = 1  # that have moments of their own
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
@@ -570,7 +571,12 @@ class DistributedOptimizer(WrappedOptimizer):
         with self._replica.together(what):  # what raised above has changed no shard
             self._engine.load(reducer, tables)
             if reducer is None and transport.rank == 0:
-                empty = empty or "the state is that of an optimizer that was not wrapped"
+                others = " and the moments of all replicas but one" * (self._replicas > 1)
+                empty = empty or (
+                    "the state is that of an optimizer that was not wrapped, or came by "
+                    f"get_optimizer_state_dict, which leaves out residuals{others} "
+                    "(docs/checkpoints.md has what keeps them)"
+                )
                 warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
             with transport.together(StateError):
                 try:

@@ -24,7 +24,7 @@ from oktopk.displacement import Displacement
 from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
 from oktopk.torch.adamw import SelectingStep, takes_steps
-from oktopk.torch.agreement import groups_of, reduced_twice_warning
+from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
 from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
@@ -254,6 +254,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return
         self._reference.look()
         here = self._as_wrapped.problem or unreadable or self._wrapped.unwrapped() or self._unreadable()
+        here = here or self._reduced_over_hosts()
         self._problem = problem = self._problem or here
         if self._tables and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
@@ -304,6 +305,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "parameters have moved before the first step, and none has a gradient: an optimizer that steps in the backward pass "
             "leaves nothing to exchange. Take one that steps in step()"
         )
+
+    def _reduced_over_hosts(self) -> str:
+        """Why this host has no gradient of its own, in a sentence; "" if it has, or had once."""
+        group = self.reducer.group
+        if group is None or self.report is not None or self._steps:
+            return ""
+        return reduced_over_hosts(self._trained, group.host.size)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are there."""
@@ -415,7 +423,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if new:
             problem = self._replica.unequal(problem)
         self._warn_of_lost()
-        first = self.report is None and transport.rank == 0
+        first = self.report is None and transport.rank == 0 and not problem
         if first and (warning := reduced_twice_warning(self._wrapped.all, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
         tables = bytes(table.grad is not None for table in self._tables.tables)

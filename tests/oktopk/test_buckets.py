@@ -268,7 +268,11 @@ def test_a_report_prints_as_one_line() -> None:
     assert str(report) == (
         "exchange 3: 11 of 1,000 entries applied, 4,100 bytes sent (1,025 by step), 1.2 ms, 8 replicas"
     )
-    report.every = 1
+    assert report.bytes_per_token(41) == 25
+    report.bytes_between = 4000
+    assert str(report).endswith("(1,025 by step), 4,000 of them to other hosts, 1.2 ms, 8 replicas")
+    report.every, report.bytes_between, report.levels = 1, 0, "hosts"
+    assert "4,100 bytes sent, 0 of them to other hosts, " in str(report)
     report.complete = False
     assert str(report).startswith("step 3: not complete, ")
     report.skipped = True

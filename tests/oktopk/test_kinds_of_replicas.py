@@ -41,8 +41,13 @@ LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 
 
 def case(kind: str, *values: Any, long: bool = False, least: int = 1) -> Any:
-    """Parameters of a test: a kind of replicas, and more. On one rank no kind is sharded, which has tests of its own there."""
+    """Parameters of a test: a kind of replicas, and more. On one rank no kind is sharded, which has tests of its own there.
+
+    Hosts and shards are two of two on four ranks; of single ranks three are enough.
+    """
     marks = [pytest.mark.mpi(min_size=max(least, 2 if "shard" in kind else 1)), *[LONG] * long]
+    if " of " in kind:
+        marks.append(pytest.mark.also(ranks=4))
     return pytest.param(kind, *values, marks=marks)
 
 

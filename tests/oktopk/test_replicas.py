@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import step_limit
@@ -28,7 +29,12 @@ from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, loss, network, train
 
-pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.also(ranks=4),
+    pytest.mark.also(ranks=5),
+    pytest.mark.also(ranks=6),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +248,34 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
         held.append(flat(model))
         optimizer.close()
     assert np.allclose(held[0], held[1], rtol=0, atol=1e-6)
+    assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("per_host", [2, 3])
+@pytest.mark.parametrize("settings", [{}, {"replica": "summed", "every": 2}], ids=str)
+def test_a_ddp_over_several_hosts_is_refused_before_the_first_step(
+    comm: MPI.Intracomm, group: Any, settings: dict[str, Any], per_host: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    if per_host == comm.size:
+        pytest.skip("one host")
+    model = network()
+    optimizer = wrap(model, comm, per_host, **settings)
+    start, ddp = flat(model).copy(), DistributedDataParallel(model)
+    for _ in range(2):  # it stays refused
+        with pytest.raises(ValueError) as raised:
+            train(ddp, optimizer, comm.rank, range(settings.get("every", 1)))
+        sentence = (
+            f"all ranks: a DistributedDataParallel reduces gradients over {comm.size} ranks, of several hosts"
+        )
+        assert str(raised.value).startswith(sentence)
+        assert len(set(comm.allgather(str(raised.value)))) == 1
+        assert not optimizer.inner.state and np.array_equal(flat(model), start)
+    ddp.register_comm_hook(None, noop_hook)
+    rank = optimizer.hosts[comm.rank] if optimizer.replica == "summed" else comm.rank
+    train(ddp, optimizer, rank, range(4))
+    check_agreed(model, optimizer, comm, per_host)
+    assert not np.array_equal(flat(model), start)
     assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
 
 

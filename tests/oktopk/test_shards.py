@@ -21,7 +21,7 @@ from oktopk.torch.shards import is_sharded, local_tensor
 from tests.replicas import ADAMW, SHARDS, SIZE, Replicas, held, layers, mesh_of, sharded, whole
 from tests.training import flat, loss, train
 
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=4), pytest.mark.also(ranks=6)]
 
 LONG = pytest.mark.long("`make test` has each thing once, not each with each")
 
@@ -204,7 +204,6 @@ def sums(ranks: MPI.Intracomm, mesh: Any, optimizer: Any) -> tuple[Any, Any]:
     return both
 
 
-@pytest.mark.long("on 4 ranks alone; `make test` has states of as many replicas")
 @pytest.mark.skipif(SIZE != 4, reason="4 ranks")
 @pytest.mark.parametrize("by", ["file", "dcp"])
 def test_training_goes_on_with_another_number_of_replicas(
@@ -390,7 +389,7 @@ def mistakes() -> dict[str, Wrong]:
         "levels='hosts' is not for sharded parameters": one(levels="hosts"),
         "ranks disagree on every" if SIZE > 1 else "^$": of_one_rank,
         "not supported between|must be real number": of_one_type,
-        "comm has several ranks of one replica.* mesh..replicate...get_group": one(comm=None),
+        "comm has several ranks of one replica.*the one given to fully_shard: mesh..replicate...get_group": one(comm=None),
     }  # fmt: skip
 
 

@@ -13,6 +13,11 @@ import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
@@ -314,6 +319,31 @@ def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
     train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
     check_agreed(model, optimizer, comm)
+
+
+@pytest.mark.parametrize("flat_names", [False, True])
+@pytest.mark.parametrize("sends", ["updates", "gradients"])
+def test_a_state_by_torch_without_residuals_is_told_for_what_it_lacks(
+    comm: MPI.Intracomm, group: Any, sends: str, flat_names: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat_names)
+    model = network()
+    optimizer = wrap(model, comm, sends=sends)
+    train(model, optimizer, comm.rank, range(5))
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+    optimizer.close()
+    again = network()
+    again.load_state_dict(weights)
+    loaded = wrap(again, comm, sends=sends)
+    set_optimizer_state_dict(again, loaded, copy.deepcopy(state), options=options)
+    several = sends == "updates" and comm.size > 1
+    others = " and the moments of all replicas but one" if several else ""
+    sentence = f"or came by get_optimizer_state_dict, which leaves out residuals{others} ("
+    told = [str(warning.message) for warning in recwarn if "residuals start empty" in str(warning.message)]
+    assert [sentence in each for each in told] == [True] * (comm.rank == 0)
+    assert loaded.inner.state and not loaded.reducer.residual.any()
 
 
 def test_the_report_of_an_exchange_counts_its_steps_and_the_replicas(comm: MPI.Intracomm) -> None:
