@@ -311,7 +311,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         group = self.reducer.group
         if group is None or self.report is not None or self._steps:
             return ""
-        return reduced_over_hosts(self._trained, group.host.size)
+        return reduced_over_hosts(self._wrapped.all, group.host.size)
 
     def _gradients(self) -> list[Tensor]:
         """Those that are there."""
