@@ -32,7 +32,7 @@ __all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
 _PAYLOAD, _COUNT = 0, 1  # tags
 
 _LOST = 1.0
-"""Seconds in which ranks that wait for one that has ended have found it: gloo tells all of them at once."""
+"""Seconds in which ranks tell that they, too, have lost a connection. Others may only be late, or wait for a third one."""
 
 _TIMEOUT = timedelta(days=30)
 """Of gloo. Our own limits are shorter, and a rank that dies closes its connections."""

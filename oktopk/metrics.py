@@ -30,7 +30,7 @@ class Sampler:
         backend: of the gradients.
         transport: of the ranks; messages for measuring do not count as the step's traffic. Collective.
 
-    Memory: 3n/2 words, kept from one measured step to the next.
+    Memory: 3n/2 words, kept from one measured step to the next. Of updates a measured step takes 2n more.
     Traffic: two dense allreduces of n words, an allreduce of n bits and one of P int64 a measured step.
     Source: Li & Hoefler, PPoPP 2022, assumption 1.
     """

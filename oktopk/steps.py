@@ -149,9 +149,11 @@ class Steps:
             self._placement.withhold(self._vectors, absent)
             beside = problem, absent, token, moved
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
-                earlier = self._earlier(accepted) if moved and measure else None
+                earlier = None
                 if moved:
-                    readable = self._method_at(self.steps)[0].reads_displacements and not measure
+                    method = self._method_at(self.steps)[0]
+                    earlier = self._earlier(accepted) if measure and method.sparse else None
+                    readable = method.reads_displacements and not measure
                     accepted = self._placement.displaced(accepted, self._vectors, readable)
                 if measure:
                     return self._measured_step(accepted, earlier, *beside)

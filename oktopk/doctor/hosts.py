@@ -48,8 +48,10 @@ def judged(document: dict[str, Any], parameters: int, compute: float) -> str:
         raise LinksError(f"{slow[0].too_slow()}: mend it, or train without one of these hosts")
     job = Job(parameters, compute, len(links.hosts), links.ranks_per_host)
     network = links.network(job.hosts, job.ranks_per_host)
-    kernels = DEVICES["cuda" if has_driver() else "cpu"]
+    kernels = DEVICES[links.device]
     dense = min(dense_rows(job, network), key=lambda row: row.seconds)
     sparse = best_first(sparse_rows(job, network, kernels))
-    notes = f"{job}.", TOO_SHORT, f"Kernels: {kernels.source}."
+    notes = [f"{job}.", TOO_SHORT, f"Kernels: {kernels.source}."]
+    if has_driver():
+        notes.append("Links are of host memory: GPUs of one host have faster ones.")
     return "\n\n".join([report(document), *map(paragraph, notes), advice(sparse, dense)])

@@ -271,7 +271,8 @@ class DistributedOptimizer(WrappedOptimizer):
                     named_alike = "sends", "clip_norm", "broadcast", "every", "local_share"
                     anywhere |= {name: own[name] for name in (*named_alike, "residual_decay", "replica")}
                     anywhere |= {"tables with sparse gradients": len(tables)}
-                    anywhere |= {"optimizer": type(optimizer).__qualname__}
+                    rule = type(optimizer)
+                    anywhere |= {"optimizer": f"{rule.__module__}.{rule.__qualname__}"}
                 strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
                 options |= settings | self._options()

@@ -77,7 +77,7 @@ class SampledRatio:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Measure the gradients as they are now. Collective. A replica whose gradient is not finite, or zero, is left out."""
+        """Measure the gradients as they are now. Collective. A replica whose gradient is not finite, or missing, is left out."""
         if self._sum is not None:
             self._measure_between()
         if self._host is not None:
@@ -100,8 +100,10 @@ class SampledRatio:
         mine = torch.cat(pieces).float()
         square = mine.square().sum()
         here = torch.isfinite(square)
-        if not self._replica.sharded:  # one shard of a gradient may be zero
-            here &= square > 0  # with no gradient a replica steps as little as with one that is not finite
+        if (
+            not self._replica.sharded
+        ):  # with no gradient a replica steps as little as with one that is not finite
+            here &= any(parameter.grad is not None for parameter in self._replica.tensors)
         sample.zero_()
         sample[: len(mine)] = torch.where(here, mine, 0.0)
         sample[-2], sample[-1] = torch.where(here, square, 0.0), here

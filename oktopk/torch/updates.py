@@ -189,7 +189,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
-        self._state_is_known = False  # what the wrapped optimizer makes in its first step was looked at
+        self._state_is_known = False  # what the wrapped optimizer makes until parameters move was looked at
         self._begin_window()
         self._counted = [*self._parameters, *self._tables.tables]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
@@ -287,9 +287,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
-        if not self._state_is_known and keeps_weights(self.inner):
-            return own_weights_sentence(self.inner)
-        self._state_is_known = bool(self.inner.state)
+        if not self._state_is_known and not self._selected and self._reference.moved():
+            if keeps_weights(self.inner):
+                return own_weights_sentence(self.inner)
+            self._state_is_known = True
         return ""
 
     def _unreadable(self) -> str:

@@ -231,6 +231,20 @@ def test_an_output_has_one_writer(
     assert prepare(archive, output) == 0
     assert_is_cifar10(output)
 
+    # the one who holds it ends between the opening of its file and the asking for the lock
+    first = exclusive(output)
+    first.__enter__()
+    opened = os.open
+
+    def ended_meanwhile(path: Any, *arguments: Any) -> int:
+        descriptor = opened(path, *arguments)
+        monkeypatch.setattr(os, "open", opened)
+        first.__exit__(None, None, None)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", ended_meanwhile)
+    with exclusive(output), pytest.raises(DataError, match="another process"), exclusive(output):
+        pass
     with pytest.raises(KeyError), exclusive(output):
         raise KeyError
     assert {path.name for path in tmp_path.glob("*.h5")} == {"c.h5", "d.h5"}

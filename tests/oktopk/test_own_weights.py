@@ -147,6 +147,27 @@ def test_weights_that_the_first_step_makes_are_refused_in_every_exchange(
             optimizer.step()
 
 
+class KeepsTheStart(torch.optim.SGD):
+    """As optimizers do that measure how far they have come."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("p0", parameter.detach().clone())
+        super().step()
+
+
+@pytest.mark.mpi
+def test_a_copy_of_the_start_is_no_weight_also_where_the_first_rate_is_zero(comm: MPI.Intracomm) -> None:
+    model = network()
+    optimizer = DistributedOptimizer(KeepsTheStart(model.parameters(), lr=0.0), comm, sends="updates")
+    for step in range(3):
+        optimizer.zero_grad()
+        squares(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-3
+    assert optimizer._state_is_known
+
+
 @pytest.mark.mpi(min_size=2)
 def test_all_ranks_refuse_them_alike_and_the_optimizer_within_sam_trains(
     comm: MPI.Intracomm,

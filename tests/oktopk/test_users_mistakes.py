@@ -142,10 +142,11 @@ class OfSigns(torch.optim.SGD):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("sends", ["updates", "gradients"])
-def test_optimizers_of_two_kinds_are_refused(comm: MPI.Intracomm, sends: str) -> None:
+@pytest.mark.parametrize("kinds", [(torch.optim.SGD, OfSigns), (torch.optim.AdamW, oktopk.torch.AdamW)])
+def test_optimizers_of_two_kinds_are_refused(comm: MPI.Intracomm, sends: str, kinds: tuple[Any, Any]) -> None:
     model = network()
-    inner = (OfSigns if comm.rank == 1 else torch.optim.SGD)(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="ranks disagree on optimizer: .*OfSigns"):
+    inner = kinds[comm.rank == 1](model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"ranks disagree on optimizer: .*{kinds[1].__module__}"):
         DistributedOptimizer(inner, comm, sends=sends)
 
 

@@ -19,15 +19,17 @@ from tests.links import MODEL, document, write
 VERDICT = r"^Sparse steps (?:do not )?pay here: .* times as fast as .*"
 
 
+@pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize(("per_byte", "word"), [(8e-10, "pay"), (1e-12, "do not pay")])
 def test_the_doctor_says_what_a_plan_says(
+    driver: bool,
     per_byte: float,
     word: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosts, "has_driver", lambda: False)
+    monkeypatch.setattr(hosts, "has_driver", lambda: driver)
     between = {"latency": 1e-5, "model": MODEL | {"G": per_byte}, "sizes": []}
     made = document(3, 1, kernels=None, between=between)
     path = write(tmp_path / "links.json", made)
