@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ _DEPTH = 3
 """Lists within lists within attributes."""
 
 
-def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
+def keeps_weights(optimizer: torch.optim.Optimizer, moved: Iterable[Tensor] | None = None) -> bool:
     """Whether an optimizer keeps weights of its own, as Lookahead and those with fp32 masters do, as far as can be told.
 
-    Compared are names, and the tensors in state, groups and attributes with the parameters: before the first step, and behind it,
-    which may have made them. Weights that a later step makes are not found.
+    Compared are names, and the tensors in state, groups and attributes with the parameters: before the first step, and behind the
+    first one that moves them, which may have made them. Weights that a later step makes are not found.
+
+    Args:
+        moved: parameters that the optimizer has moved; others are equal to copies of their start. None: all are compared.
     """
     if "lookahead" in type(optimizer).__name__.lower():
         return True
@@ -30,6 +33,9 @@ def keeps_weights(optimizer: torch.optim.Optimizer) -> bool:
     if any("lookahead" in str(name) for group in groups for name in group):
         return True
     parameters = [parameter for group in groups for parameter in group["params"]]
+    if moved is not None:
+        numbers = set(map(id, moved))
+        parameters = [parameter for parameter in parameters if id(parameter) in numbers]
     held = [optimizer.state.get(parameter) or {} for parameter in parameters]
     if _names_weights(optimizer):
         return True

@@ -264,13 +264,13 @@ class Reference:
         self._now = self._sampled()
         return (self._now != self._sample).any()
 
-    def moved(self) -> bool:
-        """Whether a parameter holds other values than the ones that were shown. Waits for a GPU."""
+    def moved(self) -> list[bool]:
+        """Of each parameter whether it holds other values than the ones that were shown. Waits for a GPU."""
         residuals = dense_views(self.residual.vector, self.views)
-        return any(
+        return [
             not torch.equal(held, self._shown(number, residuals[number]))
             for number, held in enumerate(self._held)
-        )
+        ]
 
     def written(self, by_version: bool = True, changed: bool | None = None) -> list[int]:
         """The parameters that may have changed since `watch`: by version, by address or by a sample of their elements.

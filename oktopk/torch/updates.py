@@ -189,7 +189,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
-        self._state_is_known = False  # what the wrapped optimizer makes until parameters move was looked at
+        # why weights beside the parameters are refused; None until these have moved
+        self._beside: str | None = None
         self._begin_window()
         self._counted = [*self._parameters, *self._tables.tables]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
@@ -287,11 +288,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
-        if not self._state_is_known and not self._selected and self._reference.moved():
-            if keeps_weights(self.inner):
-                return own_weights_sentence(self.inner)
-            self._state_is_known = True
-        return ""
+        if self._beside is None and not self._selected:
+            moved = [
+                p for p, has in zip(self._replica.parameters, self._reference.moved(), strict=True) if has
+            ]
+            if moved:
+                self._beside = own_weights_sentence(self.inner) if keeps_weights(self.inner, moved) else ""
+        return self._beside or ""
 
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""

@@ -45,9 +45,13 @@ def rows_of(ranks: int) -> list[list[str]]:
     return [row.split(" | ") for row in re.findall(rf"^\| ({ranks:,} \|.*) \|$", PAGE, re.MULTILINE)]
 
 
-def test_exchanges_of_many_ranks_are_those_of_the_page(tmp_path: Path) -> None:
+def test_exchanges_of_many_ranks_are_those_of_the_page() -> None:
     for ranks in script.RANKS[:3]:
         assert rows_of(ranks) == [script.scale_row(ranks)]
+
+
+@pytest.mark.pictures
+def test_a_picture_of_them_names_its_curves(tmp_path: Path) -> None:
     draw(script.curves(script.RANKS[:2]), "some", tmp_path / "some.svg")
     assert b"TopkA, 100 Gb/s" in (tmp_path / "some.svg").read_bytes()
 
