@@ -212,9 +212,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return self._replica.name
 
     def _new_selecting_step(self) -> SelectingStep | None:
-        """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Collective."""
+        """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Alike on all ranks."""
         inner, reducer = self.inner, self.reducer
-        reducer.transport.agree({"whether the optimizer is an oktopk.torch.AdamW": takes_steps(inner)})
         if self._interval > 1 or reducer.group is not None or self._tables:
             return None
         if not (self._replica.plain and takes_steps(inner)):
