@@ -2,9 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/language_model.py FILE [--dense] [--steps 3000] ...
 
-Both ways take the same batches. Sparsely each rank clips its own gradient, densely their mean. For the bytes of
-docs/results/updates.md add wire="int4" where the optimizer is wrapped.
-A small file is soon memorised: 3,000 steps draw 98 MB.
+Both ways take the same batches. Sparsely each rank clips its own gradient, densely their mean. A small file is soon
+memorised: 3,000 steps draw 98 MB. For the bytes of docs/results/updates.md wrap the optimizer with wire="int4", too.
 """
 
 import argparse
