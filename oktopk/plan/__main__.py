@@ -211,8 +211,9 @@ def advice(sparse: Sequence[Row], dense: Row) -> str:
     best = sparse[0]
     gain = dense.seconds / best.seconds
     if gain <= 1:
-        times = f"{1 / gain:.2f} times "
-        of_dense = f"dense {dense.wire} is {'' if times == '1.00 times ' else times}as fast as the fastest sparse row"
+        times = f"{1 / gain:.2f}"
+        as_fast = "as fast" if times == "1.00" else f"{times} times as fast"
+        of_dense = f"dense {dense.wire} is {as_fast} as the fastest sparse row"
         return paragraph(f"Sparse steps do not pay here: {of_dense}.")
     of_best = f"the fastest row is {gain:.2f} times as fast as dense {dense.wire}"
     verdict = f"Sparse steps pay here: {of_best}."

@@ -73,11 +73,9 @@ def refused(sends: str, arguments: dict[str, Any], optimizer: torch.optim.Optimi
     """
     replica, every = arguments["replica"], arguments["every"]
     if sends == "gradients":
-        return (
-            ""
-            if replica == "auto"
-            else f"replica={replica!r} is for sends='updates': gradients are summed over all ranks"
-        )
+        if replica != "auto":
+            return f"replica={replica!r} is for sends='updates': gradients are summed over all ranks"
+        return ""
     for name in ("overlap", "bucket_mb", "deferred"):
         if arguments.get(name):
             return f"{name}={arguments[name]!r} is for sends='gradients'"

@@ -49,7 +49,7 @@ class GradientNorms:
 
     def look_closely(self, most: float) -> None:
         """Where a norm was large, find out whether all gradients are finite, with norms up to `most`."""
-        if self.finite or not all(bool(torch.isfinite(each).all()) for each in self._gradients):
+        if not all(bool(torch.isfinite(each).all()) for each in self._gradients):
             return
         self._norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float64))
         self.finite = bool((self._norms <= most).all())

@@ -100,9 +100,8 @@ class SampledRatio:
         mine = torch.cat(pieces).float()
         square = mine.square().sum()
         here = torch.isfinite(square)
-        if (
-            not self._replica.sharded
-        ):  # with no gradient a replica steps as little as with one that is not finite
+        if not self._replica.sharded:
+            # with no gradient a replica steps as little as with one that is not finite
             here &= any(parameter.grad is not None for parameter in self._replica.tensors)
         sample.zero_()
         sample[: len(mine)] = torch.where(here, mine, 0.0)

@@ -348,7 +348,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not healthy:  # the exchange raises
             return False
         overflowed = any(overflows)
-        if not overflowed:
+        if not overflowed and not norms.finite:  # a rate may be a tensor, whose GPU would be waited for
             ranks = reducer.transport.size
             norms.look_closely(math.inf if self.clip_norm else most_norm(self.param_groups, ranks))
         what = f"step {reducer.steps}"

@@ -34,7 +34,9 @@ def test_the_doctor_says_what_a_plan_says(
     made = document(3, 1, kernels=None, between=between)
     path = write(tmp_path / "links.json", made)
     assert plan([str(path), "--parameters", "98e6", "--compute-ms", "90", "--hosts", "3"]) == 0
-    said = re.search(VERDICT, hosts.judged(made, 98_000_000, 0.09), re.DOTALL | re.MULTILINE)
+    judged = hosts.judged(made, 98_000_000, 0.09)
+    assert ("GPUs of one host have faster ones" in judged) == driver
+    said = re.search(VERDICT, judged, re.DOTALL | re.MULTILINE)
     assert said and said[0] in capsys.readouterr().out
     assert said[0].startswith(f"Sparse steps {word} here: ")
 
