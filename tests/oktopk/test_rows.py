@@ -245,6 +245,7 @@ def test_ranks_without_rows_need_no_windows(cuda: str, comm: MPI.Intracomm) -> N
 def test_without_memory_for_windows_rows_travel_as_messages(
     windows_before: bool, cuda: str, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from collectives import symmetric_memory
 
     def none_left(*arguments: Any) -> None:
         raise NoPeerMemoryError("no peer memory: rank 0: out of memory")
@@ -255,7 +256,7 @@ def test_without_memory_for_windows_rows_travel_as_messages(
         rows, values = np.arange(3) + 3 * comm.rank, gradient(comm.rank, 7)[1][:3]
         for reducer, place in ((host, "cpu"), (gpu, cuda)):
             reducer.step(put(place, rows), put(place, values))
-    monkeypatch.setattr("collectives.symmetric_memory.SymmetricMemory", none_left)
+    monkeypatch.setattr(symmetric_memory, "SymmetricMemory", none_left)
     for step in range(3):
         rows, values = gradient(comm.rank, step)
         assert gpu.windows is not None

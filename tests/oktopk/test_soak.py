@@ -129,9 +129,11 @@ def test_ranks_that_start_other_buckets_all_raise_within_the_time_limit(
 def test_beside_other_streams_a_single_block_waits_and_no_bit_differs(
     comm: MPI.Intracomm, cuda: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from collectives.cuda import device
+
     updates = []
     for priority in (0, -1):
-        monkeypatch.setattr("collectives.cuda.device.stream_priority", lambda stream, given=priority: given)
+        monkeypatch.setattr(device, "stream_priority", lambda stream, given=priority: given)
         reducer = GradientAllreduce(
             comm, 20_000, device=cuda, peer_memory=True, density=0.02, threshold_interval=4
         )

@@ -4,7 +4,7 @@
 
 kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same with these hooks of torch), updates, gradients (the
   library's optimizer with that `sends`), alone (no exchange).
-keys: lr; seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
+keys: lr; b2 (beta2, 0.95); seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
 TIMED (wait for the GPU in each step, and evaluate nothing), EAGER (compile nothing).
 With more ranks than GPUs these share them, and messages go by gloo: start the Multi-Process Service (MPS) before.
@@ -89,6 +89,7 @@ def run(spec, net, model, train, held, rank, ranks):
     options = dict(each.split("=") for each in given)
     lr0, seed = float(options.pop("lr")), int(options.pop("seed", 0))
     steps, mine = int(options.pop("steps", STEPS)), BATCH // ranks
+    betas = 0.9, float(options.pop("b2", 0.95))
     settings = {"density": float(options.pop("d", 1)), "every": 1}
     settings |= {name: number(value) for name, value in options.items()}
     torch.manual_seed(seed)
@@ -103,7 +104,7 @@ def run(spec, net, model, train, held, rank, ranks):
     matrices = [p for p in net.parameters() if p.ndim > 1]
     vectors = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr0, betas=(0.9, 0.95), fused=train.is_cuda)
+    optimizer = torch.optim.AdamW(groups, lr=lr0, betas=betas, fused=train.is_cuda)
     forward = model
     if kind in DDP:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
