@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from oktopk.plan.picture import draw
+from oktopk.replay.program import program_of
+from oktopk.replay.recording import Step
+from oktopk.settings import Settings
 from tests.launched import ROOT
 
-script: Any = importlib.import_module("docs.results.replayed")  # a script without types
+script: Any = importlib.import_module("docs.results.replayed")  # scripts without types
+second_opinion: Any = importlib.import_module("docs.results.second_opinion")
 PAGE = (ROOT / "docs" / "results" / "replayed.md").read_text(encoding="utf-8")
 
 
@@ -39,6 +43,31 @@ def test_a_gain_is_the_papers_at_the_computation_that_is_said() -> None:
     assert (0.006 + 0.010) / (0.006 + 0.002) == 2.0
     assert cells == ["", "2", "5.0", "6.00", "5.00", "not refuted"]
     assert script.claim("", 6.0, 0.010, 0.002, 5e-3 * script.PEAK)[3:] == ["0.00", "5.00", "no"]
+
+
+@pytest.mark.parametrize("ranks", [5, 70])
+def test_a_trace_for_simgrid_receives_what_it_sends(ranks: int) -> None:
+    """Of 70 ranks all share one program."""
+    program = program_of(Step("oktopk", 10_000, ranks, 1, Settings(density=0.1)))
+    sizes: dict[str, dict[tuple[int, ...], int]] = {"isend": {}, "irecv": {}}
+    begun = set()
+    for rank in range(ranks):
+        end = program.start[1] if program.shared else program.start[rank + 1]
+        for i in range(0 if program.shared else program.start[rank], end):
+            for line in second_opinion.words(program, rank, i):
+                _, kind, *numbers = line.split()
+                if kind == "wait":
+                    source, dest, tag = map(int, numbers)
+                    assert rank in (source, dest) and (rank, source, dest, tag) in begun
+                    continue
+                other, tag, size, _ = map(int, numbers)
+                source, dest = (rank, other) if kind == "isend" else (other, rank)
+                assert (rank, source, dest, tag) not in begun
+                begun.add((rank, source, dest, tag))
+                sizes[kind][source, dest, tag] = size
+    sent, room = sizes["isend"], sizes["irecv"]
+    assert len(sent) > ranks * (ranks - 1) and sent.keys() == room.keys()
+    assert all(size < room[message] for message, size in sent.items())
 
 
 def rows_of(ranks: int) -> list[list[str]]:

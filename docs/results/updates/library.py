@@ -3,8 +3,8 @@
     DATA=DIR torchrun --nproc-per-node 4 library.py SPEC ...          SPEC = kind/key=value/...; one JSON line a run
 
 kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same with these hooks of torch), updates, gradients (the
-  library's optimizer with that `sends`), alone (no exchange).
-keys: lr; b2 (beta2, 0.95); seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
+  library's optimizer with that `sends`), sparseloco/every=15 (sparseloco.py), alone (no exchange).
+keys: lr; b2 (beta2, 0.95); opt (adamw; lion; sgd: momentum 0.9, no decay); seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
 TIMED (wait for the GPU in each step, and evaluate nothing), EAGER (compile nothing).
 With more ranks than GPUs these share them, and messages go by gloo: start the Multi-Process Service (MPS) before.
@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from docs.results.updates.sparseloco import SparseLoCo
 from models.gpt import GPT
 from oktopk import DistributedOptimizer
 
@@ -49,6 +50,33 @@ class WithLoss(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.net(x[:, :-1])
         return nn.functional.cross_entropy(scores.float().flatten(0, 1), x[:, 1:].flatten())
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of a mean of gradients, decay aside (Chen et al., 2023, betas as there)."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "decoupled_weight_decay": True})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            parameters, (short, long) = group["params"], group["betas"]
+            gradients = [p.grad for p in parameters]
+            means = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in parameters]
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            signs = torch._foreach_sign(torch._foreach_lerp(gradients, means, short))
+            torch._foreach_add_(parameters, signs, alpha=-group["lr"])
+            torch._foreach_lerp_(means, gradients, 1 - long)
+
+
+def optimizer_of(name: str, groups: list[dict], rate: float, betas: tuple[float, float], fused: bool):
+    """The optimizer that a spec names."""
+    if name == "lion":
+        return Lion(groups, rate)
+    if name == "sgd":
+        return torch.optim.SGD([{**group, "weight_decay": 0.0} for group in groups], lr=rate, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=fused)
 
 
 def main(specs: list[str]) -> None:
@@ -89,7 +117,7 @@ def run(spec, net, model, train, held, rank, ranks):
     options = dict(each.split("=") for each in given)
     lr0, seed = float(options.pop("lr")), int(options.pop("seed", 0))
     steps, mine = int(options.pop("steps", STEPS)), BATCH // ranks
-    betas = 0.9, float(options.pop("b2", 0.95))
+    betas, name = (0.9, float(options.pop("b2", 0.95))), options.pop("opt", "adamw")
     settings = {"density": float(options.pop("d", 1)), "every": 1}
     settings |= {name: number(value) for name, value in options.items()}
     torch.manual_seed(seed)
@@ -104,7 +132,7 @@ def run(spec, net, model, train, held, rank, ranks):
     matrices = [p for p in net.parameters() if p.ndim > 1]
     vectors = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr0, betas=betas, fused=train.is_cuda)
+    optimizer = optimizer_of(name, groups, lr0, betas, train.is_cuda)
     forward = model
     if kind in DDP:
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -113,6 +141,8 @@ def run(spec, net, model, train, held, rank, ranks):
         if kind == "powersgd":
             state = PowerSGDState(None, settings["rank"], start_powerSGD_iter=2, min_compression_rate=1)
             forward.register_comm_hook(state, powerSGD_hook)
+    elif kind == "sparseloco":
+        optimizer = SparseLoCo(optimizer, settings["every"])
     elif kind != "alone":
         optimizer = DistributedOptimizer(optimizer, sends=kind, **settings)
     around = torch.arange(T, device=train.device)
@@ -137,11 +167,12 @@ def run(spec, net, model, train, held, rank, ranks):
             torch.cuda.synchronize() if train.is_cuda else None
         durations.append(time.perf_counter() - mark)
         if (step + 1) % (steps // 4) == 0 and not TIMED:
-            with optimizer.agreed() if kind == "updates" else nullcontext():
+            with optimizer.agreed() if hasattr(optimizer, "agreed") else nullcontext():
                 found.append(round(evaluate(model, held), 4))
             if rank == 0:
                 print(spec, step + 1, found[-1], round(time.time() - began, 1), flush=True)
     length = sum(p.numel() for p in net.parameters())
+    sent += optimizer.sent if kind == "sparseloco" else 0
     totals = torch.tensor([float(sent), float(losses) / max(1, steps // 10)], device=train.device)
     dist.all_reduce(totals)
     ring = 2 * 2 * length * (ranks - 1) / ranks * steps  # bytes a rank sends of bfloat16
@@ -151,8 +182,9 @@ def run(spec, net, model, train, held, rank, ranks):
     result["step_ms"] = round(1e3 * statistics.mean(timed), 2)
     if TIMED:
         result["median_ms"] = round(1e3 * statistics.median(timed), 2)
-    if kind in LIBRARY:
+    if sent:
         result["bytes"] = round(totals[0].item() / ranks / ring, 5)
+    if kind in LIBRARY:
         result["peer_memory"] = getattr(optimizer.reducer, "p2p_unavailable_reason", "buckets") or "yes"
         optimizer.close()
     return result
