@@ -43,9 +43,11 @@ class HostTransport(Transport):
 
     Attributes:
         comm: the library's communicator, this transport's own.
+        by_nccl: whether arrays on GPUs of their own go by NCCL between these ranks.
     """
 
     comm: Any
+    by_nccl: bool = False
 
     def __init__(self, rank: int, size: int, notes: Notes) -> None:
         self.rank, self.size = rank, size

@@ -178,6 +178,7 @@ class ProcessGroupTransport(HostTransport):
     def __init__(self, comm: Meeting) -> None:
         self.comm = comm.again()
         super().__init__(comm.rank, comm.size, StoreNotes(self.comm))
+        self.by_nccl = comm.nccl
         self._told = 0  # calls that ranks have told each other
         store = dist.PrefixStore("gloo", self.comm.store)
         gloo: Any = dist.ProcessGroupGloo

@@ -22,7 +22,7 @@ from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
-from oktopk.settings import entries_kept, timeout_of
+from oktopk.settings import Settings, entries_kept, timeout_of
 from oktopk.state import check_state
 from oktopk.worker import CommunicationThread
 
@@ -105,7 +105,6 @@ class BucketedAllreduce:
         for number, reducer in enumerate(self.buckets):
             reducer.advice = advice or reducer.advice
             reducer.keep_entries(partial(_entries_of, number, self.lengths))
-        self.settings = self.buckets[0].settings
         # all are put on the stream, or all reduced in threads
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
         # bucket i is reduced in thread i modulo their number; in one where a trial of peer memory has failed for the first alone
@@ -117,6 +116,11 @@ class BucketedAllreduce:
         self._awaited: list[tuple[Future[StepReport], GradientAllreduce, StepReport]] = []
         self._refused: BaseException | None = None  # why no bucket of this step starts
         self._incomplete: StepReport | None = None  # of the last step, some of whose buckets were deferred
+
+    @property
+    def settings(self) -> Settings:
+        """Of all buckets."""
+        return self.buckets[0].settings
 
     @property
     def steps(self) -> int:

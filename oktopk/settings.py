@@ -203,7 +203,8 @@ def check_names(keywords: Iterable[str], taker: Callable[..., Any], *more: str) 
         taker: whose own parameters are known.
         more: keywords that are known too.
     """
-    own = [name for name in inspect.signature(taker).parameters if name != "settings"]
+    taken = inspect.signature(taker).parameters.values()
+    own = [each.name for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD]
     known = dict.fromkeys([*own, *more, *(field.name for field in fields(Settings))])
     for name in keywords:
         if name not in known:

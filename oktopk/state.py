@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.codec import EXACT_WIRES
+from collectives.codec import EXACT_WIRES, WIRES
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed
 from oktopk.methods import METHODS
@@ -27,6 +28,9 @@ _AFRESH: dict[str, Any] = {
 
 class Resumable(Steps):
     """Steps that can be undone, saved and continued."""
+
+    follows_wire = False
+    """A state that is loaded may have any wire, which steps then take."""
 
     @property
     def residual(self) -> NDArray[np.float32] | None:
@@ -97,7 +101,7 @@ class Resumable(Steps):
         """Raise what `load_state_dict` would; nothing is changed. Collective."""
         with self._expecting("load_state_dict"), self._placement.agreed() as (common, agreed, learned):
             check_state(state, self)
-            common |= {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided")}
+            common |= {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided", "wire")}
             common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
             for name, theirs in state["methods"].items():
                 agreed[name] = METHODS[name].agreed_state(theirs)
@@ -123,6 +127,11 @@ class Resumable(Steps):
         self._trust = state["unaided"]
         self._open = None
         self.take_traffic()
+        if self.follows_wire and "wire" in state:
+            self.settings = replace(self.settings, wire=state["wire"])
+            self._p2p_problem = self._p2p_problem or METHODS[self.method].p2p_unavailable_reason(
+                self.settings
+            )
         with self.transport.together():
             self._vectors.load_state_dict(state)
         for name, method_state in state["methods"].items():
@@ -190,7 +199,11 @@ def check_state(state: Any, loader: Resumable) -> None:
             )
             raise StateError(f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}")
     wire, own = state["wire"], loader.settings.wire
-    if wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):
+    if loader.follows_wire:
+        known = WIRES if METHODS[loader.method].coded else ("plain",)
+        if wire not in known:
+            raise StateError(f"wire {wire!r} of the state is not one of {', '.join(known)}")
+    elif wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):
         raise StateError(
             f"state has wire {wire!r}, this reducer {own!r}: pass wire={wire!r} to go on as before, "
             "or set 'wire' in the state to change it"

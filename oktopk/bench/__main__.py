@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from collectives.connect import connect
 from collectives.host_transport import HostTransport
 from collectives.launchers import LauncherError
 from collectives.sparse import MAX_LENGTH
-from oktopk.bench.links import ASSUMED, Messages, Sweep, partner_of, rounds, rows_of
+from oktopk.bench.document import links_document
 from oktopk.bench.steps import gradients, kernels, library_row, step_row
 from oktopk.bench.table import links_table, pairs_table, steps_table
-from oktopk.replay.links import KIND, VERSION, LinksError, links_of, unwritable
+from oktopk.replay.links import LinksError, links_of, unwritable
 
 _MOST_SECONDS = 1e4
 _METHODS = ("dense", "oktopk", "union")
@@ -110,107 +108,11 @@ def measure(transport: HostTransport, options: argparse.Namespace) -> dict[str, 
     if not 0 < options.seconds <= _MOST_SECONDS:
         raise BenchError(f"--seconds {options.seconds:g} is not in (0, {_MOST_SECONDS:g}]")
     transport.group_by_host(options.ranks_per_host)
-    names = host_names(transport, options.ranks_per_host)
-    numbered = [*enumerate(transport.hosts)]
-    places = [[rank for rank, host in numbered if host == number] for number in range(len(names))]
-    many = min(map(len, places))
-    limit = options.seconds / 40
-    first = [ranks[0] for ranks in places]
-    inside = [pair for ranks in places for pair in zip(ranks[::2], ranks[1::2], strict=False)]
-    inside = inside if many > 1 else []
-    between = [(first[a], first[b]) for a, b in rounds(len(names))[0]] if len(names) > 1 else []
-    within = _level(transport, inside, limit)
-    beyond = _level(transport, between, limit, first if len(first) > 2 else ())
-    document: dict[str, Any] = {
-        "kind": KIND,
-        "version": VERSION,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "library": transport.library,
-        "device": "cpu",
-        "hosts": names,
-        "ranks_per_host": many,
-        "inside": within,
-        "between": beyond,
-        "pairs": []
-        if beyond is None
-        else _pairs(transport, names, first, int(beyond["sizes"][-1]["bytes"]), limit),
-        "kernels": None,
-        "steps": [],
-    }
+    document = links_document(transport, options.seconds / 40)
     if not options.no_steps:
         document["kernels"] = kernels(transport, options.ranks_per_host)
         document["steps"] = _steps(transport, options)
     return document
-
-
-def host_names(transport: HostTransport, ranks_per_host: int) -> list[str]:
-    """A name for each host: its own; where several have one, with a number."""
-    own: list[str] = transport.allgather_objects(socket.gethostname())
-    count = max(transport.hosts) + 1
-    names = [own[transport.hosts.index(host)] for host in range(count)]
-    if len({*names}) == count:
-        return names
-    return [f"{name}#{number}" for number, name in enumerate(names)]
-
-
-def _level(
-    transport: HostTransport,
-    pairs: Sequence[tuple[int, int]],
-    limit: float,
-    ring: Sequence[int] = (),
-) -> dict[str, Any] | None:
-    """The sweep over the sizes of a level, by the mean of the ranks. Collective.
-
-    Args:
-        pairs: whose latency is measured.
-        ring: ranks that send to the next one and receive from the one before; none: pairs do both.
-    """
-    if not pairs:
-        return None
-    neighbours = None
-    if transport.rank in ring:
-        at, many = ring.index(transport.rank), len(ring)
-        neighbours = ring[(at + 1) % many], ring[at - 1]
-    partner = partner_of(transport.rank, pairs)
-    mine = Messages(transport, partner, limit, bool(ring), neighbours).sweep()
-    found: list[Sweep] = [each for each in transport.allgather_objects(mine) if each is not None]
-
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
-    def of_sizes(name: str) -> dict[int, float]:
-        # a rank that takes no part has zeros
-        times = [getattr(each, name) for each in found]
-        sizes = times[0].keys()
-        return {nbytes: mean([each[nbytes] for each in times if each[nbytes]]) for nbytes in sizes}
-
-    latency, overhead, gap = (
-        mean([getattr(each, name) for each in found if each.latency])
-        for name in ("latency", "overhead", "gap")
-    )
-    times = (of_sizes(name) for name in ("sizes", "alone", "paired"))
-    whole = Sweep(latency, overhead, gap, *times)
-    made: dict[str, Any] = {"latency": whole.latency, "model": whole.model()}
-    made["assumed"] = [*ASSUMED]  # parameters of the model
-    made |= {"sizes": rows_of(whole.sizes), "alone": rows_of(whole.alone)}
-    return made | {"paired": rows_of(whole.paired)}
-
-
-def _pairs(
-    transport: HostTransport, names: Sequence[str], first: Sequence[int], nbytes: int, limit: float
-) -> list[dict[str, Any]]:
-    """All pairs of hosts, in rounds. Collective."""
-    found = []
-    for pairs in rounds(len(names)):
-        among = [(first[a], first[b]) for a, b in pairs]
-        mine = Messages(transport, partner_of(transport.rank, among), limit).pair(nbytes)
-        everyone = transport.allgather_objects(mine)
-        for (a, b), (one, other) in zip(pairs, among, strict=True):
-            latency = (everyone[one][0] + everyone[other][0]) / 2
-            rate = min(everyone[one][1], everyone[other][1])
-            pair = {"hosts": [names[a], names[b]], "latency": latency}
-            found.append(pair | {"bytes_per_second": rate})
-    return found
 
 
 def _steps(transport: HostTransport, options: argparse.Namespace) -> list[dict[str, Any]]:

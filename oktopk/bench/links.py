@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,8 @@ class Messages:
         rings: ranks pass messages around in rings, too, so that no two send to each other; equal
             on all ranks.
         ring: (rank to send to, rank to receive from) in this rank's ring; None: it is in none.
+        seconds: that a sweep takes at most, equal on all ranks: where messages take long, fewer of them are timed, and
+            larger ones are left out.
     """
 
     def __init__(
@@ -111,8 +114,10 @@ class Messages:
         limit: float,
         rings: bool = False,
         ring: tuple[int, int] | None = None,
+        seconds: float = math.inf,
     ) -> None:
         self._transport, self._partner, self._limit = transport, partner, limit
+        self._seconds, self._began = seconds, time.perf_counter()
         self._first = partner is not None and transport.rank < partner
         self._rings, self._ring = rings, ring
 
@@ -122,15 +127,26 @@ class Messages:
         sizes: dict[int, float] = {}
         alone: dict[int, float] = {}
         paired: dict[int, float] = {}
+        smallest = longest = began = 0.0
+        many = math.inf  # messages' times that a size took, the fewest
         for nbytes in SIZES:
+            spent = self._agreed()[1]
+            if sizes:
+                many = min(many, (spent - began) / longest)
+                grown = longest + 4 * (longest - smallest)  # at most, of messages four times as long
+                if many * grown > (self._seconds - spent) / 2:
+                    break
+            began = spent
             tries = _TRIES if nbytes <= _LARGE else _FEW
             paired[nbytes] = self._time(self._both_ways, nbytes, tries, has_partner)
+            longest = self._agreed(paired[nbytes])[0]
+            smallest = min(smallest or longest, longest)
             if rings:
                 alone[nbytes] = self._time(self._around, nbytes, tries, self._ring is not None)
             else:
                 alone[nbytes] = self._time(self._there_and_back, nbytes, tries, has_partner) / 2
             sizes[nbytes] = alone[nbytes] if rings else paired[nbytes]
-            if self.agreed_largest(paired[nbytes]) > self._limit:
+            if longest > self._limit:
                 break
         # at last: the first messages of a job take longer
         latency = self._latency()
@@ -150,10 +166,12 @@ class Messages:
         has_partner = self._partner is not None
         return self._time(self._there_and_back, SMALLEST, _TRIES, has_partner) / 2
 
-    def agreed_largest(self, seconds: float) -> float:
-        """The largest of the ranks' times."""
-        everyone = self._transport.allgather_control(np.array([round(1e9 * seconds)], np.int64))
-        return int(everyone.max()) / 1e9
+    def _agreed(self, seconds: float = 0.0) -> tuple[float, float]:
+        """The largest of the ranks' times, and the seconds since they began; all wait for it."""
+        spent = time.perf_counter() - self._began
+        mine = np.array([round(1e9 * seconds), round(1e9 * spent)], np.int64)
+        largest, most = self._transport.allgather_control(mine).max(axis=0).tolist()
+        return largest / 1e9, most / 1e9
 
     def _time(
         self,
@@ -162,22 +180,26 @@ class Messages:
         tries: int,
         takes_part: bool,
     ) -> float:
-        """Seconds of an exchange, after a first one; 0 where it takes no part.
+        """Seconds of an exchange, after a first one; 0 where it takes no part. Collective.
 
         Of small messages the lower quartile of the tries: processors that other work takes are not
         the link's. Of large ones the mean: what a link does only now and then counts, too.
         """
         outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-        self._transport.allgather_control(np.zeros(1, np.int64))  # all begin now
-        spent = []
-        for _ in range(tries + 1 if takes_part else 0):
+
+        def timed() -> float:
             start = time.perf_counter()
-            exchange(outgoing, incoming)
-            spent.append(time.perf_counter() - start)
-        if not spent:
-            return 0.0
+            if takes_part:
+                exchange(outgoing, incoming)
+            return time.perf_counter() - start
+
+        longest, spent = self._agreed(timed())  # all begin now
         small = nbytes <= _LARGE
-        return max(float(np.quantile(spent[1:], 0.25) if small else np.mean(spent[1:])), 1e-9)
+        share = (self._seconds - spent) / (32 if small else 8)
+        times = [timed() for _ in range(max(1, int(min(tries, share / max(longest, 1e-9)))))]
+        if not takes_part:
+            return 0.0
+        return max(float(np.quantile(times, 0.25) if small else np.mean(times)), 1e-9)
 
     def _there_and_back(self, outgoing: Any, incoming: Any) -> None:
         transport, partner = self._transport, self._partner
@@ -208,11 +230,13 @@ class Messages:
         """
         transport, partner = self._transport, self._partner
         small = [np.zeros(SMALLEST, np.uint8) for _ in range(_BURST)]
-        transport.allgather_control(np.zeros(1, np.int64))
+        longest, spent = self._agreed(latency)
         if partner is None:
             return 0.0, 0.0
+        each = 2 * _BURST * max(longest, 1e-9)
+        bursts = max(1, int(min(_BURSTS, (self._seconds - spent) / each)))
         sending, whole = [], []
-        for _ in range(_BURSTS):
+        for _ in range(bursts):
             for sends in (self._first, not self._first):
                 start = time.perf_counter()
                 if sends:

@@ -111,11 +111,13 @@ def sparse_rows(
     wires: Sequence[str] = WIRES,
     levels: Sequence[str] = (),
     every: Sequence[int] = EVERY,
+    updates: bool = True,
 ) -> list[Row]:
     """Updates by each of these settings.
 
     Args:
         levels: "hosts", "flat" or both; empty: both, but flat steps of more than MOST_FLAT ranks.
+        updates: else gradients, in each step.
 
     Raises:
         ValueError: nothing can be exchanged, or a density is too low or too high for it.
@@ -134,7 +136,7 @@ def sparse_rows(
                     chosen: dict[str, Any] = {"wire": wire, "levels": level}
                     settings = Settings(density=density, **chosen)
                     hosts, many = job.hosts, job.ranks_per_host
-                    step = Step(method, job.parameters, hosts, many, settings, updates=True)
+                    step = Step(method, job.parameters, hosts, many, settings, updates=updates)
                     rows += _rows_of(job, network, kernels, step, every)
     return rows
 
@@ -150,7 +152,9 @@ def _rows_of(
     found = predict(step, network, kernels)
     two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks
-    mean = mean_seconds(step, network, kernels) if two else 0.0  # in every step
+    mean = 0.0
+    if two and step.updates:
+        mean = mean_seconds(step, network, kernels)  # in every step
     rows = []
     for steps in every:
         rows.append(

@@ -25,7 +25,7 @@ def default_sends(optimizer: Any, method: str | None, density: Any) -> str:
     return "updates" if scaled and not gradients else "gradients"
 
 
-def default_method(sends: str, density: Any, every: int) -> str:
+def default_method(sends: str, density: Any, every: int | str) -> str:
     """Of updates in each step Ok-Topk lost less than `union` at 6.25 %, more at 1.25 % and below.
 
     Nothing in between was run. With `every` above 1 `union` lost less at 1 %, too.
@@ -94,8 +94,8 @@ def refused(sends: str, arguments: dict[str, Any], optimizer: torch.optim.Optimi
         return f"replica={replica!r} is for two levels: leave out levels='flat'"
     if arguments["gradient_type"] not in ("", "float32"):
         return f"gradient_type={arguments['gradient_type']!r} is for sends='gradients': updates are float32"
-    if tables and every > 1:
-        return f"every={every} is not for tables with sparse gradients, which are summed in each step"
+    if tables and every != 1:
+        return f"every={every!r} is not for tables with sparse gradients, which are summed in each step"
     return _refused_optimizer(optimizer)
 
 

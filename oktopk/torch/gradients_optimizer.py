@@ -21,7 +21,8 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.damage import StateError, state_errors
 from oktopk.results import StepReport
 from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
-from oktopk.torch.engine import OneVector
+from oktopk.torch.auto import levels_of_state
+from oktopk.torch.engine import Engine, OneVector
 from oktopk.torch.gradients import GradientsInPlace, dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.local_step import may_only_set_up
@@ -101,6 +102,23 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
         self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
+
+    def _follow_levels(self, state: Any) -> None:
+        if "levels" not in self._open or self.reducer.steps:
+            return
+        self.reducer.meet("load_state_dict")
+        wanted = levels_of_state(state)
+        everyone = set(self.reducer.transport.allgather_objects(wanted))
+        if everyone != {wanted} or wanted in (None, self.reducer.levels):
+            return
+        comm, method, memory, options, bucket_mb = self._made_of
+        before = self.reducer
+        self._let_go()
+        self._make_reducer(comm, method, memory, options | {"levels": wanted}, bucket_mb)
+        before.close()
+        self._engine = Engine(self.reducer, self._tables, memory)
+        self._settle()
+        self._prepare(self._arguments["gradient_type"], self._arguments["overlap"])
 
     @property
     def _in_buckets(self) -> bool:
@@ -279,11 +297,15 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
         return [memo[id(parameter)] for parameter in self._wrapped.all] if self._in_buckets else None
 
-    @closes
-    def close(self) -> None:
+    def _let_go(self) -> None:
+        """Take hooks away that `_prepare` has set."""
         if self._loaded_hook is not None:
             self._loaded_hook.remove()
         self._buckets.remove()
+
+    @closes
+    def close(self) -> None:
+        self._let_go()
         super().close()
 
 

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from oktopk.torch.agreement import (
     unregister_reducer,
 )
 from oktopk.torch.arguments import check_numbers, default_method, default_sends, refused
+from oktopk.torch.auto import OPEN, check_auto, wanted_of
 from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
 from oktopk.torch.local_step import may_only_set_up
@@ -66,6 +68,8 @@ from oktopk.torch.wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
+    from collectives.host_transport import HostTransport
+    from oktopk.plan.choice import Wanted
 
 # Without itself passed, torch gives copies of found_inf, and this rank's scaler could not learn of another rank's Inf.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
@@ -118,7 +122,8 @@ class DistributedOptimizer(WrappedOptimizer):
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
             `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW, Lion), which do not
             train well on sparse gradients; gradients for all others, for SparseAdam, and where steps are dense.
-        every: steps between two exchanges of updates, >= 1.
+        every: steps between two exchanges of updates, >= 1. "auto", with `settings` and `compute_ms`: 1, or 4 where steps are
+            predicted to be a fifth shorter by that, which may cost loss; a `method` of None is "union" then.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
             `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number.
@@ -128,7 +133,12 @@ class DistributedOptimizer(WrappedOptimizer):
         replica: with updates, what steps on a gradient of its own. "rank": each rank. "host": the ranks of a host together, on
             the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
             there are several hosts with several ranks each, else "rank".
-        settings: keywords of `oktopk.Settings`.
+        settings: "auto": measure the links between hosts for at most 2 s, and take what is predicted to be fastest of the wires
+            "plain" and "float32", and of gradients of the levels, where you give none: see `oktopk.plan.choice.choose`. `chosen`
+            says what and why. Density, and a wire that you give, stay; nothing is rounded. A state that is loaded goes on with
+            its own wire, and of gradients, before the first step, with its own levels. None: the defaults.
+        compute_ms: milliseconds of a dense step on one rank, optimizer included, without communication, for every="auto".
+        keywords: those of `oktopk.Settings`.
 
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
@@ -156,6 +166,9 @@ class DistributedOptimizer(WrappedOptimizer):
     reducer: GradientAllreduce | BucketedAllreduce
     """What sums over the ranks."""
 
+    chosen: str = ""
+    """What settings="auto" took and why, in a sentence; "" without it."""
+
     _called = "DistributedOptimizer"
     _kinds: ClassVar[
         dict[str, type[DistributedOptimizer]]
@@ -164,6 +177,7 @@ class DistributedOptimizer(WrappedOptimizer):
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
     _replicas = 1  # that have moments of their own
+    _open: Sequence[str] = ()  # settings that settings="auto" chose
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
@@ -207,11 +221,13 @@ class DistributedOptimizer(WrappedOptimizer):
         order: Iterable[Tensor] | None = None,
         sparse: Sequence[Tensor] | None = None,
         sends: str | None = None,
-        every: int = 1,
+        every: int | str = 1,
         local_share: float | None = None,
         residual_decay: float | None = None,
         replica: str = "auto",
-        **settings: Any,
+        settings: str | None = None,
+        compute_ms: float | None = None,
+        **keywords: Any,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}, not a torch optimizer")
@@ -221,7 +237,7 @@ class DistributedOptimizer(WrappedOptimizer):
         parameters = TrainedParameters(optimizer, overlap or bool(bucket_mb), order, sparse)
         self._wrapped, self._parameters = parameters, parameters.dense
         trained, tables = parameters.all, parameters.tables
-        shards = ShardedReplica.of(trained, timeout_of(settings))
+        shards = ShardedReplica.of(trained, timeout_of(keywords))
         if shards is not None:
             self._parameters, tables = shards.tensors, []
         if tables and not self._parameters:  # the reducer then has this one
@@ -230,23 +246,25 @@ class DistributedOptimizer(WrappedOptimizer):
         self.length = sum(p.numel() for p in self._parameters)
         self.clip_norm = clip_norm
         if method is None:
-            method = default_method(self._sends, plain(settings.get("density", Settings.density)), every)
+            method = default_method(self._sends, plain(keywords.get("density", Settings.density)), every)
         unsaid, sends = sends is None, self._sends if sends is None else sends
         own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
         own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
         own |= {"broadcast": broadcast, "local_share": local_share, "residual_decay": residual_decay}
-        own |= {"replica": replica}
-        self._arguments: dict[str, Any] = own | settings
-        limit = Limit("DistributedOptimizer(...)", timeout_of(settings))
+        own |= {"replica": replica, "settings": settings, "compute_ms": compute_ms}
+        self._arguments: dict[str, Any] = own | keywords
+        limit = Limit("DistributedOptimizer(...)", timeout_of(keywords))
+        wanted: Wanted | None = None
         with ExitStack() as opened:  # closed where this raises
             with self._replica.together(limit.what), closing(connect(comm, limit)) as transport:
                 with transport.together(ValueError) as anywhere, self._replica.agree(limit.what) as alike:
-                    check_names(settings, DistributedOptimizer, "peer_memory")
+                    check_names(keywords, DistributedOptimizer, "peer_memory")
                     if isinstance(optimizer, DistributedOptimizer):
                         raise ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
                     self._check_sends(sends)
-                    check_numbers(sends, every, local_share, residual_decay)
-                    check_shards(trained, sends, replica, parameters.named, settings.get("levels", "auto"))
+                    check_auto(settings, every, compute_ms, sends)
+                    check_numbers(sends, 1 if every == "auto" else every, local_share, residual_decay)
+                    check_shards(trained, sends, replica, parameters.named, keywords.get("levels", "auto"))
                     problem = refused(sends, self._arguments, optimizer, bool(tables))
                     if problem and unsaid:
                         problem += (
@@ -257,7 +275,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     check_reduced_once(optimizer, trained)
                     held = trained if shards is None else self._parameters
                     check_wrapping(optimizer, held, clip_norm)
-                    check_tables(parameters.named, trained, settings)
+                    check_tables(parameters.named, trained, keywords)
                     check_buckets(overlap, bucket_mb, order is not None)
                     if parameters.lacking:
                         raise ValueError(
@@ -270,17 +288,26 @@ class DistributedOptimizer(WrappedOptimizer):
                     # before the reducer compares methods, which by default follow from `every`
                     named_alike = "sends", "clip_norm", "broadcast", "every", "local_share"
                     anywhere |= {name: own[name] for name in (*named_alike, "residual_decay", "replica")}
+                    anywhere["settings"] = settings
+                    if settings is not None:
+                        wanted = wanted_of(self._arguments, self.length, memory.device)
+                        anywhere |= {"method": method, "compute_ms": compute_ms} | asdict(wanted.settings)
                     anywhere |= {"tables with sparse gradients": len(tables)}
                     rule = type(optimizer)
                     anywhere |= {"optimizer": f"{rule.__module__}.{rule.__qualname__}"}
                 strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
+                if wanted is not None:
+                    keywords |= self._choose(transport, wanted)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
-                options |= settings | self._options()
-                self._make_reducer(comm, method, memory, options, bucket_mb if overlap or bucket_mb else None)
+                options |= keywords | self._options()
+                self._made_of = comm, method, memory, options, bucket_mb if overlap or bucket_mb else None
+                self._make_reducer(*self._made_of)
                 opened.callback(self.reducer.close)
-                peer_memory = settings.get("peer_memory")
+                peer_memory = keywords.get("peer_memory")
                 self._tables = SparseTables(comm, tables, memory, self.reducer.settings, peer_memory)
                 self._engine = Engine(self.reducer, self._tables, memory)
+                if wanted is not None:
+                    self._settle()
                 opened.callback(self._tables.close)
                 if strangers:
                     broadcast_tensors(trained, transport)
@@ -305,6 +332,28 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ValueError(
                 f"{type(self).__name__} sends {self._sends!r}, not {sends!r}: for these take {kind}"
             )
+
+    def _choose(self, transport: HostTransport, wanted: Wanted) -> dict[str, Any]:
+        """Choose what settings="auto" leaves open; returns keywords of the reducer. Collective."""
+        from oktopk.plan.choice import SHARDED, choose
+
+        choice = choose(transport, wanted) if self._replica.plain else SHARDED
+        self.chosen = choice.text
+        if self._arguments["every"] == "auto":
+            self._arguments["every"] = choice.every
+        self._open = [name for name in OPEN if getattr(wanted.settings, name) == "auto"]
+        return choice.settings
+
+    def _settle(self) -> None:
+        """Keep what the reducer has as arguments, for a copy, and let it load states of any wire, where that was open."""
+        self._arguments |= {"settings": None, "compute_ms": None, "wire": self.reducer.settings.wire}
+        if self._sends == "gradients":
+            self._arguments["levels"] = self.reducer.levels
+        for reducer in self._engine.bucketed.buckets:
+            reducer.follows_wire = "wire" in self._open
+
+    def _follow_levels(self, state: Any) -> None:
+        """Before the first step, where levels were open, take those of a state that all ranks are about to load. Collective."""
 
     # what each kind has of its own
 
@@ -512,7 +561,16 @@ class DistributedOptimizer(WrappedOptimizer):
         given: Any = state_dict
         if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
-        super().load_state_dict(given)
+        before = self._arguments.get("wire"), self._arguments.get("levels")
+        try:
+            self._follow_levels(given)
+            super().load_state_dict(given)
+        finally:
+            if self._open:
+                self._settle()
+            if before != (self._arguments.get("wire"), self._arguments.get("levels")):
+                wire, levels = self.reducer.settings.wire, self.reducer.levels
+                self.chosen += f"; then wire={wire!r}, levels={levels!r} of a loaded state"
         self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:
@@ -625,7 +683,7 @@ class DistributedOptimizer(WrappedOptimizer):
             **self._arguments,
         )
         copied._engine.load(self.reducer.state_dict(), self._tables.state())
-        copied.report = self.report
+        copied.report, copied.chosen = self.report, self.chosen
         return copied
 
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
@@ -640,7 +698,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def __repr__(self) -> str:
         library = self.reducer.transport.library
-        return f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, library={library!r})"
+        chosen = f", settings='auto': {self.chosen}" if self.chosen else ""
+        return (
+            f"DistributedOptimizer({self.inner!r}, method={self.reducer.method!r}, length={self.length}, "
+            f"library={library!r}{chosen})"
+        )
 
 
 # of `__init__`: `inspect` and the reference would take that of `__new__`

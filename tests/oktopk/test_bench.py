@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from oktopk.bench import links
 from oktopk.bench.__main__ import ALONE, BenchError, measure, report
 from oktopk.bench.links import SIZES, Messages, one_of_burst, partner_of, rounds, slope
 from oktopk.bench.table import links_table, size_of, steps_table
@@ -90,8 +91,8 @@ def test_ranks_of_a_host_and_hosts_have_links_of_their_own(tmp_path: Path) -> No
     shown = report(document)
     assert max(map(len, shown.splitlines())) <= 100
     assert "algbw GB/s   busbw GB/s" in shown
-    links = read(write(tmp_path / "links.json", document))
-    assert links.hosts == tuple(document["hosts"]) and links.kernels is None
+    known = read(write(tmp_path / "links.json", document))
+    assert known.hosts == tuple(document["hosts"]) and known.kernels is None
 
 
 def test_one_rank_has_no_links() -> None:
@@ -131,6 +132,46 @@ def test_messages_stop_growing_where_they_take_too_long() -> None:
     assert [*found[0].sizes] == [*found[1].sizes] and max(found[0].sizes) < SIZES[-1]
     alone = on_threads(3, lambda transport: Messages(transport, None, 1.0).pair(64))
     assert alone == [(0.0, 0.0)] * 3
+
+
+class Clocked:
+    """Rank 0 of two, whose messages take a latency and their bytes by a clock of its own."""
+
+    rank = 0
+
+    def __init__(self, latency: float, rate: float) -> None:
+        self.latency, self.rate, self.now = latency, rate, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def send(self, array: NDArray[Any], dest: int) -> list[int]:
+        return [array.nbytes]
+
+    receive = send
+
+    def wait(self, requests: list[int]) -> None:
+        self.now += self.latency + max(requests) / self.rate + len(requests) * self.latency / 50
+
+    def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        self.now += 2 * self.latency
+        return np.array([row])
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_a_sweep_takes_the_seconds_that_it_may(rings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for latency in (1e-6, 1e-4, 1e-3, 1e-2, 2e-2):
+        for rate in (1.25e6, 1.25e7, 1.25e8, 1.25e9, 5e10):
+            clocked: Any = Clocked(latency, rate)
+            monkeypatch.setattr(links, "time", clocked)
+            ring = (1, 1) if rings else None
+            found = Messages(clocked, 1, 0.045, rings, ring, seconds=1.8).sweep()
+            assert clocked.now < 1.9, (latency, rate)
+            assert found is not None
+            if max(found.alone.values()) > 10 * latency:
+                assert found.model()["G"] == pytest.approx(1 / rate, rel=0.2)
+            if latency < 1e-2:
+                assert max(found.sizes) >= 1 << 15 and found.latency < 10 * latency
 
 
 def test_tables_keep_to_100_columns() -> None:

@@ -139,6 +139,26 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ("hosts", {"levels": "flat"}, "replica='host' is for two levels: leave out levels='flat'"),
     ("hosts", {"sends": "gradients"}, "replica='host' is for sends='updates'"),
     ("hosts", {"method": "gtopk"}, "gtopk has flat steps only"),
+    ("reducer", {"settings": "auto"}, "settings: unknown setting"),
+    (
+        "optimizer",
+        {"settings": "other"},
+        "settings 'other' is not None or 'auto': pass each setting by its own",
+    ),
+    ("updates", {"settings": "auto", "every": "auto"}, "every='auto' with compute_ms=None: .* needs"),
+    ("updates", {"settings": "auto", "compute_ms": 5.0}, "every=1 with compute_ms=5.0: .* nothing else does"),
+    (
+        "updates",
+        {"every": "auto", "compute_ms": 5.0},
+        "every='auto' is for settings='auto' and sends='updates'",
+    ),
+    (
+        "optimizer",
+        {"settings": "auto", "every": "auto", "compute_ms": 5.0},
+        "every='auto' is for settings='auto' and sends='updates'",
+    ),
+    ("updates", {"settings": "auto", "every": "auto", "compute_ms": 0}, "compute_ms 0 is not a time > 0"),
+    ("optimizer", {"settings": "auto", "wire": "int3"}, "wire 'int3' is not 'auto' or one of"),
 ]
 SHAPES = "shapes, order or memory layouts differ between ranks"
 UNLIKE: list[tuple[str, str, Any, Any, str]] = [
@@ -160,6 +180,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
     ("optimizer", "tensors", [torch.zeros(4), torch.zeros(3)], [torch.zeros(3), torch.zeros(4)], SHAPES),
     ("optimizer", "sends", "gradients", "updates", ""),
     ("updates", "every", 1, 2, ""),
+    ("optimizer", "settings", None, "auto", ""),
     ("updates", "density", 0.01, 0.02, ""),
     ("hosts", "replica", "host", "summed", ""),
     (

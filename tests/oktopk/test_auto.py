@@ -1,0 +1,137 @@
+"""settings="auto": all ranks take what rank 0 predicts, in a bounded time, and a loaded state goes on as it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+
+from oktopk import DistributedOptimizer
+from oktopk.plan import choice
+from oktopk.plan.choice import SECONDS
+from tests.oktopk.test_choice import FAST, SLOW, links
+
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=4)]
+
+LENGTH = 4000
+
+
+def make(comm: MPI.Intracomm, kind: Any = torch.optim.SGD, **settings: Any) -> DistributedOptimizer:
+    inner = kind([nn.Parameter(torch.zeros(LENGTH))], lr=0.1)
+    return DistributedOptimizer(inner, comm, **{"density": 0.05, "ranks_per_host": 1} | settings)
+
+
+def step(optimizer: DistributedOptimizer, seed: int) -> Any:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    generator = torch.Generator().manual_seed(100 * seed + optimizer.reducer.transport.rank)
+    parameter.grad = torch.randn(LENGTH, generator=generator)
+    optimizer.step()
+    with optimizer.agreed():
+        return parameter.detach().clone()
+
+
+def over(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, rate: float, others: float) -> None:
+    """Let rank 0 measure links of one rate, and the others of another."""
+    mine = rate if comm.rank == 0 else others
+    made = links(comm.size, 1, mine)
+    monkeypatch.setattr(choice, "links_document", lambda *_, **__: made)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_ranks_take_what_rank_0_predicts(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rate, others, wire in ((SLOW, FAST, "float32"), (FAST, SLOW, "plain")):
+        over(comm, monkeypatch, rate, others)
+        optimizer = make(comm, settings="auto", bucket_mb=0.008)
+        assert len(set(comm.allgather(optimizer.chosen))) == 1
+        assert f"settings='auto': wire={wire!r}, levels='flat'" in repr(optimizer)
+        assert step(optimizer, 0).count_nonzero() and optimizer.report is not None
+        assert (optimizer.report.wire, optimizer.reducer.settings.density) == (wire, 0.05)
+        copied = copy.deepcopy(optimizer)
+        assert (copied.reducer.settings, copied.chosen) == (optimizer.reducer.settings, optimizer.chosen)
+        copied.close()
+        optimizer.close()
+
+
+def test_links_are_measured_within_their_time(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[float] = []
+    measure = choice.links_document
+
+    def timed(*given: Any, **more: Any) -> Any:
+        start = time.perf_counter()
+        document = measure(*given, **more)
+        spent.append(time.perf_counter() - start)
+        return document
+
+    monkeypatch.setattr(choice, "links_document", timed)
+    kind, more = torch.optim.AdamW, {"every": "auto", "compute_ms": 1e6}
+    optimizer = make(comm, kind, settings="auto", wire="int8", ranks_per_host=comm.size // 2 or 1, **more)
+    if comm.size == 1:
+        assert spent == [] and optimizer.chosen == "the defaults, as one rank has no links"
+    else:
+        assert 0 < max(spent) <= SECONDS and ", measured" in optimizer.chosen
+    step(optimizer, 0)
+    assert optimizer.report is not None  # each step exchanges, where it computes for 1,000 s
+    assert (optimizer.reducer.settings.wire, optimizer.report.every) == ("int8", 1)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_wire_of_a_loaded_state_wins(
+    comm: MPI.Intracomm, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over(comm, monkeypatch, SLOW, SLOW)
+    before = make(comm, kind, wire="int4")
+    step(before, 0)
+    state = copy.deepcopy(before.state_dict())
+    held = before.param_groups[0]["params"][0].detach().clone()
+    expected = step(before, 1)
+    before.close()
+    refusing = make(comm, kind, wire="plain", settings="auto")
+    with pytest.raises(ValueError, match="state has wire 'int4', this reducer 'plain'"):
+        refusing.load_state_dict(state)
+    refusing.close()
+    optimizer = make(comm, kind, settings="auto")
+    optimizer.param_groups[0]["params"][0].detach().copy_(held)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert torch.equal(step(optimizer, 1), expected)
+    assert optimizer.report is not None and optimizer.report.wire == "int4"
+    assert optimizer.chosen.endswith("; then wire='int4', levels='flat' of a loaded state")
+    unknown = copy.deepcopy(state)
+    next(iter(unknown["reducer"].values()))[0]["wire"] = "int3"
+    with pytest.raises(ValueError, match="wire 'int3' of the state is not one of plain, float32"):
+        optimizer.load_state_dict(unknown)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize(("saved", "measured", "bucket_mb"), [("flat", FAST, 0.0), ("hosts", SLOW, 0.008)])
+def test_the_levels_of_a_loaded_state_win_before_the_first_step(
+    comm: MPI.Intracomm, saved: str, measured: float, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = links(comm.size // 2, 2, SLOW / measured * FAST, measured)
+    monkeypatch.setattr(choice, "links_document", lambda *_, **__: made)
+    more = {"ranks_per_host": 2, "bucket_mb": bucket_mb}
+    before = make(comm, levels=saved, **more)
+    step(before, 0)
+    state = copy.deepcopy(before.state_dict())
+    held = before.param_groups[0]["params"][0].detach().clone()
+    expected = step(before, 1)
+    before.close()
+    optimizer = make(comm, settings="auto", **more)
+    assert optimizer.reducer.levels != saved
+    optimizer.param_groups[0]["params"][0].detach().copy_(held)
+    optimizer.load_state_dict(state)
+    assert torch.equal(step(optimizer, 1), expected)
+    assert optimizer.report is not None and optimizer.report.levels == saved
+    assert f"levels={saved!r} of a loaded state" in repr(optimizer)
+    other = make(comm, settings="auto", **more)
+    step(other, 0)  # has a residual to lose
+    with pytest.raises(ValueError, match=r"the state is of .*redistribute"):
+        other.load_state_dict(copy.deepcopy(state))
+    other.close()
+    optimizer.close()
