@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from jobs.config.modes import DDP_MODES, TRAINING_MODES
+from jobs.config.modes import TRAINING_MODES
 from jobs.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -120,7 +120,7 @@ def _bucket_mb(config: Mapping[str, Any]) -> float | None:
     """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
     reduction = config.get("reduction", {})
     method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
-    if method not in DDP_MODES and not reduction.get("overlap"):
+    if method != "ddp" and not reduction.get("overlap"):
         return None
     if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
         return given or DEFAULT_BUCKET_MB

@@ -198,7 +198,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The torch optimizer that sees the reduced, averaged gradient; for sparseloco and updates each rank's own."""
+    """The torch optimizer that sees the reduced, averaged gradient; for updates each rank's own."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """The torch optimizer of that name"""
@@ -221,8 +221,7 @@ class OptimizerConfig(Section):
     decay_vectors: bool = True
     """Whether biases and the weights of norms decay as well"""
     clip_norm: float = Field(default=0.0, ge=0.0)
-    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco and updates of a rank's own; 0: no
-    clipping"""
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for updates of a rank's own; 0: no clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -296,8 +295,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb`, `powersgd_rank`,
-    `powersgd_start`, `sparseloco_steps` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb` and `nccl_p2p` are those of
+    oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -332,16 +331,10 @@ class ReductionConfig(Section):
     overlap: bool = False
     """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
-    """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
-    powersgd_rank: int = Field(default=1, ge=1)
-    """For powersgd: rank of the matrices that approximate a parameter's gradient"""
-    powersgd_start: int = Field(default=1000, ge=2)
-    """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
-    sparseloco_steps: int = Field(default=15, ge=1)
-    """For sparseloco: number of steps that each rank takes alone before an exchange"""
+    """For overlap and ddp: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     nccl_p2p: bool = True
-    """For nccl, ddp, powersgd and sparseloco: let NCCL copy from GPU to GPU; false: through host memory
-    (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
+    """For nccl and ddp: let NCCL copy from GPU to GPU; false: through host memory (NCCL_P2P_DISABLE=1), a stand-in for hosts
+    without NVLink"""
 
     @field_validator("method")
     @classmethod
@@ -384,8 +377,7 @@ class TrainingConfig(Section):
     """Store images and convolutions with their channels last"""
     cuda_graph: bool = False
     """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; ddp
-    does so after 11 steps of a job, powersgd after powersgd_start steps as well; with updates
-    the passes alone"""
+    does so after 11 steps of a job; with updates the passes alone"""
     deterministic: bool = False
     """Compute the same bits from run to run on a GPU too, at the price of speed"""
     steps: int = Field(default=0, ge=0)

@@ -215,8 +215,6 @@ def _speed_trial(name: str, method: str, ranks: int, steps: int, settings: Mappi
         "reduction.density_warmup_steps": 0,
         "reduction.first_density": Settings.first_density,
     }
-    if method == "powersgd":
-        short["reduction.powersgd_start"] = 2  # the least
     return _trial(name, "speed", method, ranks, 0, short)
 
 

@@ -17,15 +17,13 @@ from jobs.cluster.agreement import decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Found
 from jobs.train.optimizers import kept_by
-from jobs.train.reduce.reduction import ReducingOptimizer, agreed, steps_alone
+from jobs.train.reduce.reduction import ReducingOptimizer
 from oktopk import MissingRanksError
 from oktopk.elastic import check_redistributed, redistribute
+from oktopk.torch.updates import UpdatesOptimizer
 
 RESIDUALS = ("reducer", "tables", "updates")
 """Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""
-
-MOMENTS = "state"
-"""That of the torch optimizer, which differs too where each rank's steps alone."""
 
 
 class Position(NamedTuple):
@@ -57,15 +55,15 @@ def capture(
 
     Returns:
         (common, own): what is equal on all ranks, and what is this rank's: residual, thresholds and boundaries, the buffers
-        (batch norm), random-number generators, and the place in the data; where ranks step alone also their optimizers' state.
+        (batch norm), random-number generators, and the place in the data; of updates the moments are among the residuals.
         Tensors are not copied, but parameters that all ranks agree on where they hold their own.
     """
-    state, alone = dict(optimizer.state_dict()), steps_alone(optimizer)
+    state, alone = dict(optimizer.state_dict()), isinstance(optimizer, UpdatesOptimizer)
     # each rank's own: what it has not sent
-    residuals = {name: state.pop(name) for name in (*RESIDUALS, *[MOMENTS] * alone) if name in state}
-    if "updates" in residuals:
-        del residuals[MOMENTS]  # it has them, and `redistribute` puts them back
-    with agreed(optimizer):
+    residuals = {name: state.pop(name) for name in RESIDUALS if name in state}
+    if alone:
+        del state["state"]  # the moments, which "updates" has; `redistribute` puts them back
+    with optimizer.agreed():
         parameters = {name: p.detach().clone() if alone else p for name, p in model.named_parameters()}
     common = {"model": parameters, "optimizer": state}
     own = {
@@ -100,7 +98,7 @@ def restore(
 
     def saved_residuals(saved_rank: int) -> dict[str, Any]:
         own = found.own(saved_rank)
-        return {name: own[name] for name in (*RESIDUALS, MOMENTS) if name in own}
+        return {name: own[name] for name in RESIDUALS if name in own}
 
     def read() -> tuple[dict[str, Any], Position]:
         """What a rank can do by itself."""

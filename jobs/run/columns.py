@@ -120,8 +120,7 @@ STEP_COLUMNS: dict[str, Column] = {
     "skipped": Column("i1", "1: a gradient was not finite and the step was skipped"),
     "dense": Column(
         "i1",
-        "1: the whole gradient was summed (method, warm-up or high density), by powersgd in low rank; of sparseloco every step, "
-        "of updates those without an exchange",
+        "1: the whole gradient was summed (method, warm-up or high density); of updates steps without an exchange",
         source=lambda step: step.report.method == "dense",
     ),
     "seconds_data": _of_phase("data"),

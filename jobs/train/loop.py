@@ -28,7 +28,7 @@ from jobs.train.batches import BatchStream
 from jobs.train.optimizers import learning_rate_factor
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
-from jobs.train.reduce.reduction import agreed, apply, reduce
+from jobs.train.reduce.reduction import apply, reduce
 from jobs.train.setup import Setup
 from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
 from oktopk import average_buffers
@@ -144,7 +144,7 @@ class TrainingLoop:
         self._write()
 
     def _check_same_parameters(self, done: int) -> None:
-        with agreed(self.optimizer):
+        with self.optimizer.agreed():
             check_same_parameters(self.workload.model, self.comm, done, buffers=False)
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -252,7 +252,7 @@ class TrainingLoop:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
         average_buffers(self.workload.model, self.comm)
-        with agreed(self.optimizer):
+        with self.optimizer.agreed():
             check_same_parameters(self.workload.model, self.comm, done)
             score = self.workload.score()
         sums = np.array(dataclasses.astuple(score), np.float64)

@@ -28,7 +28,7 @@ PLANS = {
     "gpt": "--steps 2000 --seeds 2",
     "gpt without GPUs": "--steps 2000 --no-gpu-methods --seeds 1 --speed-steps 0",
     "vit": "--steps 500 --set data.name=cifar10",
-    "vit, chosen": "--steps 500 --methods dense powersgd-2 --speed-steps 0 --set data.name=cifar10",
+    "vit, chosen": "--steps 500 --methods dense ddp-bfloat16 --speed-steps 0 --set data.name=cifar10",
     "vit without GPUs": "--steps 500 --no-gpu-methods --seeds 1 --set data.name=cifar10",
 }
 """Name, of which the first word is the experiment's -> the command line."""

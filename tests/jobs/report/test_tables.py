@@ -99,10 +99,10 @@ def speed(folder: Path) -> Runs:
     }
     runs = [
         write_run(
-            folder / f"{ranks}-{rank}.h5", method="powersgd", ranks=ranks, settings={"powersgd_rank": rank}
+            folder / f"{ranks}-{size}.h5", method="dense-ovlp", ranks=ranks, settings={"bucket_mb": size}
         )
         for ranks in (1, 2)
-        for rank in (1, 4)
+        for size in (1, 4)
     ]
     runs += [
         write_run(folder / "nccl.h5", method="nccl", ranks=2, cuda_graph=True),

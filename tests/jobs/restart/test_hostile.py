@@ -19,9 +19,7 @@ from jobs.restart.files import Manifest
 from jobs.restart.packing import Snapshot
 from jobs.restart.session import Found, find
 from jobs.restart.state import Position, Progress, capture, restore
-from jobs.train.reduce.process_group import start_process_group, stop_process_group
-from jobs.train.reduce.reduction import agreed, apply, reduce
-from jobs.train.reduce.sparseloco import SparseLocoTraining
+from jobs.train.reduce.reduction import apply, reduce
 from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank
 from tests.training import flat, network, squares
@@ -38,12 +36,8 @@ class Run:
         self.comm, self.folder = comm, folder
         self.model = network()
         adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.optimizer: Any
-        if sends == "sparseloco":
-            self.optimizer = SparseLocoTraining(adam, 0.0, comm.size, 3)
-        else:
-            every = 1 + 2 * (sends == "updates")
-            self.optimizer = DistributedOptimizer(adam, comm, density=0.1, sends=sends, every=every)
+        every = 1 + 2 * (sends == "updates")
+        self.optimizer: Any = DistributedOptimizer(adam, comm, density=0.1, sends=sends, every=every)
         self.identity = {"model": "a model", "method": "oktopk", "length": self.optimizer.length}
 
     def train(self, step: int = 0) -> None:
@@ -157,16 +151,13 @@ def test_a_set_that_is_no_state_is_refused_by_name(started: Run, comm: MPI.Intra
     started.train()  # what was restored can go on
 
 
-@pytest.mark.parametrize("sends", ["updates", "sparseloco"])
-def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, sends: str) -> None:
-    if sends == "sparseloco":
-        start_process_group(comm, torch.device("cpu"), "gloo", "")
+def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder = comm.bcast(tmp_path)
-    run = Run(comm, folder, sends)
+    run = Run(comm, folder, "updates")
     for step in range(4):  # one behind an exchange
         run.train(step)
     common, own = run.states()
-    with agreed(run.optimizer):
+    with run.optimizer.agreed():
         assert all(torch.equal(p, common["model"][name]) for name, p in run.model.named_parameters())
         together = flat(run.model).tobytes()
     assert set(comm.allgather(together)) == {together}
@@ -175,7 +166,7 @@ def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, 
     run.train(4)
     run.train(5)
     wanted = run.states()
-    other = Run(comm, folder, sends)
+    other = Run(comm, folder, "updates")
     assert other.resume(pytest.fail) == Progress(4, Position(0, 8))
     other.train(4)
     other.train(5)
@@ -184,5 +175,3 @@ def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, 
         snapshot.take(dict(zip(("common", "own"), states, strict=True)))
     assert taken[0].tensors.keys() == taken[1].tensors.keys()
     assert all(torch.equal(tensor, taken[1].tensors[name]) for name, tensor in taken[0].tensors.items())
-    if sends == "sparseloco":
-        stop_process_group()
