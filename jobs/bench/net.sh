@@ -229,7 +229,7 @@ bench() {
     else
         defaults+=(--dense-steps 10)
     fi
-    defaults+=(--methods "${methods[@]}" --link "$rate")
+    defaults+=(--methods "${methods[@]}")
     "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
         --network "$hosts hosts, $network" "$@" </dev/null
 }

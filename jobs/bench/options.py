@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from collectives.sparse import check_length
 from data.command import attribute_texts
 from jobs.bench.device import DEVICES, PROFILES
-from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
+from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.libraries import ALGORITHMS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -87,8 +87,6 @@ class Options:
         json: File to write all results to; default: none
         memory: Skip the measurement of memory, which slows the last steps of the warm-up
         network: Network that joins the ranks, in words for the record; default: none
-        link: Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and
-            a transfer of a step's size shows whether it holds; default: not told
         quiet: Print neither tables nor progress on the terminal
     """
 
@@ -107,7 +105,6 @@ class Options:
     json: Path | None = None
     memory: bool = True
     network: str = ""
-    link: str = ""
     quiet: bool = False
     module: str = "jobs.bench"  # that the command of the document names
 
@@ -140,7 +137,6 @@ _READ: dict[str, dict[str, Any]] = {
     "settings": {"action": _Setting, "metavar": "NAME=VALUE"},
     "json": {"type": Path, "metavar": "FILE"},
     "memory": {"action": "store_false"},
-    "link": {"metavar": "RATE"},
     "quiet": {"action": "store_true"},
 }
 """Field -> how its option is read; others are a text."""
@@ -199,8 +195,6 @@ def parse(words: Sequence[str]) -> Options:
         Settings(density=density, **options.settings)
     except (TypeError, ValueError) as error:
         raise BenchError(str(error)) from None
-    if options.link:
-        bits_per_second(options.link)
     interval = options.threshold_interval
     if steps < interval:
         raise BenchError(
