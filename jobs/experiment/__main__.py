@@ -6,7 +6,7 @@
     python -m jobs.experiment vit -o vit --steps 500
 
 Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
-batches; bert also trains Ok-Topk with other intervals and densities, vit also DDP with its bfloat16 hook, gpt also updates.
+batches; vit also trains DDP with its bfloat16 hook, gpt also updates.
 It prints what it is about to do, skips the runs whose files are complete, stops the run at work with a checkpoint after
 --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
 

@@ -50,8 +50,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    usual = validate(base)
-    every = trials(experiment, options, {name: usual.value(name) for name in experiment.swept})
+    every = trials(experiment, options)
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))

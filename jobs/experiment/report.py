@@ -233,7 +233,6 @@ def write_report(
     written = report(
         files["train"],
         folder,
-        sweep=files["sweep"],
         throughput=files["speed"],
         target=experiment.accuracy,
         title=experiment.title,
