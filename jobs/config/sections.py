@@ -417,7 +417,8 @@ class RunConfig(Section):
     time_stages: bool = False
     """Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little"""
     timeline: bool = False
-    """Record when each rank began each phase, bucket and stage of some steps, for jobs.timeline; 65 bytes each"""
+    """Write when each rank began each phase, bucket and stage of some steps into RUN-timeline.json beside the run file, a
+    trace for Perfetto; some 130 bytes each"""
     timeline_after: int = Field(default=10, ge=0)
     """Number of steps before the first of a timeline"""
     timeline_steps: int = Field(default=10, ge=0)

@@ -147,7 +147,6 @@ class RunReader:
     evaluations = partialmethod(columns, "evaluations")
     measures = partialmethod(columns, "measures")
     segments = partialmethod(columns, "segments")
-    timeline = partialmethod(columns, "timeline")
 
     def record(self) -> RunRecord:
         """All of it."""
