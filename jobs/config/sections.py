@@ -54,14 +54,14 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "gpt", "vit", "skipgram", "own"] = "vgg16"
+    name: Literal["vgg16", "lstm", "bert", "gpt", "vit", "own"] = "vgg16"
     """The network to train; `own` is the one that `factory` makes"""
     width: float = Field(default=1.0, gt=0.0, le=8.0)
     """For vgg16 and lstm: factor on the channels of every layer"""
     layers: int = Field(default=12, ge=1)
     """For bert, gpt and vit: number of layers"""
     hidden: int = Field(default=768, ge=64, multiple_of=64)
-    """For bert, gpt and vit: number of channels, 64 to a head; for skipgram elements of a row"""
+    """For bert, gpt and vit: number of channels, 64 to a head"""
     patch: int = Field(default=32, ge=1)
     """For vit: pixels per side of a patch"""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
@@ -70,15 +70,6 @@ class ModelConfig(Section):
     """For bert and gpt: words that the text file must have; 0: as many as it has"""
     positions: int = Field(default=0, ge=0)
     """For gpt: tokens that the sequences of the text file must have; 0: as many as they have"""
-    rows: int = Field(default=200_000, ge=1)
-    """For skipgram: rows of the table of word pairs, which share rows by hashing"""
-    sparse: bool = True
-    """For skipgram: make gradients of the rows that a batch touches, which methods of oktopk sum row by row; false: of the whole
-    tables"""
-    window: int = Field(default=5, ge=1)
-    """For skipgram: words on either side of a pair that its context is drawn from"""
-    negatives: int = Field(default=5, ge=1)
-    """For skipgram: words drawn at random that a context is told from"""
     factory: str = ""
     """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -87,8 +78,7 @@ class ModelConfig(Section):
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
         "layers": ("bert", "gpt", "vit"),
-        "hidden": ("bert", "gpt", "vit", "skipgram"),
-        **dict.fromkeys(("rows", "sparse", "window", "negatives"), ("skipgram",)),
+        "hidden": ("bert", "gpt", "vit"),
         "dropout": ("bert",),
         "vocabulary": ("bert", "gpt"),
         "positions": ("gpt",),
@@ -139,7 +129,7 @@ def _is_json(value: Any) -> bool:
 class DataConfig(Section):
     """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
 
-    `an4` is for lstm, `text` for bert, gpt and skipgram, all others are images.
+    `an4` is for lstm, `text` for bert and gpt, all others are images.
     """
 
     name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
