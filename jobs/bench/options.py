@@ -85,7 +85,6 @@ class Options:
         settings: Setting of the reduction for all methods, such as threshold_interval=32; may be repeated
         commit: Commit that is measured, for the record; default: the one that git names
         json: File to write all results to; default: none
-        memory: Skip the measurement of memory, which slows the last steps of the warm-up
         network: Network that joins the ranks, in words for the record; default: none
         quiet: Print neither tables nor progress on the terminal
     """
@@ -103,7 +102,6 @@ class Options:
     settings: dict[str, Any] = field(default_factory=dict)
     commit: str = ""
     json: Path | None = None
-    memory: bool = True
     network: str = ""
     quiet: bool = False
     module: str = "jobs.bench"  # that the command of the document names
@@ -121,7 +119,7 @@ class Options:
 
 TEXTS = attribute_texts(Options)
 OPTIONS = {name: "--" + name.replace("_", "-") for name in TEXTS}
-OPTIONS |= {"lengths": "--length", "settings": "--set", "memory": "--no-memory"}
+OPTIONS |= {"lengths": "--length", "settings": "--set"}
 """Field -> its flag."""
 _READ: dict[str, dict[str, Any]] = {
     "methods": {"nargs": "+", "metavar": "NAME"},
@@ -136,7 +134,6 @@ _READ: dict[str, dict[str, Any]] = {
     "gradient_type": {"choices": GRADIENT_TYPES["cuda"]},
     "settings": {"action": _Setting, "metavar": "NAME=VALUE"},
     "json": {"type": Path, "metavar": "FILE"},
-    "memory": {"action": "store_false"},
     "quiet": {"action": "store_true"},
 }
 """Field -> how its option is read; others are a text."""
@@ -158,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
     made = Parser(
         prog="python -m jobs.launch -n RANKS -m jobs.bench",
-        description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
+        description="Time gradient allreduces on the same gradients in one run, and count their words and messages.",
         epilog="examples:\n"
         "  python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
         "  python -m jobs.launch -n 2 -m jobs.bench --device cuda --methods oktopk nccl --json gpu.json",

@@ -63,12 +63,7 @@ def _measure(
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
     except ValueError as error:  # raised on every rank alike; anything else ends the job
         raise BenchError(str(error)) from error
-    course = Course(
-        options.warmup,
-        options.steps,
-        options.dense_steps,
-        watched=min(options.warmup, options.threshold_interval) if options.memory else 0,
-    )
+    course = Course(options.warmup, options.steps, options.dense_steps)
     with tqdm(
         total=course.warmup + course.steps,
         desc=f"bench, {comm.size} ranks",

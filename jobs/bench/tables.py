@@ -1,4 +1,4 @@
-"""Renders a bench document as text: times, traffic, stages, memory."""
+"""Renders a bench document as text: times, traffic, stages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ def run_tables(run: Run, content: Run) -> list[Block]:
     heading += _left_out(run)
     digits = 4 if on_gpu else 2
     times = times_table(methods, run.get("baseline"), digits)
-    tables: list[Block] = [heading, times, traffic_table(methods), *stages_tables(methods, digits)]
-    if any(method["memory"]["regular"] for method in methods):
-        tables.append(memory_table(methods))
-    return tables
+    return [heading, times, traffic_table(methods), *stages_tables(methods, digits)]
 
 
 def reference(methods: list[Run], baseline: str | None = None) -> Run | None:
@@ -117,22 +114,6 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
         title = f"{kind} steps, ms: mean / least rank"
         blocks += by_method(title, functools.partial(on_host, kind), methods, f"stages.{kind}")
     return blocks
-
-
-def memory_table(methods: list[Run]) -> Table:
-    """Megabytes that a step takes and gives back."""
-
-    def n_sized(method: Run) -> str:
-        found = [at(method, f"memory.{kind}.n_sized") for kind in ("regular", "exact")]
-        return "yes" if any(found) else MISSING if found == [None, None] else "no"
-
-    columns = [Column("MB taken", NAME)]
-    for kind in ("regular", "exact"):
-        columns.append(Column(f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
-        columns.append(Column("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))
-    if any(at(method, "memory.regular.synchronizations") is not None for method in methods):
-        columns.append(Column("waits, regular", figure("memory.regular.synchronizations")))
-    return table([*columns, Column("n-sized", n_sized)], methods)
 
 
 _OF_SCRIPTS = {
