@@ -86,7 +86,6 @@ class Experiment(Model):
         speed_steps: of a run that is compared by its speed, likewise.
         speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
         scaling: whether speeds are compared on fewer ranks too, likewise.
-        staged: whether Ok-Topk runs once more with its stages timed one by one.
     """
 
     title: str
@@ -101,7 +100,6 @@ class Experiment(Model):
     speed_steps: int = 200
     speed_batches: tuple[int, ...] = ()
     scaling: bool = True
-    staged: bool = False
     rivals: Mapping[str, Mapping[str, Any]] = {}
     buckets: tuple[float, ...] = ()
 
@@ -176,8 +174,6 @@ def trials(experiment: Experiment, options: argparse.Namespace) -> list[Trial]:
     for name in rivals:
         sizes = [(f"-{size:g}mb", {"reduction.bucket_mb": size}) for size in experiment.buckets] or [("", {})]
         timed += [(f"{name}{size}", methods[name], {**ways[name], **bucket}) for size, bucket in sizes]
-    if experiment.staged and "oktopk" in fast:
-        timed.append(("oktopk-stages", "oktopk", {"run.time_stages": True}))
     steps = options.speed_steps
     for size in sorted(options.speed_ranks, reverse=True) if steps else ():
         for batch in options.speed_batches or (None,):
