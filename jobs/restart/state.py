@@ -107,7 +107,7 @@ def restore(
             check_redistributed(residuals)
             state = {**common["optimizer"], **residuals}
             if missing := {"state", "param_groups"} - state.keys():
-                raise KeyError(*missing)
+                raise KeyError(min(missing))
             position, saved = Position(**own["position"]), common["model"] | own["buffers"]
             if not all(0 <= number < 2**53 for number in position):
                 raise ValueError(f"{position} is no place in the data")
