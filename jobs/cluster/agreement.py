@@ -21,10 +21,7 @@ class Refused(Exception):  # noqa: N818 - a decision of all ranks together, not 
 
 
 def decide_on_root(
-    comm: MPI.Intracomm,
-    action: Callable[[], Result],
-    faults: Faults,
-    raises: Callable[[str], Exception] = Refused,
+    comm: MPI.Intracomm, action: Callable[[], Result], faults: Faults, raises: type[Exception] = Refused
 ) -> Result:
     """Run the action on rank 0 alone and give its result to every rank; collective.
 

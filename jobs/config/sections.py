@@ -416,8 +416,8 @@ class RunConfig(Section):
     commit: str = ""
     """Commit of the sources, for the record; empty: the one that git names"""
     watchdog: float = Field(default=600.0, ge=0.0)
-    """Seconds without a step after which every rank's stack is printed and the job ended, also while a checkpoint is
-    written; 0: never"""
+    """Seconds without a step after which every rank's stack is printed and the job ended; 0: never. A checkpoint that takes
+    longer to write is an error"""
     watchdog_around: float = Field(default=1800.0, ge=0.0)
     """Seconds of the same limit for the start of a job up to its first step, for an evaluation, and for its end; 0: never"""
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from data.durable import create, own_folder, sync
-from jobs.restart.packing import Packed, unpack
+from jobs.restart.packing import Snapshot, unpack
 
 FORMAT = "oktopk checkpoint 1"
 COMMON = "common.safetensors"
@@ -92,17 +92,18 @@ def draft_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}"
 
 
-def write_part(path: Path, packed: Packed) -> Part:
-    """Write a state, on to the disk itself; the draft is made, the folder around it must be there.
+def write_part(path: Path, snapshot: Snapshot) -> Part:
+    """Write a snapshot, on to the disk itself; the draft is made, the folder around it must be there.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
+    snapshot.wait()
     # no parents: what a lost file system leaves is no place to write to
     with own_folder(path.parent) as draft:
         part = draft / path.name
         os.close(create(part))  # the library may follow a link
-        safetensors.torch.save_file(packed.tensors, part, metadata={"state": packed.tree})
+        safetensors.torch.save_file(snapshot.tensors, part, metadata={"state": snapshot.tree})
         # the library makes it its owner's alone; the folder has what this user's umask leaves
         part.chmod(draft.stat().st_mode & 0o666)
         written = _measure(part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,34 +17,48 @@ from torch import Tensor
 _PLAIN = (str, int, float, bool, type(None))
 
 
-class Packed(NamedTuple):
-    """A copy of a state on the host.
+class Snapshot:
+    """A copy of a state on the host, which training may go on without changing.
+
+    Taking one again copies into the same memory: first touches of fresh pages would cost several times the copy.
 
     Attributes:
         tree: JSON that says where each tensor belongs.
         tensors: name -> host tensor; the name is the path in the state, parts joined by "/".
     """
 
-    tree: str
-    tensors: dict[str, Tensor]
+    def __init__(self) -> None:
+        self.tree = ""
+        self.tensors: dict[str, Tensor] = {}
+        self._copying: list[torch.cuda.Event] = []
 
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Copy the state.
 
-def pack(state: Mapping[str, Any]) -> Packed:
-    """Copy a state to the host.
+        Copies from a GPU are queued on its current stream, so that they see what has been queued before: `wait` for them.
 
-    Raises:
-        TypeError: something in the state is neither data nor a container of it; names where.
-    """
-    tensors: dict[str, Tensor] = {}
-    tree = json.dumps(_encode(state, "", tensors))
-    # a copy of each: safetensors takes none that share memory
-    return Packed(
-        tree, {name: torch.empty(one.shape, dtype=one.dtype).copy_(one) for name, one in tensors.items()}
-    )
+        Raises:
+            TypeError: something in the state is neither data nor a container of it; names where.
+        """
+        given: dict[str, Tensor] = {}
+        self.tree = json.dumps(_encode(state, "", given))
+        kept, self.tensors = self.tensors, {}
+        for name, tensor in given.items():
+            host = kept.get(name)
+            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.tensors[name] = host.copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+            self._copying.append(torch.cuda.current_stream(device).record_event())
+
+    def wait(self) -> None:
+        """Return when the copies are complete; any thread may wait."""
+        while self._copying:
+            self._copying.pop().synchronize()
 
 
 def unpack(tree: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state that `pack` copied; its arrays and tensors are those given.
+    """The state that `Snapshot.take` took; its arrays and tensors are those given.
 
     Raises:
         ValueError, KeyError: the tree is not one, or names a tensor that is not there.

@@ -98,7 +98,7 @@ class Phase(enum.Enum):
     STARTING = "starting"
     STEPPING = "no step"
     EVALUATING = "evaluating"
-    WRITING = "writing a checkpoint"
+    WAITING = "waiting for a checkpoint"
     ENDING = "ending"
 
 
@@ -111,7 +111,7 @@ class Watchdog:
 
     Args:
         comm: collective: a rank leaves when all do, so that one that hangs at its end is still found.
-        step: seconds without a step, or for the files of a checkpoint; 0: for ever.
+        step: seconds without a step; 0: for ever. A checkpoint that is waited for has its own bound, so it is given twice that.
         around: seconds that the start, an evaluation, and the end may take, each; 0: for ever.
         together: errors that every rank raises alike. With any other a rank leaves alone.
     """
@@ -172,7 +172,8 @@ class Watchdog:
             idle += _PULSE
             if self._moves != seen:
                 seen, idle = self._moves, 0.0
-            seconds = self.step if self._phase in (Phase.STEPPING, Phase.WRITING) else self._around
+            limits = {Phase.STEPPING: self.step, Phase.WAITING: 2.0 * self.step}
+            seconds = limits.get(self._phase, self._around)
             if seconds and idle >= seconds:
                 self._end(seconds)
                 idle = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -44,13 +45,13 @@ class Run(Checkpointer):
         super().__init__(comm, folder, IDENTITY | {"config": {}}, due, self.signals, watchdog, done=done)
         self.saved: list[int] = []
 
-    def save(self, done: int, *states: Any) -> None:
+    def save(self, done: int, *states: Any, wait: bool = False) -> None:
         self.saved.append(done)
         states = (
             {"weights": torch.full((10,), float(done))},
             {"mine": torch.full((10,), float(self.comm.rank))},
         )
-        super().save(done, *states)
+        super().save(done, *states, wait=wait)
 
     def run(self, steps: range, last: int = 0, seconds: float = 0.0) -> None:
         """Steps with what is due after each."""
@@ -59,9 +60,9 @@ class Run(Checkpointer):
             self.after_step(step, last=step == last, capture=lambda: ({}, {}), before=lambda: None)
 
     def save_all(self, *steps: int) -> None:
-        """Checkpoints after these steps, and the end."""
+        """Checkpoints after these steps, each waited for; and the end."""
         for step in steps:
-            self.save(step)
+            self.save(step, wait=True)
         self.close()
 
 
@@ -77,7 +78,7 @@ def test_sets_are_due_by_steps_and_at_the_end(comm: MPI.Intracomm, folder: Path)
     made = Run(comm, folder, steps=10)
     made.run(range(1, 26), last=25, seconds=0.02)
     made.close()
-    assert made.saved == [10, 20, 25]
+    assert (made.saved[0], made.saved[-1]) == (10, 25)
     assert comm.allgather(made.saved) == [made.saved] * comm.size
     found = found_set(comm, folder)
     assert (found.step, found.ranks) == (25, comm.size)
@@ -101,6 +102,7 @@ def test_sets_are_due_by_the_clock_once_an_interval(comm: MPI.Intracomm, folder:
 def test_a_signal_on_one_rank_stops_all_together(comm: MPI.Intracomm, folder: Path, written: bool) -> None:
     made = Run(comm, folder if written else None, steps=3)
     made.run(range(1, 5))
+    made.wait()  # no set is due while one is being written
     made.signals.received = 10 * (comm.rank == comm.size - 1)
     with pytest.raises(Interrupted) as stopped:
         made.run(range(5, 100))
@@ -112,25 +114,40 @@ def test_a_signal_on_one_rank_stops_all_together(comm: MPI.Intracomm, folder: Pa
 
 
 @pytest.mark.mpi
+def test_no_set_is_due_while_one_is_being_written(
+    comm: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, write_part = threading.Event(), files.write_part
+    monkeypatch.setattr(files, "write_part", lambda *part: free.wait(20.0) and write_part(*part))
+    made = Run(comm, folder, steps=2)
+    made.run(range(1, 8))
+    assert made.saved == [2]
+    free.set()
+    made.run(range(8, 40), seconds=0.02)
+    made.close()
+    assert len(made.saved) > 2
+    assert comm.allgather(made.saved) == [made.saved] * comm.size
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("rank", [0, -1])
 def test_writing_that_fails_on_one_rank_is_an_error_everywhere(
     comm: MPI.Intracomm, folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_part = files.write_part
+    failing, ended = threading.Event(), threading.Event()
 
-    def write(path: Path, packed: Any) -> Any:
-        if comm.rank == rank % comm.size:
-            raise OSError
-        return write_part(path, packed)
+    def write(path: Path, snapshot: Any) -> None:
+        (failing if comm.rank == rank % comm.size else ended).wait(20.0)
+        raise OSError
 
     made = Run(comm, folder)
-    made.save(1)
     monkeypatch.setattr(files, "write_part", write)
-    named = f"rank {rank % comm.size}: " * (comm.size > 1)
-    with pytest.raises(CheckpointError, match=f"of step 2 could not be written to .*: {named}OSError"):
-        made.save(2)
-    comm.barrier()
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    made.save(1)
+    made.run(range(2, 5))
+    failing.set()
+    with pytest.raises(CheckpointError, match=r"of step 1 could not be written to .*OSError"):
+        made.run(range(5, 500), seconds=0.01)
+    ended.set()
 
 
 @pytest.mark.mpi

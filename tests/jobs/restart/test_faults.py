@@ -155,9 +155,6 @@ def test_a_stopped_rank_is_found_by_the_others(tmp_path: Path) -> None:
         pytest.param(
             "0:close", "watchdog_around", "ending for 6 s, 60 steps done", "in __exit__", marks=WAITS
         ),
-        pytest.param(
-            "1:write", "watchdog", "writing a checkpoint for 6 s, 10 steps done", "in save", marks=WAITS
-        ),
     ],
 )
 def test_a_rank_that_hangs_makes_every_rank_print_its_stack(
@@ -173,6 +170,17 @@ def test_a_rank_that_hangs_makes_every_rank_print_its_stack(
     assert "in stand_still" in stack
     assert where in stack
     assert_gone(job, time.monotonic() + DEADLINE)
+
+
+@WAITS
+@pytest.mark.timeout(400)
+def test_a_late_last_checkpoint_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    settings = ["checkpoint.every_steps=0", f"run.watchdog={WATCHDOG}"]
+    job = Job(tmp_path / "run.h5", RANKS, settings, ["hang=1:write"])
+    assert job.wait() == 1, job.said
+    assert "the checkpoint of step 60 could not be written" in job.said
+    assert f"rank 1: not written within {WATCHDOG:g} s" in job.said
+    assert "the innermost call" not in job.said
 
 
 @pytest.fixture

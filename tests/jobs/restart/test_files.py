@@ -14,9 +14,15 @@ import torch
 
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Manifest, Part
-from jobs.restart.packing import pack, unpack
+from jobs.restart.packing import Snapshot, unpack
 
 IDENTITY = {"model": "abc", "method": "oktopk", "length": 1000}
+
+
+def snapshot(state: dict[str, Any]) -> Snapshot:
+    taken = Snapshot()
+    taken.take(state)
+    return taken
 
 
 def seal(folder: Path, step: int, parts: dict[str, Part], keep: int = 9) -> None:
@@ -33,7 +39,7 @@ def seal(folder: Path, step: int, parts: dict[str, Part], keep: int = 9) -> None
 
 def write_set(folder: Path, step: int, keep: int = 9) -> Path:
     """A set of two ranks."""
-    state, draft = pack({"value": torch.full((500,), float(step))}), files.draft_folder(folder, step)
+    state, draft = snapshot({"value": torch.full((500,), float(step))}), files.draft_folder(folder, step)
     names = files.COMMON, files.rank_file(0), files.rank_file(1)
     seal(folder, step, {name: files.write_part(draft / name, state) for name in names}, keep)
     return files.set_folder(folder, step)
@@ -50,7 +56,7 @@ def test_a_state_survives_packing_bit_for_bit(tmp_path: Path) -> None:
         "nested": {0: {"momentum": torch.ones(2, 2)}, "groups": [{"lr": 0.1, "betas": (0.9, 0.999)}]},
         "plain": [None, True, 7, 0.1 + 0.2, "text", np.float64(0.3)],
     }
-    files.write_part(tmp_path / "part", pack(state))
+    files.write_part(tmp_path / "part", snapshot(state))
     read = files.read_part(tmp_path / "part")
     assert read.keys() == state.keys()
     for name in ("floats", "half", "scalar", "empty", "transposed"):
@@ -65,17 +71,19 @@ def test_a_state_survives_packing_bit_for_bit(tmp_path: Path) -> None:
     assert read["plain"] == [None, True, 7, 0.1 + 0.2, "text", 0.3]
 
 
-def test_a_copy_does_not_follow_what_it_is_of() -> None:
+def test_a_snapshot_does_not_follow_what_it_was_taken_of() -> None:
     weights = torch.zeros(3)
-    taken = pack({"weights": weights})
+    taken = snapshot({"weights": weights})
     weights += 1
-    assert unpack(*taken)["weights"].tolist() == [0, 0, 0]
+    assert unpack(taken.tree, taken.tensors)["weights"].tolist() == [0, 0, 0]
+    taken.take({"weights": weights})
+    assert unpack(taken.tree, taken.tensors)["weights"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("foreign", [object(), {"f": print}, {(1, 2): 3}, [b"bytes"], {True: 1}])
 def test_only_data_is_packed(foreign: object) -> None:
     with pytest.raises(TypeError, match=r"^place"):
-        pack({"place": foreign})
+        snapshot({"place": foreign})
 
 
 def test_only_data_is_unpacked() -> None:
@@ -107,7 +115,7 @@ def test_a_set_is_written_again_over_one_that_was_refused(tmp_path: Path) -> Non
 
 
 def test_a_draft_is_no_set_and_is_removed(tmp_path: Path) -> None:
-    files.write_part(files.draft_folder(tmp_path, 10) / files.COMMON, pack({"a": torch.ones(1)}))
+    files.write_part(files.draft_folder(tmp_path, 10) / files.COMMON, snapshot({"a": torch.ones(1)}))
     (tmp_path / "notes.txt").write_text("mine")
     assert files.list_sets(tmp_path) == []
     files.remove_drafts(tmp_path)
@@ -117,7 +125,7 @@ def test_a_draft_is_no_set_and_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unseen", [files.COMMON, files.rank_file(1)])
 def test_a_part_that_rank_0_cannot_see_makes_no_set(tmp_path: Path, unseen: str) -> None:
     path = files.draft_folder(tmp_path, 10) / files.COMMON
-    parts = {files.COMMON: files.write_part(path, pack({"a": torch.ones(1)}))}
+    parts = {files.COMMON: files.write_part(path, snapshot({"a": torch.ones(1)}))}
     with pytest.raises(OSError, match=unseen):
         seal(tmp_path, 10, {**parts, unseen: Part(bytes=1000, sha256="")})
     assert files.list_sets(tmp_path) == []

@@ -16,7 +16,7 @@ from torch import nn
 
 from jobs.restart import files
 from jobs.restart.files import Manifest
-from jobs.restart.packing import pack
+from jobs.restart.packing import Snapshot
 from jobs.restart.session import Found, find
 from jobs.restart.state import Position, Progress, capture, restore
 from jobs.train.reduce.reduction import apply, reduce
@@ -55,9 +55,10 @@ class Run:
         parts = {}
         for name, state in ((files.rank_file(self.comm.rank), own), (files.COMMON, common)):
             if name != files.COMMON or self.comm.rank == 0:
-                taken = pack(state)
+                taken = Snapshot()
+                taken.take(state)
                 if tree and name == files.rank_file(self.comm.size - 1):
-                    taken = taken._replace(tree=tree)
+                    taken.tree = tree
                 parts[name] = files.write_part(draft / name, taken)
         every = {name: part for theirs in self.comm.allgather(parts) for name, part in theirs.items()}
         if self.comm.rank == 0:
@@ -163,7 +164,8 @@ def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path) 
     assert other.resume(pytest.fail) == Progress(4, Position(0, 8))
     other.train(4)
     other.train(5)
-    ends = (wanted, other.states())
-    taken = [pack(dict(zip(("common", "own"), states, strict=True))) for states in ends]
+    taken = [Snapshot(), Snapshot()]
+    for snapshot, states in zip(taken, (wanted, other.states()), strict=True):
+        snapshot.take(dict(zip(("common", "own"), states, strict=True)))
     assert taken[0].tensors.keys() == taken[1].tensors.keys()
     assert all(torch.equal(tensor, taken[1].tensors[name]) for name, tensor in taken[0].tensors.items())

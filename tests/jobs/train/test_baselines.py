@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 from collectives.traffic import Traffic
-from jobs.restart.packing import pack, unpack
+from jobs.restart.packing import Snapshot, unpack
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.process_group import (
     WireError,
@@ -125,13 +125,16 @@ def test_a_state_goes_on_bit_for_bit(
     model, resumed_model = network(), network()
     training, resumed = (mode(each, gloo.size) for each in (model, resumed_model))
     steps(training, gloo.rank, range(done), model)
-    saved = unpack(*pack({"model": model.state_dict(), "optimizer": training.state_dict()}))
+    taken = Snapshot()
+    taken.take({"model": model.state_dict(), "optimizer": training.state_dict()})
+    saved = unpack(taken.tree, taken.tensors)
     resumed_model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     for each, own in ((training, model), (resumed, resumed_model)):
         steps(each, gloo.rank, range(done, done + 4), own)
-    both = zip((model, resumed_model), (training, resumed), strict=True)
-    ends = [pack({"model": own.state_dict(), "optimizer": each.state_dict()}) for own, each in both]
+    ends = [Snapshot(), Snapshot()]
+    for end, each, own in zip(ends, (training, resumed), (model, resumed_model), strict=True):
+        end.take({"model": own.state_dict(), "optimizer": each.state_dict()})
     assert ends[0].tree == ends[1].tree
     for name, tensor in ends[0].tensors.items():
         assert tensor.numpy().tobytes() == ends[1].tensors[name].numpy().tobytes(), name
