@@ -20,7 +20,6 @@ COMMANDS = (
     "jobs.demo",
     "jobs.experiment",
     "jobs.report",
-    "jobs.timeline",
     "jobs.train",
     "jobs.watch",
     "data.prepare",

@@ -1,4 +1,4 @@
-"""Batches of packed text: for the next token, for masked words, and for word embeddings."""
+"""Batches of packed text: for the next token, and for masked words."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import Batch, Draws, HeldOut, Samples, Source
-from data.sharding import CONTEXTS, MASKING
+from data.batches import Batch, Draws, Samples, Source
+from data.sharding import MASKING
 from data.text.file import TextSet
 
 IGNORED = -100
 PART = 0.15
 BLOCK = 2**18
 """Tokens that are cut together, where a batch has fewer: all batches among them share the some hundred small kernels of it."""
-_POWER = 0.75
-"""Of a word's count, for its chance to be drawn."""
-_CHANCES = 1 << 32
 
 
 class Tokens(Source[Batch]):
@@ -165,94 +162,3 @@ def mixed(bits: torch.Tensor) -> torch.Tensor:
     for distance, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         bits = (bits ^ ((bits >> distance) & ((1 << (64 - distance)) - 1))) * factor
     return bits
-
-
-class ContextBatch(NamedTuple):
-    """Some pairs with their contexts.
-
-    Attributes:
-        centers: int64[m], rows of the table of pairs.
-        words: int64[m, 1 + negatives]: the word that stands beside the pair, then others drawn at random.
-    """
-
-    centers: torch.Tensor
-    words: torch.Tensor
-
-
-class Contexts(Tokens[ContextBatch]):
-    """Where pairs of adjacent words stand in packed text, and what stands beside them.
-
-    Each pair of words of a sequence gets one context, a word at most `window` words before or after it. A pair is left out
-    where that is outside of the sequence, or [PAD], [CLS] or [SEP]. Pairs share rows by hashing. All of it is a function of a
-    random number per sequence, and the same on every device.
-
-    Args:
-        texts: one split.
-        counts: float64[words], how often each word stands in the training split; others are drawn in proportion to its 0.75th
-            power.
-        rows: that pairs are hashed to.
-        window: words on either side.
-        negatives: words drawn at random for each pair.
-
-    Source: Mikolov et al., NeurIPS 2013; hashed pairs of words as in Bojanowski et al., TACL 2017.
-    """
-
-    stream = CONTEXTS
-
-    def __init__(
-        self, texts: TextSet, counts: NDArray[np.float64], *, rows: int, window: int, negatives: int
-    ) -> None:
-        super().__init__(texts)
-        self._rows, self._window = rows, window
-        chances = np.cumsum(counts**_POWER)
-        self._ends = torch.from_numpy(np.ceil(chances / chances[-1] * _CHANCES).astype(np.int64))
-        self._draws = GOLDEN * (torch.arange(negatives) + 2)
-
-    def cut(self, samples: Samples, draws: Draws = None) -> ContextBatch:
-        assert draws is not None
-        chosen, bits = self.plan(samples, draws)
-        tokens = self.tokens(chosen)
-        present = self.are_words(tokens)
-        random = mixed(bits[:, None] + GOLDEN * (self._columns + 1))
-        distance = (random & POSITIVE) % (2 * self._window)
-        before = distance < self._window
-        at = self._columns + torch.where(before, -1 - distance, 2 + distance - self._window)
-        last = self.texts.length - 1
-        inside = (at >= 0) & (at <= last) & (self._columns < last)
-        at = at.clamp(0, last)
-        following = tokens.roll(-1, dims=1)
-        valid = inside & present & present.roll(-1, dims=1) & present.gather(1, at)
-        pairs = tokens[valid] * len(self.texts.vocabulary) + following[valid]
-        centers = (mixed(pairs) & POSITIVE) % self._rows
-        drawn = mixed(random[valid][:, None] + self._draws) & (_CHANCES - 1)
-        negatives = torch.searchsorted(self._ends, drawn, right=True)
-        return ContextBatch(centers, torch.cat([tokens.gather(1, at)[valid][:, None], negatives], dim=1))
-
-
-SAMPLED = 1 << 14
-"""Training sequences that are counted at most, spread evenly."""
-
-
-def word_counts(training: TextSet) -> NDArray[np.float64]:
-    """float64[words]: how often each word of the vocabulary stands in the counted sequences, and one more.
-
-    [PAD], [CLS] and [SEP] have 0.
-    """
-    tokens = training.sequences.tokens[:: -(-len(training) // SAMPLED)]
-    counts = (
-        np.bincount(np.asarray(tokens).ravel(), minlength=len(training.vocabulary)).astype(np.float64) + 1.0
-    )
-    counts[[training.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]] = 0.0
-    return counts
-
-
-def frequency_loss(training: TextSet, held_out: HeldOut[TextBatch]) -> float:
-    """Mean cross entropy of the masked words under the frequencies of the training words, in nats.
-
-    Args:
-        training: what is counted, see `word_counts`; what it gives 0 is never masked.
-        held_out: all of what is scored, on one rank.
-    """
-    counts = word_counts(training)
-    labels = np.concatenate([batch.labels.flatten().numpy() for batch in held_out])
-    return float(np.log(counts.sum()) - np.log(counts[labels[labels != IGNORED]]).mean())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.command import show
-from jobs.bench.document import BENCHES, HOST_ROWS, UNSHAPED, BenchError, bits_per_second, read
+from jobs.bench.document import BENCHES, HOST_ROWS, BenchError, read
 from jobs.render.chart import COLOURS, DASHES, OURS, Axis, Chart, Line, colour_of, title_of
 from jobs.render.draw import save
 
@@ -55,9 +55,9 @@ def from_network(run, pattern, what):
 
 def bandwidth(run):
     """Gb/s of the links that a run was measured over, infinity for unshaped ones."""
-    rate = from_network(run, r"(\S+) links", "rate of links")
-    bits = bits_per_second(UNSHAPED if rate == "unshaped" else rate)
-    return math.inf if bits is None else bits / 1e9
+    rate = from_network(run, r"([0-9.]+[kmg]bit|unshaped) links", "rate of links")
+    units = {"k": 1e-6, "m": 1e-3, "g": 1.0}
+    return math.inf if rate == "unshaped" else float(rate[:-4]) * units[rate[-4]]
 
 
 def ranks_per_host(run):

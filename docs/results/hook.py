@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from mpi4py import MPI
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -37,7 +37,6 @@ from jobs.render.chart import colour_of
 from jobs.render.draw import FILE_WIDTH, PAGE, write
 from jobs.restart.signals import leave
 from jobs.train.placement import find_placement
-from jobs.train.reduce.powersgd import EPSILON, low_rank, reduce_low_rank
 from jobs.train.reduce.process_group import WireError, ring_traffic, start_process_group, stop_process_group
 from oktopk.settings import entries_kept
 from oktopk.torch import OkTopkState, ddp_hook
@@ -59,7 +58,10 @@ TAKEN = (
     "--commit",
     "--quiet",
 )
-WHOLE_STEPS = 2  # in which PowerSGD sums the whole gradient first: torch's least
+# in which PowerSGD sums the whole gradient first: torch's least; a parameter is approximated where that divides its elements by
+# more than LEAST_RATE: torch's default
+WHOLE_STEPS, LEAST_RATE = 2, 2
+EPSILON = 1e-8  # added to the norm of a column, so that a gradient of zeros does not become NaN
 TITLES = {
     "ddp": ("DDP", "ddp"),
     "bf16": ("DDP, bfloat16", "ddp"),
@@ -76,6 +78,38 @@ def perceptron(length):
         layers += [nn.Linear(width, width), nn.ReLU()]
         nn.init.kaiming_uniform_(layers[-2].weight, nonlinearity="relu")
     return nn.Sequential(*layers[:-1])
+
+
+def low_rank_words(shapes, rank):
+    """Elements that torch's PowerSGD sums over the ranks: P of n x r and Q of m x r where they are fewer, else all n x m."""
+    words = 0
+    for first, *others in shapes:
+        rest = math.prod(others)
+        r = min(rank, first, rest)
+        low = (first + rest) * r
+        words += low if LEAST_RATE * low < first * rest else first * rest
+    return words
+
+
+def low_rank_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's PowerSGD hook, for several buckets on gloo as well, and for GPUs without a race."""
+    if bucket.buffer().device.type == "cpu":
+        # gloo runs the hook's later parts in its two threads, where each waits for a sum that needs one of them: with several
+        # buckets at work the ranks hang
+        future = powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+    # the hook reads its copy of the gradient on another stream, and frees it without telling the allocator: on a stream of
+    # its own, which waits for that reader, its memory is not handed to the backward pass that goes on beside
+    stream = STREAMS.setdefault(bucket.index(), torch.cuda.Stream())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        future = powerSGD_hook(state, bucket)
+        future.wait()
+    return future
+
+
+STREAMS = {}  # bucket -> stream of `low_rank_hook`
 
 
 @contextmanager
@@ -169,9 +203,9 @@ def contestants(options, device, rivals):
     except TypeError as error:  # torch's answer to gloo
         left_out["bf16"] = str(error)
     found += [Contestant(name, ddp(hook, state), sent) for name, (hook, state, sent) in rivals.items()]
-    whole = {"start_powerSGD_iter": WHOLE_STEPS, "min_compression_rate": 2}
+    whole = {"start_powerSGD_iter": WHOLE_STEPS, "min_compression_rate": LEAST_RATE}
     state = PowerSGDState(None, 1, orthogonalization_epsilon=EPSILON, **whole)
-    found.append(Contestant("powersgd", ddp(reduce_low_rank, state), ring(sum(low_rank(shapes, 1)))))
+    found.append(Contestant("powersgd", ddp(low_rank_hook, state), ring(low_rank_words(shapes, 1))))
     messages = {"peer_memory": False} if device.type == "cuda" else {}
     rows = {"oktopk": {}, "oktopk-mpi": {"comm": MPI.COMM_WORLD, **messages}}
     rows |= {"oktopk-messages": messages} if messages else {}

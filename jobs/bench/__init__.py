@@ -1,1 +1,1 @@
-"""The bench: every method on the same gradients, timed by stage, with words, messages and memory."""
+"""The bench: every method on the same gradients, timed by stage, with words and messages."""

@@ -1,4 +1,4 @@
-"""Measure every method on the same gradients: time by stage, words, messages, memory.
+"""Measure every method on the same gradients: time by stage, words, messages.
 
     python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json FILE
     python -m jobs.launch -n 2 -m jobs.bench --device cuda --methods oktopk nccl --json FILE

@@ -11,11 +11,8 @@ than reducing them.
 from __future__ import annotations
 
 import re
-import tracemalloc
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -147,21 +144,6 @@ DEVICES = ("cpu", "cuda")
 """What `--device` takes."""
 
 
-@dataclass
-class Growth:
-    """Peak memory that the code in a `watch` allocated.
-
-    Attributes:
-        allocated: bytes asked for through the arrays' allocator; repeats exactly.
-        resident: bytes by which the process grew, whoever asked for them; None where the system does not tell.
-        synchronizations: times that the host waited for the device; None where there is nothing to wait for.
-    """
-
-    allocated: int = 0
-    resident: int | None = None
-    synchronizations: int | None = None
-
-
 class Device:
     """The CPU and its memory.
 
@@ -192,50 +174,13 @@ class Device:
     def finish(self) -> None:
         """Return when all work that was asked for has completed; called inside the timed region."""
 
-    @contextmanager
-    def watch(self, traced: bool = True) -> Iterator[Growth]:
-        """Measure the memory growth of the block; the Growth is filled in when it ends.
-
-        On the CPU NumPy's and Python's allocations are counted, and the resident set, which sees those of MPI and kernels.
-
-        Args:
-            traced: count allocations. Not where threads without the interpreter's lock free them, as gloo's do: they crash when
-                tracemalloc ends meanwhile.
-        """
-        growth = Growth()
-        before = _peak_resident_bytes(reset=True)
-        if traced:
-            tracemalloc.start()
-        try:
-            yield growth
-            growth.allocated = tracemalloc.get_traced_memory()[1]  # 0 where nothing is traced
-            after = _peak_resident_bytes(reset=False)
-        finally:
-            tracemalloc.stop()
-        if before is not None and after is not None:
-            growth.resident = max(0, after - before)
-
     def free_bytes(self) -> int | None:
         """Memory that is still to be had, None if unknown."""
-        return _kibibytes("/proc/meminfo", "MemAvailable")
+        try:
+            found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        except OSError:
+            return None
+        return int(found[1]) * 1024 if found else None
 
     def release(self) -> None:
         """Give back what nobody uses any more."""
-
-
-def _peak_resident_bytes(*, reset: bool) -> int | None:
-    """The process's largest resident set since it was last reset, None where there is no such thing."""
-    if reset:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return None
-    return _kibibytes("/proc/self/status", "VmHWM")
-
-
-def _kibibytes(file: str, name: str) -> int | None:
-    try:
-        found = re.search(rf"^{name}:\s*(\d+) kB", Path(file).read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None

@@ -54,27 +54,6 @@ class BenchError(Exception):
     """What was asked for cannot be done; the message is meant for the user."""
 
 
-UNSHAPED = "none"
-"""The value of `--link` for unshaped links."""
-
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_RATE = re.compile(r"([0-9]+\.?[0-9]*)(kbit|mbit|gbit)")
-
-
-def bits_per_second(text: str) -> float | None:
-    """The rate in a value of `--link`, None where links are unshaped.
-
-    Raises:
-        BenchError: it is neither a rate nor "none".
-    """
-    if text == UNSHAPED:
-        return None
-    found = _RATE.fullmatch(text)
-    if found is None or not float(found[1]):
-        raise BenchError(f"link {text!r} is neither a rate such as 10gbit nor {UNSHAPED!r}")
-    return float(found[1]) * _BITS[found[2]]
-
-
 def document(
     kind: str, runs: Sequence[dict[str, Any]], ranks: int, module: str, commit: str = ""
 ) -> dict[str, Any]:
@@ -145,14 +124,6 @@ def read(path: str | Path) -> dict[str, Any]:
     if found != FORMAT:
         raise BenchError(f"{path} is not a file of the bench: its format is {found!r}, not {FORMAT!r}")
     return content
-
-
-def not_held(transfer: dict[str, Any], link: str) -> str:
-    """A warning about a transfer that ran faster than the links' rate, in a sentence."""
-    return (
-        f"{transfer['bytes']:,} bytes after a pause ran at {transfer['share']:.2f} times {link}: "
-        "part of them passed unshaped, and floors by that rate are too high"
-    )
 
 
 def ordered(stages: Iterable[str]) -> list[str]:

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
-from jobs.bench.device import Device, GradientSource, Growth
+from jobs.bench.device import Device, GradientSource
 from oktopk import GradientAllreduce, StepReport
 
 FIELDS = (
@@ -133,13 +133,11 @@ class Course:
         warmup: steps that are discarded.
         steps: steps that are measured.
         dense_steps: steps that are measured of contestants that are not sparse, at most `steps`.
-        watched: last steps of the warm-up in which allocations are watched.
     """
 
     warmup: int
     steps: int
     dense_steps: int
-    watched: int
 
     def runs(self, contestant: Contestant, step: int) -> bool:
         """Whether a contestant takes part in a step, counted from 0 for the first measured one."""
@@ -153,14 +151,12 @@ class Samples:
     Attributes:
         fields: each of FIELDS, float64[ranks, steps].
         stages: seconds by stage, float64[ranks, steps].
-        growth: {True, False: exact step or not} -> [Growth of each watched step], all ranks'.
         on_device: seconds on the device by stage, the median over some steps of each rank; empty where nothing tells.
         agreed: the last update was bit-identical on all ranks.
     """
 
     fields: dict[str, NDArray[np.float64]]
     stages: dict[str, NDArray[np.float64]]
-    growth: dict[bool, list[Growth]]
     agreed: bool
     on_device: dict[str, list[float]] = field(default_factory=dict)
 
@@ -172,18 +168,15 @@ class _Log:
         self._sparse = contestant.sparse
         self.rows: list[list[float]] = []
         self.stages: list[dict[str, float]] = []
-        self.growth: dict[bool, list[Growth]] = {True: [], False: []}
         self.on_device: dict[str, float] = {}
         self.checksum = 0
 
     def add(self, seconds: float, report: StepReport, finish: dict[str, float]) -> None:
         rest = (float(getattr(report, name)) for name in FIELDS[2:])
-        self.rows.append([seconds, float(self.exact(report)), *rest])
-        self.stages.append({**report.seconds, **finish})
-
-    def exact(self, report: StepReport) -> bool:
         # a dense step has no thresholds: it is like any other
-        return self._sparse and (report.local_exact or report.global_exact)
+        exact = self._sparse and (report.local_exact or report.global_exact)
+        self.rows.append([seconds, float(exact), *rest])
+        self.stages.append({**report.seconds, **finish})
 
 
 def measure(
@@ -203,7 +196,6 @@ def measure(
         name -> samples on rank 0, nothing on the others.
     """
     logs = {contestant.name: _Log(contestant) for contestant, _ in contestants}
-    begun: set[str] = set()
     block = _BLOCK if device.asynchronous else 1
     gc.collect()
     gc.disable()  # a collection takes as long as many a step
@@ -218,9 +210,7 @@ def measure(
                     if not course.runs(contestant, step):
                         continue
                     gradient = device.to_device(source.next()) if shared is None else shared
-                    watched = -course.watched <= step < 0 and contestant.name in begun
-                    begun.add(contestant.name)
-                    _one_step(comm, reducer, gradient, device, logs[contestant.name], watched, step >= 0)
+                    _one_step(comm, reducer, gradient, device, logs[contestant.name], step >= 0)
     finally:
         gc.enable()
     for contestant, reducer in contestants:
@@ -239,18 +229,11 @@ def _one_step(
     gradient: Any,
     device: Device,
     log: _Log,
-    watched: bool,
     counted: bool,
 ) -> None:
-    """One step of one contestant: watched for what it allocates, or timed."""
+    """One step of one contestant."""
     given = loaded(reducer, gradient)
     device.finish()
-    if watched:
-        with device.watch() as growth:
-            report = reducer.step(given)
-            device.finish()
-        log.growth[log.exact(report)].append(growth)
-        return
     comm.Barrier()
     start = time.perf_counter()
     report = reducer.step(given)
@@ -285,11 +268,9 @@ def _combine(logs: list[_Log]) -> Samples:
         name: np.array([[step.get(name, 0.0) for step in log.stages] for log in logs])
         for name in names
     }
-    growth = {exact: [one for log in logs for one in log.growth[exact]] for exact in (True, False)}
     return Samples(
         fields={name: table[:, :, i] for i, name in enumerate(FIELDS)},
         stages=stages,
-        growth=growth,
         agreed=len({log.checksum for log in logs}) == 1,
         on_device={stage: [log.on_device[stage] for log in logs] for stage in logs[0].on_device},
     )

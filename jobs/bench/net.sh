@@ -225,11 +225,11 @@ bench() {
         local wires=(plain float32 bfloat16 int8 int4)
         methods=(nccl nccl-bf16 "${wires[@]/#/oktopk-flat-}")
         [ "$ranks" -le "$hosts" ] || methods+=("${wires[@]/#/oktopk-hosts-}")
-        defaults+=(--steps 64 --warmup 64 --dense-steps 4 --no-memory --length 14728266,133547324,306535400)
+        defaults+=(--steps 64 --warmup 64 --dense-steps 4 --length 14728266,133547324,306535400)
     else
         defaults+=(--dense-steps 10)
     fi
-    defaults+=(--methods "${methods[@]}" --link "$rate")
+    defaults+=(--methods "${methods[@]}")
     "${launch[@]}" -n "$ranks" "$python" -m mpi4py -m jobs.bench "${defaults[@]}" \
         --network "$hosts hosts, $network" "$@" </dev/null
 }

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from collectives.sparse import check_length
 from data.command import attribute_texts
 from jobs.bench.device import DEVICES, PROFILES
-from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError, bits_per_second
+from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
 from jobs.bench.libraries import ALGORITHMS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
@@ -85,10 +85,7 @@ class Options:
         settings: Setting of the reduction for all methods, such as threshold_interval=32; may be repeated
         commit: Commit that is measured, for the record; default: the one that git names
         json: File to write all results to; default: none
-        memory: Skip the measurement of memory, which slows the last steps of the warm-up
         network: Network that joins the ranks, in words for the record; default: none
-        link: Rate of the link of each host, such as 10gbit, or none where links are unshaped: the table shows floors by it, and
-            a transfer of a step's size shows whether it holds; default: not told
         quiet: Print neither tables nor progress on the terminal
     """
 
@@ -105,9 +102,7 @@ class Options:
     settings: dict[str, Any] = field(default_factory=dict)
     commit: str = ""
     json: Path | None = None
-    memory: bool = True
     network: str = ""
-    link: str = ""
     quiet: bool = False
     module: str = "jobs.bench"  # that the command of the document names
 
@@ -124,7 +119,7 @@ class Options:
 
 TEXTS = attribute_texts(Options)
 OPTIONS = {name: "--" + name.replace("_", "-") for name in TEXTS}
-OPTIONS |= {"lengths": "--length", "settings": "--set", "memory": "--no-memory"}
+OPTIONS |= {"lengths": "--length", "settings": "--set"}
 """Field -> its flag."""
 _READ: dict[str, dict[str, Any]] = {
     "methods": {"nargs": "+", "metavar": "NAME"},
@@ -139,8 +134,6 @@ _READ: dict[str, dict[str, Any]] = {
     "gradient_type": {"choices": GRADIENT_TYPES["cuda"]},
     "settings": {"action": _Setting, "metavar": "NAME=VALUE"},
     "json": {"type": Path, "metavar": "FILE"},
-    "memory": {"action": "store_false"},
-    "link": {"metavar": "RATE"},
     "quiet": {"action": "store_true"},
 }
 """Field -> how its option is read; others are a text."""
@@ -162,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
     made = Parser(
         prog="python -m jobs.launch -n RANKS -m jobs.bench",
-        description="Time gradient allreduces on the same gradients in one run, and count their words, messages and memory.",
+        description="Time gradient allreduces on the same gradients in one run, and count their words and messages.",
         epilog="examples:\n"
         "  python -m jobs.launch -n 4 -m jobs.bench --methods oktopk,mpi --length 14728266 --density 0.01 --json bench.json\n"
         "  python -m jobs.launch -n 2 -m jobs.bench --device cuda --methods oktopk nccl --json gpu.json",
@@ -199,8 +192,6 @@ def parse(words: Sequence[str]) -> Options:
         Settings(density=density, **options.settings)
     except (TypeError, ValueError) as error:
         raise BenchError(str(error)) from None
-    if options.link:
-        bits_per_second(options.link)
     interval = options.threshold_interval
     if steps < interval:
         raise BenchError(

@@ -18,9 +18,8 @@ from collectives.traffic import lower_bound, step_limit, upper_bound
 from data.command import show
 from jobs.bench.contestants import contestant, make_reducer, takes_part
 from jobs.bench.device import Device
-from jobs.bench.document import BASELINES, NCCL_ROWS, BenchError, Output, document, not_held
+from jobs.bench.document import BASELINES, BenchError, Output, document
 from jobs.bench.libraries import leave_nccl
-from jobs.bench.links import Links
 from jobs.bench.measure import Contestant, Course, measure
 from jobs.bench.options import Options, parse, parser
 from jobs.bench.summary import summarize
@@ -31,8 +30,6 @@ from oktopk.settings import entries_kept
 
 FAULTS = (BenchError, ValueError, OSError, MemoryError)
 """What ends a bench with a message where it happens before the first step."""
-
-_ENTRY_BYTES = 8
 
 
 def measure_run(options: Options, comm: MPI.Intracomm, everyone: Sequence[Contestant] = ()) -> dict[str, Any]:
@@ -62,20 +59,11 @@ def _measure(
         comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
     )
     k = entries_kept(options.density, length)
-    links = Links(comm, options.link) if options.link else None
-    link = links and links.transfer(_ENTRY_BYTES * k)
-    if link and not link["holds"]:
-        say(comm, f"jobs.bench: {not_held(link, options.link)}", sys.stderr)
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
     except ValueError as error:  # raised on every rank alike; anything else ends the job
         raise BenchError(str(error)) from error
-    course = Course(
-        options.warmup,
-        options.steps,
-        options.dense_steps,
-        watched=min(options.warmup, options.threshold_interval) if options.memory else 0,
-    )
+    course = Course(options.warmup, options.steps, options.dense_steps)
     with tqdm(
         total=course.warmup + course.steps,
         desc=f"bench, {comm.size} ranks",
@@ -87,10 +75,6 @@ def _measure(
         samples = measure(comm, reducers, source, device, course, bar.update)
     for _, reducer in reducers:
         reducer.close()
-    methods = [summarize(one, samples[one.name], length) for one in present if one.name in samples]
-    if links is not None:
-        _add_links(methods, samples, links, length, comm)
-        links.close()
     return {
         "ranks": comm.size,
         "length": length,
@@ -111,26 +95,8 @@ def _measure(
             "step_limit": step_limit(k, comm.size),
             "dense": dense_words(length, comm.size),
         },
-        "hosts": links and links.count,
-        "link": link and {"told": options.link, "rate": links and links.rate, "transfer": link},
-        "methods": methods,
+        "methods": [summarize(one, samples[one.name], length) for one in present if one.name in samples],
     }
-
-
-def _add_links(
-    methods: list[dict[str, Any]], samples: dict[str, Any], links: Links, length: int, comm: MPI.Intracomm
-) -> None:
-    """Add "link" to each contestant: `Links.record` of what a host sends, counted or by formula. Collective."""
-
-    def sent(method: dict[str, Any]) -> float:
-        if method["counted"]:
-            return links.host_bytes(samples[method["name"]].fields["bytes_between"])
-        return links.least_dense_bytes((2 if NCCL_ROWS.get(method["method"]) == "bfloat16" else 4) * length)
-
-    todo = comm.bcast([(sent(method), method["seconds"]["all"]["mean"]) for method in methods])
-    found = [links.record(*one) for one in todo]
-    for method, record in zip(methods, found, strict=False):  # rank 0 has the methods
-        method["link"] = record
 
 
 def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:

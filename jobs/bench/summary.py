@@ -14,17 +14,12 @@ from numpy.typing import NDArray
 
 from collectives.dense_allreduce import dense_words
 from collectives.traffic import lower_bound, upper_bound
-from jobs.bench.device import Growth
 from jobs.bench.measure import Contestant, Samples
 from oktopk.methods import METHODS
 from oktopk.methods.gtopk import gtopk_busiest_words, gtopk_words
 from oktopk.methods.topka import topka_words
 from oktopk.methods.topkdsa import topkdsa_words
 from oktopk.methods.union import union_words
-
-N_SIZED = 1 << 20
-"""An allocation is called n-sized from n bytes on, a mask over the gradient, but not below this many."""
-
 
 TRAFFIC = ("words", "bytes_between", "messages", "control_words", "control_messages")
 UNIONS = ("topka", "topkdsa", "gaussiank")
@@ -56,7 +51,6 @@ def summarize(contestant: Contestant, samples: Samples, length: int) -> dict[str
         **{name: _traffic(fields[name]) for name in TRAFFIC},
         "formulas": formulas(contestant.method, k, length, ranks),
         "nnz": _nnz(fields, k, contestant.method),
-        "memory": {kind: _growth(samples.growth[kind == "exact"], length) for kind in ("regular", "exact")},
         "series": {
             "seconds": slowest.tolist(),
             "exact": exact.tolist(),
@@ -122,27 +116,6 @@ def _nnz(fields: dict[str, NDArray[np.float64]], k: int, method: str) -> dict[st
         "local_deviation": float(np.abs(selected / wanted - 1).mean()),
         "global_deviation": float(deviation.mean()) if held_to_k else None,
         "global_deviation_largest": float(deviation.max()) if held_to_k else None,
-    }
-
-
-def _growth(growth: list[Growth], length: int) -> dict[str, Any] | None:
-    """Bytes that steps allocated: largest growth of the watched ones on any rank; None without any.
-
-    `resident` is None where the system does not tell.
-    `synchronizations`, the most waits of a step, is missing where there is no device to wait for.
-    """
-    if not growth:
-        return None
-    allocated = max(one.allocated for one in growth)
-    resident = [one.resident for one in growth if one.resident is not None]
-    waits = [one.synchronizations for one in growth if one.synchronizations is not None]
-    return {
-        "watched": len(growth),
-        "allocated": allocated,
-        "resident": max(resident) if resident else None,
-        # compiled kernels allocate past the arrays' allocator: the kernel's own count sees them
-        "n_sized": max([allocated, *resident]) >= max(length, N_SIZED),
-        **({"synchronizations": max(waits)} if waits else {}),
     }
 
 

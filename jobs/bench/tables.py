@@ -1,11 +1,11 @@
-"""Renders a bench document as text: times, traffic, stages, memory."""
+"""Renders a bench document as text: times, traffic, stages."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 
-from jobs.bench.document import BENCHES, BenchError, Run, not_held, ordered
+from jobs.bench.document import BENCHES, BenchError, Run, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
@@ -22,7 +22,7 @@ def run_tables(run: Run, content: Run) -> list[Block]:
         f"{run['ranks']} rank{'s' * (run['ranks'] > 1)}, n = {run['length']:,}, density {run['density']:g}, k = {run['k']:,}, "
         f"{gradients} gradients, {_course(run)}"
     )
-    methods, link = run["methods"], run.get("link")
+    methods = run["methods"]
     on_gpu = run.get("device") == "cuda"
     heading += f", {run['gradient_type']} on {run['device']}" if on_gpu else ""
     heading += f"\n{machine['cpu']}"
@@ -31,15 +31,8 @@ def run_tables(run: Run, content: Run) -> list[Block]:
         heading += f"\n{gpu['count']} x {gpu['name']}, driver {gpu['driver']}, CuPy {gpu['cupy']}, NCCL {gpu['nccl']}"
     heading += _left_out(run)
     digits = 4 if on_gpu else 2
-    tables: list[Block]
-    if link:
-        tables = [heading, *links_table(run)]
-    else:
-        times = times_table(methods, run.get("baseline"), digits)
-        tables = [heading, times, traffic_table(methods), *stages_tables(methods, digits)]
-    if any(method["memory"]["regular"] for method in methods):
-        tables.append(memory_table(methods))
-    return tables
+    times = times_table(methods, run.get("baseline"), digits)
+    return [heading, times, traffic_table(methods), *stages_tables(methods, digits)]
 
 
 def reference(methods: list[Run], baseline: str | None = None) -> Run | None:
@@ -67,52 +60,6 @@ def times_table(methods: list[Run], baseline: str | None = None, digits: int = 2
         ),
     ]
     return table(columns, [method | {"against": against} for method in methods])
-
-
-def links_table(run: Run) -> list[Block]:
-    """Milliseconds of a step between hosts, what a host sends in it, and how long that takes at the rate of its link."""
-    link, by_name = run["link"], {method["name"]: method for method in run["methods"]}
-    methods = [method | {"of": by_name} for method in run["methods"]]
-    ms = "{:,.3f}" if run["device"] == "cuda" else "{:,.1f}"
-
-    def stages(method: Run) -> str:
-        found = method["stages"]["regular"] or method["stages"]["all"] or {}
-        return ", ".join(f"{stage} {shown(found[stage]['mean'], ms, 1e3)}" for stage in ordered(found))
-
-    columns = [
-        Column("step, ms", NAME),
-        Column("mean", figure("seconds.all.mean", ms, 1e3)),
-        Column("median", figure("seconds.all.median", ms, 1e3)),
-        Column("bytes a host sends to others", _host_bytes),
-        Column("floor", figure("link.floor", ms, 1e3)),
-        Column("mean − floor", figure("link.above", ms, 1e3)),
-        Column("transfer / rate", figure("link.transfer.share", "{:.2f}")),
-    ]
-    columns += [
-        Column(f"{title} / its", over(f"of.{name}.seconds.all.mean", "seconds.all.mean", "{:.1f}"))
-        for name, title in _BETWEEN_HOSTS.items()
-        if name in by_name
-    ]
-    columns.append(Column("stages of regular steps, mean", stages))
-    transfer = link["transfer"]
-    heading = f"{run['hosts']} hosts, links: {link['told']}; {transfer['bytes']:,} bytes after a pause took "
-    heading += shown(transfer["seconds"], "{:.3f} ms", 1e3)
-    heading += "" if transfer["share"] is None else f", {transfer['share']:.2f} of that rate"
-    if transfer.get("tcp_seconds"):  # not in earlier documents
-        heading += f"; by TCP alone {shown(transfer['tcp_seconds'], '{:.3f} ms', 1e3)}"
-        heading += "" if transfer["tcp_share"] is None else f", {transfer['tcp_share']:.2f}"
-    fast = [method for method in methods if not method["link"]["transfer"]["holds"]]
-    notes = [f"{method['name']}: {not_held(method['link']['transfer'], link['told'])}" for method in fast]
-    return [heading, table(columns, methods), *notes]
-
-
-def _host_bytes(method: Run) -> str:
-    """Counted, or else by formula, which it then says."""
-    return figure("link.host_bytes")(method) + ("" if method["counted"] else " by formula")
-
-
-_BETWEEN_HOSTS = {"nccl": "NCCL fp32", "nccl-bf16": "NCCL bf16", "mpi-ring": "MPI's ring"}
-"""Dense rows that steps between hosts are compared with."""
 
 
 def traffic_table(methods: list[Run]) -> Table:
@@ -167,22 +114,6 @@ def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
         title = f"{kind} steps, ms: mean / least rank"
         blocks += by_method(title, functools.partial(on_host, kind), methods, f"stages.{kind}")
     return blocks
-
-
-def memory_table(methods: list[Run]) -> Table:
-    """Megabytes that a step takes and gives back."""
-
-    def n_sized(method: Run) -> str:
-        found = [at(method, f"memory.{kind}.n_sized") for kind in ("regular", "exact")]
-        return "yes" if any(found) else MISSING if found == [None, None] else "no"
-
-    columns = [Column("MB taken", NAME)]
-    for kind in ("regular", "exact"):
-        columns.append(Column(f"{kind}: allocated", figure(f"memory.{kind}.allocated", "{:.3f}", 1e-6)))
-        columns.append(Column("process grew", figure(f"memory.{kind}.resident", "{:.2f}", 1e-6)))
-    if any(at(method, "memory.regular.synchronizations") is not None for method in methods):
-        columns.append(Column("waits, regular", figure("memory.regular.synchronizations")))
-    return table([*columns, Column("n-sized", n_sized)], methods)
 
 
 _OF_SCRIPTS = {

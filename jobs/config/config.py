@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from jobs.config.modes import DDP_MODES, TRAINING_MODES
+from jobs.config.modes import TRAINING_MODES
 from jobs.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -26,12 +26,6 @@ from jobs.config.sections import (
 from oktopk import METHODS
 from oktopk.settings import DEFAULT_BUCKET_MB
 
-_OF_SPARSE_TABLES = {
-    "optimizer.name": "sgd",  # torch's others take no sparse gradients
-    "optimizer.momentum": 0.0,
-    "optimizer.weight_decay": 0.0,
-    "reduction.deferred": False,
-}
 _OF_MODES = {
     "reduction.sends": "gradients",
     "reduction.every": 1,
@@ -58,30 +52,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Self:
-        reads_text = self.model.name in ("bert", "gpt", "skipgram")
+        reads_text = self.model.name in ("bert", "gpt")
         if self.model.name != "own" and reads_text != (self.data.name == "text"):
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
         if self.training.label_smoothing and self.task != "images":
             raise ValueError(f"training.label_smoothing is for images, not for {self.task}")
-        if self.training.cuda_graph and self.task in ("speech", "embeddings"):
-            raise ValueError(
-                f"training.cuda_graph needs batches of one shape, and those of {self.task} differ"
-            )
+        if self.training.cuda_graph and self.task == "speech":
+            raise ValueError("training.cuda_graph needs batches of one shape, and those of speech differ")
         if self.reduction.overlap and self.run.measure_every:
             raise ValueError(f"run.measure_every {self.run.measure_every} is not for reduction.overlap")
-        return self
-
-    @model_validator(mode="after")
-    def _sparse_tables_are_reduced_by_row(self) -> Self:
-        if self.task != "embeddings" or not self.model.sparse:
-            return self
-        if self.reduction.method not in METHODS:
-            raise ValueError(
-                f"model.sparse true is for the methods of oktopk, not for {self.reduction.method!r}"
-            )
-        if key := self._other_than(_OF_SPARSE_TABLES):
-            needed = _OF_SPARSE_TABLES[key]
-            raise ValueError(f"model.sparse true needs {key} {needed!r}, not {self.value(key)!r}")
         return self
 
     @model_validator(mode="after")
@@ -101,10 +80,8 @@ class Config(Section):
         return getattr(getattr(self, section), name)
 
     @property
-    def task(self) -> Literal["images", "speech", "text", "embeddings"]:
+    def task(self) -> Literal["images", "speech", "text"]:
         """The task of the network; with one's own network, of the data set."""
-        if self.model.name == "skipgram":
-            return "embeddings"
         if self.model.name in ("lstm", "bert", "gpt"):
             return "speech" if self.model.name == "lstm" else "text"
         if self.model.name == "own" and self.data.name in ("an4", "text"):
@@ -120,7 +97,7 @@ def _bucket_mb(config: Mapping[str, Any]) -> float | None:
     """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
     reduction = config.get("reduction", {})
     method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
-    if method not in DDP_MODES and not reduction.get("overlap"):
+    if method != "ddp" and not reduction.get("overlap"):
         return None
     if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
         return given or DEFAULT_BUCKET_MB

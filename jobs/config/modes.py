@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-TRAINING_MODES = ("nccl", "ddp", "powersgd", "sparseloco")
-"""Ways to sum all gradients, powersgd in low rank, that take part in the backward pass or are another library's, and sparseloco;
-see jobs.train.reduce."""
+TRAINING_MODES = ("nccl", "ddp")
+"""Ways to sum all gradients that take part in the backward pass or are another library's; see jobs.train.reduce."""
 
 DENSE_OVLP = "dense-ovlp"
 """What tables call `dense` with `overlap`."""
 
-OVERLAPPED_MODES = (DENSE_OVLP, "ddp", "powersgd")
+OVERLAPPED_MODES = (DENSE_OVLP, "ddp")
 """Rows of tables that reduce behind the backward pass."""
-
-DDP_MODES = ("ddp", "powersgd")
-"""Those that torch's DistributedDataParallel reduces, in buckets."""
 
 
 def row_of(method: str, overlap: bool, sends: str = "gradients") -> str:

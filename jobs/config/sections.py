@@ -54,14 +54,14 @@ class ModelConfig(Section):
     With `factory` the network is one's own. It trains on what the data set needs: images, speech (`an4`) or text.
     """
 
-    name: Literal["vgg16", "lstm", "bert", "gpt", "vit", "skipgram", "own"] = "vgg16"
+    name: Literal["vgg16", "lstm", "bert", "gpt", "vit", "own"] = "vgg16"
     """The network to train; `own` is the one that `factory` makes"""
     width: float = Field(default=1.0, gt=0.0, le=8.0)
     """For vgg16 and lstm: factor on the channels of every layer"""
     layers: int = Field(default=12, ge=1)
     """For bert, gpt and vit: number of layers"""
     hidden: int = Field(default=768, ge=64, multiple_of=64)
-    """For bert, gpt and vit: number of channels, 64 to a head; for skipgram elements of a row"""
+    """For bert, gpt and vit: number of channels, 64 to a head"""
     patch: int = Field(default=32, ge=1)
     """For vit: pixels per side of a patch"""
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
@@ -70,15 +70,6 @@ class ModelConfig(Section):
     """For bert and gpt: words that the text file must have; 0: as many as it has"""
     positions: int = Field(default=0, ge=0)
     """For gpt: tokens that the sequences of the text file must have; 0: as many as they have"""
-    rows: int = Field(default=200_000, ge=1)
-    """For skipgram: rows of the table of word pairs, which share rows by hashing"""
-    sparse: bool = True
-    """For skipgram: make gradients of the rows that a batch touches, which methods of oktopk sum row by row; false: of the whole
-    tables"""
-    window: int = Field(default=5, ge=1)
-    """For skipgram: words on either side of a pair that its context is drawn from"""
-    negatives: int = Field(default=5, ge=1)
-    """For skipgram: words drawn at random that a context is told from"""
     factory: str = ""
     """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -87,8 +78,7 @@ class ModelConfig(Section):
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
         "width": ("vgg16", "lstm"),
         "layers": ("bert", "gpt", "vit"),
-        "hidden": ("bert", "gpt", "vit", "skipgram"),
-        **dict.fromkeys(("rows", "sparse", "window", "negatives"), ("skipgram",)),
+        "hidden": ("bert", "gpt", "vit"),
         "dropout": ("bert",),
         "vocabulary": ("bert", "gpt"),
         "positions": ("gpt",),
@@ -139,7 +129,7 @@ def _is_json(value: Any) -> bool:
 class DataConfig(Section):
     """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
 
-    `an4` is for lstm, `text` for bert, gpt and skipgram, all others are images.
+    `an4` is for lstm, `text` for bert and gpt, all others are images.
     """
 
     name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
@@ -198,7 +188,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The torch optimizer that sees the reduced, averaged gradient; for sparseloco and updates each rank's own."""
+    """The torch optimizer that sees the reduced, averaged gradient; for updates each rank's own."""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """The torch optimizer of that name"""
@@ -221,8 +211,7 @@ class OptimizerConfig(Section):
     decay_vectors: bool = True
     """Whether biases and the weights of norms decay as well"""
     clip_norm: float = Field(default=0.0, ge=0.0)
-    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for sparseloco and updates of a rank's own; 0: no
-    clipping"""
+    """Largest Euclidean norm of the reduced gradient, equal on all ranks, for updates of a rank's own; 0: no clipping"""
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
@@ -296,8 +285,8 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb`, `powersgd_rank`,
-    `powersgd_start`, `sparseloco_steps` and `nccl_p2p` are those of oktopk.Settings, and for oktopk.METHODS.
+    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb` and `nccl_p2p` are those of
+    oktopk.Settings, and for oktopk.METHODS.
     """
 
     method: str = Field(
@@ -332,16 +321,10 @@ class ReductionConfig(Section):
     overlap: bool = False
     """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
-    """For overlap, ddp and powersgd: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
-    powersgd_rank: int = Field(default=1, ge=1)
-    """For powersgd: rank of the matrices that approximate a parameter's gradient"""
-    powersgd_start: int = Field(default=1000, ge=2)
-    """For powersgd: number of steps that sum the whole gradient first, as torch advises a tenth of the run"""
-    sparseloco_steps: int = Field(default=15, ge=1)
-    """For sparseloco: number of steps that each rank takes alone before an exchange"""
+    """For overlap and ddp: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
     nccl_p2p: bool = True
-    """For nccl, ddp, powersgd and sparseloco: let NCCL copy from GPU to GPU; false: through host memory
-    (NCCL_P2P_DISABLE=1), a stand-in for hosts without NVLink"""
+    """For nccl and ddp: let NCCL copy from GPU to GPU; false: through host memory (NCCL_P2P_DISABLE=1), a stand-in for hosts
+    without NVLink"""
 
     @field_validator("method")
     @classmethod
@@ -384,8 +367,7 @@ class TrainingConfig(Section):
     """Store images and convolutions with their channels last"""
     cuda_graph: bool = False
     """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; ddp
-    does so after 11 steps of a job, powersgd after powersgd_start steps as well; with updates
-    the passes alone"""
+    does so after 11 steps of a job; with updates the passes alone"""
     deterministic: bool = False
     """Compute the same bits from run to run on a GPU too, at the price of speed"""
     steps: int = Field(default=0, ge=0)
@@ -425,7 +407,8 @@ class RunConfig(Section):
     time_stages: bool = False
     """Time the stages of Ok-Topk's steps where they run as one on the GPUs, which slows them a little"""
     timeline: bool = False
-    """Record when each rank began each phase, bucket and stage of some steps, for jobs.timeline; 65 bytes each"""
+    """Write when each rank began each phase, bucket and stage of some steps into RUN-timeline.json beside the run file, a
+    trace for Perfetto; some 130 bytes each"""
     timeline_after: int = Field(default=10, ge=0)
     """Number of steps before the first of a timeline"""
     timeline_steps: int = Field(default=10, ge=0)

@@ -6,9 +6,9 @@
     python -m jobs.experiment vit -o vit --steps 500
 
 Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
-batches; bert also trains Ok-Topk with other intervals and densities, vit also PowerSGD and DDP with its bfloat16 hook; gpt trains
-dense, Ok-Topk, PowerSGD and SparseLoCo. It prints what it is about to do, skips the runs whose files are complete, stops the run
-at work with a checkpoint after --budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
+batches; vit also trains DDP with its bfloat16 hook, gpt also updates.
+It prints what it is about to do, skips the runs whose files are complete, stops the run at work with a checkpoint after
+--budget, and writes the report, its figures as CSV and the tables as Markdown into DIR/report.
 
 Several jobs may fill one table at the same time, each with --methods, --kinds or --runs of its own; the command for all of it,
 given last, writes the report of all.

@@ -86,8 +86,6 @@ class Experiment(Model):
         speed_steps: of a run that is compared by its speed, likewise.
         speed_batches: samples per rank that speeds are compared at, likewise; empty: as many as are trained with.
         scaling: whether speeds are compared on fewer ranks too, likewise.
-        staged: whether Ok-Topk runs once more with its stages timed one by one.
-        swept: "section.key" -> values that Ok-Topk is trained with besides, one away from the configuration at a time.
     """
 
     title: str
@@ -102,10 +100,8 @@ class Experiment(Model):
     speed_steps: int = 200
     speed_batches: tuple[int, ...] = ()
     scaling: bool = True
-    staged: bool = False
     rivals: Mapping[str, Mapping[str, Any]] = {}
     buckets: tuple[float, ...] = ()
-    swept: Mapping[str, tuple[Any, ...]] = {}
 
 
 def _experiments() -> dict[str, Experiment]:
@@ -122,7 +118,7 @@ EXPERIMENTS = _experiments()
 
 
 ALWAYS_TIMED = ("nccl", "ddp")  # what speeds are held against, on GPUs alone
-KINDS = ("train", "sweep", "speed")
+KINDS = ("train", "speed")
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class Trial:
 
     Attributes:
         name: of its run file.
-        kind: one of KINDS: "train", to the end; "sweep", as long and with another setting; or "speed", some steps.
+        kind: one of KINDS: "train", to the end; or "speed", some steps.
         settings: "section.key" -> value, on top of everything else.
     """
 
@@ -143,16 +139,12 @@ class Trial:
     settings: Mapping[str, Any]
 
 
-def trials(
-    experiment: Experiment, options: argparse.Namespace, usual: Mapping[str, Any] | None = None
-) -> list[Trial]:
+def trials(experiment: Experiment, options: argparse.Namespace) -> list[Trial]:
     """Every run of an experiment, the most telling first, so that a table that is cut short is still one.
 
     Args:
         experiment: an entry of EXPERIMENTS.
         options: the command line, as jobs.experiment.__main__.parse returns it.
-        usual: "section.key" -> value of the settings that are swept, as the configuration has them: that value is not
-            trained with again. None: nothing is swept.
     """
     ways: dict[str, Mapping[str, Any]] = {
         **{name: {"reduction.method": name} for name in (*experiment.methods, *experiment.fast)},
@@ -182,8 +174,6 @@ def trials(
     for name in rivals:
         sizes = [(f"-{size:g}mb", {"reduction.bucket_mb": size}) for size in experiment.buckets] or [("", {})]
         timed += [(f"{name}{size}", methods[name], {**ways[name], **bucket}) for size, bucket in sizes]
-    if experiment.staged and "oktopk" in fast:
-        timed.append(("oktopk-stages", "oktopk", {"run.time_stages": True}))
     steps = options.speed_steps
     for size in sorted(options.speed_ranks, reverse=True) if steps else ():
         for batch in options.speed_batches or (None,):
@@ -191,12 +181,6 @@ def trials(
             alike = {} if batch is None else {"training.batch_size": batch}
             for name, method, settings in timed:
                 planned.append(_speed_trial(f"{on}-{name}", method, size, steps, {**alike, **settings}))
-    if usual is not None and "oktopk" in asked:
-        for name, values in experiment.swept.items():
-            for value in values:
-                if value != usual[name]:
-                    called = f"sweep-{name.split('.')[-1]}-{value}"
-                    planned.append(_trial(called, "sweep", "oktopk", options.ranks, 0, {name: value}))
     return planned
 
 
@@ -215,8 +199,6 @@ def _speed_trial(name: str, method: str, ranks: int, steps: int, settings: Mappi
         "reduction.density_warmup_steps": 0,
         "reduction.first_density": Settings.first_density,
     }
-    if method == "powersgd":
-        short["reduction.powersgd_start"] = 2  # the least
     return _trial(name, "speed", method, ranks, 0, short)
 
 

@@ -50,8 +50,7 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
             base = shortened(base, unit, length, given)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
-    usual = validate(base)
-    every = trials(experiment, options, {name: usual.value(name) for name in experiment.swept})
+    every = trials(experiment, options)
     if options.kinds is not None:
         wanted = [trial for trial in every if trial.kind in options.kinds]
         every = sorted(wanted, key=lambda trial: options.kinds.index(trial.kind))
@@ -98,9 +97,8 @@ def shortened(
                 value = schedule[key]
                 scaled = [each * share for each in (value if isinstance(value, list) else [value])]
                 changed[f"schedule.{key}"] = scaled if isinstance(value, list) else scaled[0]
-    for key, least in (("dense_warmup_steps", 1), ("powersgd_start", 2)):
-        if start := document.get("reduction", {}).get(key, 0):
-            changed[f"reduction.{key}"] = max(least, round(start * share))
+    if warmup := document.get("reduction", {}).get("dense_warmup_steps", 0):
+        changed["reduction.dense_warmup_steps"] = max(1, round(warmup * share))
     if unit == "steps":
         changed["training.eval_every"] = math.ceil(length / EVALUATIONS)
     changed = {name: value for name, value in changed.items() if name not in kept}

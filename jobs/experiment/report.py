@@ -13,19 +13,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from data import DataError
 from data.durable import replaced
-from data.text.file import open_text_file
-from data.text.loader import MaskedText, frequency_loss
 from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.render.table import Column, Table, table
 from jobs.report.groups import Group, divided, timed_by_stage
 from jobs.report.page import facts
-from jobs.report.summary import ON_THE_DEVICE
 from jobs.report.write import PAGE, report
 from jobs.run.file import RunFileError
 
-BEFORE_EXCHANGE = ("step", "select")  # stages, where they were timed on the device
 _OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}
 
 
@@ -84,8 +79,6 @@ def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Gr
     for batch, groups in batches.items():
         widest = next(reversed(divided(groups, "ranks").values()), [])
         names = {method: Figures(_only(widest, method)) for method in methods}
-        staged = (group for group in widest if group.method == "oktopk" and timed_by_stage(group))
-        names["staged"] = Figures(next((each for each in staged if each.counted[0].complete), None))
         named = batch and (experiment.speed_batches or len(batches) > 1)
         names["where"] = f", batches of {batch}" if named else ""
         nccl = _only(widest, "nccl")
@@ -157,17 +150,6 @@ def _waiting_share(group: Group) -> float:
     return _figure(group, "part_data_seconds") / _figure(group, "step_seconds")
 
 
-def _frequency_loss(group: Group) -> float:
-    """Loss by word frequencies of the group's held-out words; NaN where the text is gone."""
-    data = group.runs[0].config.get("data", {})
-    try:
-        training, held_out = open_text_file(data.get("path", ""))
-    except DataError:
-        return math.nan
-    most = data.get("eval_sequences", 0)
-    return frequency_loss(training, MaskedText(held_out).held_out(batch_size=512, rank=0, size=1, most=most))
-
-
 def _loss_after(group: Group | None, seconds: float) -> float:
     """The held-out loss after some training time, on a straight line between two evaluations; mean over the runs."""
     runs = () if group is None else group.counted
@@ -180,27 +162,14 @@ def _loss_after(group: Group | None, seconds: float) -> float:
     return float(np.mean(losses))
 
 
-def _after_selection_ms(group: Group) -> float:
-    """Milliseconds of the steps whose stages were timed on the device, mean over them; NaN where there are none."""
-    seconds: list[float] = []
-    for run in group.counted:
-        if ON_THE_DEVICE in run.stages:
-            after = [values for name, values in run.stages.items() if name not in BEFORE_EXCHANGE]
-            on_device = run.warm(run.stages[ON_THE_DEVICE]) > 0
-            seconds += run.warm(np.sum(after, axis=0))[on_device].tolist()
-    return 1e3 * float(np.mean(seconds)) if seconds else math.nan
-
-
 FIGURES: dict[str, Callable[[Group], float]] = {
     "ranks": lambda group: group.ranks,
     "word_error_rate": lambda group: 1 - _figure(group, "held_out_accuracy"),
     "accuracy_points": lambda group: 100 * _figure(group, "held_out_accuracy"),
     "waiting_share": _waiting_share,
-    "frequency_loss": _frequency_loss,
     "reduction_ms": lambda group: 1e3 * _figure(group, "reduction_seconds"),
-    "after_selection_ms": _after_selection_ms,
 }
-"""Figures of a group besides those of methods.csv: what it makes of them, milliseconds, and the loss by word frequencies."""
+"""Figures of a group besides those of methods.csv."""
 
 
 TABLES = "results.md"
@@ -233,7 +202,6 @@ def write_report(
     written = report(
         files["train"],
         folder,
-        sweep=files["sweep"],
         throughput=files["speed"],
         target=experiment.accuracy,
         title=experiment.title,

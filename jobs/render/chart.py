@@ -31,7 +31,6 @@ METHODS: dict[str, tuple[str, str, int]] = {
     "nccl": ("NCCL", "#999999", 0),
     "ddp": ("DDP", "#882255", 1),
     "powersgd": ("PowerSGD", "#117733", 2),
-    "sparseloco": ("SparseLoCo", "#AA4499", 3),
 }
 """Method -> title, colour, which of DASHES; in the order in which they are listed.
 

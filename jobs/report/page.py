@@ -113,8 +113,6 @@ def task(run: Run) -> str:
     size = f"width {model.get('width')}"
     if model.get("name") in ("bert", "gpt", "vit"):
         size = f"{model.get('layers')} layers of {model.get('hidden')}"
-    if model.get("name") == "skipgram":
-        size = f"{model.get('rows')} {'sparse' if model.get('sparse') else 'dense'} rows of {model.get('hidden')}"
     network = model.get("factory") or f"{model.get('name')} of {size}"
     accumulated = f" x {training['accumulate']}" if training.get("accumulate", 1) > 1 else ""
     return (

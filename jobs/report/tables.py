@@ -1,15 +1,15 @@
-"""Tables of the report: methods, sweep, throughput, phases and stages of a step."""
+"""Tables of the report: methods, throughput, phases and stages of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from jobs.config.modes import OVERLAPPED_MODES
 from jobs.render.chart import OURS
 from jobs.render.table import MISSING, Cell, Column, Form, Table, beside, figure, milliseconds, shown, table
-from jobs.report.groups import Group, differences, divided, group_runs, in_words, reads_text, timed_by_stage
+from jobs.report.groups import Group, divided, in_words, reads_text, timed_by_stage
 from jobs.report.summary import REST
 from jobs.run.columns import PHASES
 
@@ -160,45 +160,6 @@ def _exchange(group: Group) -> Cell:
 def _data(group: Group) -> str:
     step = group.mean("step_seconds")
     return f"{(group.mean('part_data_seconds') or 0.0) / step:.1%}" if step else MISSING
-
-
-def swept(usual: Sequence[Group], others: Sequence[Group]) -> dict[Group, dict[str, Any]]:
-    """Groups of Ok-Topk with the settings in which they differ, in the order of these; empty while they differ in none.
-
-    Args:
-        usual: of runs with the usual settings, of any method.
-        others: of runs that differ from them.
-    """
-    found = [*(group for group in usual if group.method == OURS), *others] if others else []
-    groups = group_runs([run for group in found for run in group.runs])
-    values = differences(groups)
-    settings = {group: {name: values[name][i] for name in values} for i, group in enumerate(groups) if values}
-
-    def order(value: Any) -> tuple[bool, float, str]:
-        number = isinstance(value, int | float)
-        return not number, float(value) if number else 0.0, str(value)
-
-    return dict(sorted(settings.items(), key=lambda item: list(map(order, item[1].values()))))
-
-
-def sweep_table(settings: dict[Group, dict[str, Any]], dense: Group | None) -> Table:
-    """Loss, deviation, xi, words and time of each of `swept`; dense: what losses are held against."""
-    reference = None if dense is None else dense.mean("held_out_loss")
-
-    def setting(name: str, note: Callable[[Group], str], group: Group) -> Cell:
-        return Cell(str(settings[group][name]), note(group))
-
-    def above(group: Group) -> str:
-        loss = group.mean("held_out_loss")
-        return MISSING if loss is None or not reference else f"{loss / reference - 1:+.2%}"
-
-    columns: list[Column] = []
-    for name in next(iter(settings.values())):
-        runs = runs_in_words if not columns else lambda group: ""
-        columns.append(Column(name.split(".")[-1], partial(setting, name, runs)))
-    columns += [LOSS, Column("Above dense's", above), DEVIATION, XI, WORDS, STEP]
-    note = "Ok-Topk, all else as above; the same figures and more in sweep.csv."
-    return groups_table(columns, list(settings), "Sweep", note)
 
 
 def speed_tables(groups: Sequence[Group]) -> list[Table]:

@@ -15,11 +15,11 @@ from jobs.report.groups import Group, group_runs
 from jobs.report.page import render
 from jobs.report.pictures import sections
 from jobs.report.summary import Run, figures, read_readable
-from jobs.report.tables import method_figures, methods_table, speed_tables, steps_table, sweep_table, swept
+from jobs.report.tables import method_figures, methods_table, speed_tables, steps_table
 from jobs.run.file import RunFileError
 
 Groups = Mapping[str, Sequence[Group]]
-"""Kind of runs, "train", "sweep", "speed" or "slow" -> its groups; see report()."""
+"""Kind of runs, "train", "speed" or "slow" -> its groups; see report()."""
 PAGE = "index.html"
 SERIES = "runs"
 
@@ -40,7 +40,6 @@ def report(
     folder: str | Path,
     *,
     throughput: Sequence[str | Path] = (),
-    sweep: Sequence[str | Path] = (),
     slow: Sequence[str | Path] = (),
     target: float | None = None,
     title: str = "",
@@ -50,8 +49,7 @@ def report(
     """Write the page and the CSV files into folder, which is made if need be.
 
     Args:
-        paths: run files; sweep: of Ok-Topk with other settings than in paths; throughput: of runs that are compared by their
-            speed alone; slow: of such runs over links of 1 Gb/s.
+        paths: run files; throughput: of runs that are compared by their speed alone; slow: of such runs over links of 1 Gb/s.
         folder: made if need be.
         target: an accuracy to which times are taken.
         title: the page's heading.
@@ -63,7 +61,7 @@ def report(
     """
     runs: dict[str, list[Run]] = {}
     problems: list[str] = []
-    for kind, files in {"train": paths, "sweep": sweep, "speed": throughput, "slow": slow}.items():
+    for kind, files in {"train": paths, "speed": throughput, "slow": slow}.items():
         runs[kind], unread = read_readable(files)
         problems += unread
     if not (runs["train"] or runs["speed"]):
@@ -81,9 +79,6 @@ def report(
                 _write_series(run, series)
         write_rows([figures(run) for found in runs.values() for run in found], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
-        if rows := swept(groups["train"], groups["sweep"]):
-            settings = [settings | method_figures(group) for group, settings in rows.items()]
-            write_rows(settings, folder / "sweep.csv")
         for panel in (panel for panels in pictures.values() for panel in panels):
             write_rows(panel.rows(), folder / f"{panel.name}.csv")
         page = render(
@@ -105,8 +100,6 @@ def tables(groups: Groups, target: float | None) -> list[Table]:
     """The tables of a report, those with nothing to show left out; target: an accuracy to which times are taken."""
     trained = groups["train"]
     found = [methods_table(trained, target)] if trained else []
-    if rows := swept(trained, groups["sweep"]):
-        found.append(sweep_table(rows, next((group for group in trained if group.method == "dense"), None)))
     # where the time goes: of runs for that alone, else of those that were trained
     found += speed_tables(groups["speed"] or trained)
     if groups["slow"]:

@@ -26,26 +26,18 @@ class Span(NamedTuple):
     """A span of a rank's time.
 
     Attributes:
-        name: a phase of PHASES, a stage of the reduction, BUCKET, or one of BETWEEN.
-        depth: 0; 1 for a stage, which lies in the phase "reduction", for a bucket, which begins before it, and for all of BETWEEN
-            but its first, in which the others lie; 2 for a stage of a bucket.
-        start: seconds, by time.perf_counter() of this rank until it is recorded; see TIMELINE_COLUMNS.
+        name: a phase of PHASES, a stage of the reduction, or what jobs.train.timeline names.
+        start: seconds, by time.perf_counter() of this rank.
         seconds: that it took.
-        bucket: that it is of, counted from 0 in the order in which they start; -1: of none.
     """
 
     name: str
-    depth: int
     start: float
     seconds: float
-    bucket: int = -1
 
-
-BUCKET = "bucket"
-"""All of the reduction of one bucket, as the host saw it: behind the backward pass, after it, or both."""
-BETWEEN = ("between", "evaluation", "record")
-"""What a rank does between two steps, checkpoints and waiting for others included; of that measuring held-out samples, and
-writing the run file, with what it waits for."""
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
 
 
 @dataclass(frozen=True)
@@ -120,8 +112,7 @@ STEP_COLUMNS: dict[str, Column] = {
     "skipped": Column("i1", "1: a gradient was not finite and the step was skipped"),
     "dense": Column(
         "i1",
-        "1: the whole gradient was summed (method, warm-up or high density), by powersgd in low rank; of sparseloco every step, "
-        "of updates those without an exchange",
+        "1: the whole gradient was summed (method, warm-up or high density); of updates steps without an exchange",
         source=lambda step: step.report.method == "dense",
     ),
     "seconds_data": _of_phase("data"),
@@ -167,15 +158,6 @@ SEGMENT_COLUMNS: dict[str, Column] = {
     "host": Column("S64", ""),
     "started": Column("S32", "UTC, ISO 8601"),
 }
-TIMELINE_COLUMNS: dict[str, Column] = {
-    "step": Column("i8", "1 for the first; of what is done between steps, the one before"),
-    "rank": Column("i4", ""),
-    "name": Column("S32", "phase, stage of the reduction, BUCKET, or one of BETWEEN"),
-    "depth": Column("i1", "0; 1: a bucket, or it lies in another span; 2: a stage of a bucket"),
-    "start": Column("f8", "seconds since training began, by the clock of rank 0"),
-    "seconds": Column("f8", ""),
-    "bucket": Column("i4", "from 0, in the order in which they start; -1: of none"),
-}
 
 
 GROUPS = {
@@ -183,9 +165,8 @@ GROUPS = {
     "evaluations": EVALUATION_COLUMNS,
     "measures": MEASURE_COLUMNS,
     "segments": SEGMENT_COLUMNS,
-    "timeline": TIMELINE_COLUMNS,
 }
-"""Groups of a run file: a value per step, evaluation, measured step, job that the run took, and span of a rank's time."""
+"""Groups of a run file: a value per step, evaluation, measured step, and job that the run took."""
 
 
 def rows(columns: dict[str, Column], steps: Sequence[Step], part: str) -> NDArray[np.float64]:

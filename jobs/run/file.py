@@ -10,7 +10,6 @@ Layout:
     evaluations/<column>  one value per evaluation: EVALUATION_COLUMNS
     measures/<column>     one value per measured step: MEASURE_COLUMNS
     segments/<column>     one value per job that the run took: SEGMENT_COLUMNS
-    timeline/<column>     one value per span of a rank's time, with run.timeline: TIMELINE_COLUMNS
 
 The attributes are those of the last job, except `started`. A run that continues from a checkpoint gets a new file with the
 steps up to it, which replaces the old one.
@@ -89,7 +88,6 @@ class RunRecord:
     evaluations: Columns
     measures: Columns
     segments: Columns
-    timeline: Columns
 
 
 class RunFile:
@@ -143,7 +141,7 @@ class RunFile:
 
     def _begin(self, info: RunInfo, earlier: RunRecord | None) -> None:
         if earlier is not None:
-            for group in ("segments", "evaluations", "measures", "timeline"):
+            for group in ("segments", "evaluations", "measures"):
                 _append(self._groups[group], getattr(earlier, group))
             self.append_steps(earlier.steps, earlier.stages)
         job = {"step": self.done, "ranks": info.ranks, "host": info.host, "started": info.started}
@@ -207,7 +205,6 @@ class RunFile:
             self._file.flush()
 
     append_measures = partialmethod(append, "measures")
-    append_timeline = partialmethod(append, "timeline")
 
     def append_evaluation(self, **values: float) -> None:
         """Append one evaluation, every name of EVALUATION_COLUMNS, as append."""

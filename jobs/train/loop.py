@@ -21,16 +21,17 @@ from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.state import Progress, capture
 from jobs.run import provenance
-from jobs.run.columns import BETWEEN, Gathered, Span, Step, gather
+from jobs.run.columns import Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
 from jobs.train.batches import BatchStream
 from jobs.train.optimizers import learning_rate_factor
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
-from jobs.train.reduce.reduction import agreed, apply, reduce
+from jobs.train.reduce.reduction import apply, reduce
 from jobs.train.setup import Setup
-from jobs.train.timing import PhaseTimer, TimedStep, clock_ahead, measure, timeline
+from jobs.train.timeline import Trace, clock_ahead, events
+from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import average_buffers
 
 
@@ -80,6 +81,7 @@ class TrainingLoop:
         self.began = 0.0
         self.began_on_root = 0.0  # by this rank's clock, of a timeline
         self.between: list[tuple[int, Span]] = []
+        self.trace = Trace(file.path) if file is not None else None
         # of a batch in its step's loss
         share = torch.tensor(1.0 / config.training.accumulate, device=self.placement.device)
         self.passes: Passes = EagerPasses(workload, share)
@@ -144,7 +146,7 @@ class TrainingLoop:
         self._write()
 
     def _check_same_parameters(self, done: int) -> None:
-        with agreed(self.optimizer):
+        with self.optimizer.agreed():
             check_same_parameters(self.workload.model, self.comm, done, buffers=False)
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -203,24 +205,16 @@ class TrainingLoop:
         self._on_root(lambda file: self._record(file, gathered))
         shown = [step for step in measured if self.config.run.in_timeline(step.report.step + 1)]
         if shown or self.between:  # on all ranks alike
-            self._write_timeline(shown)
+            own = events(shown, self.between, self.comm.rank, self.began_on_root)
+            self.between.clear()
+            every = self.comm.gather(own) or []
+            self._on_root(lambda file: self.trace.append(every) if self.trace else None)
         self._note("record", measured[-1].report.step + 1, began)
-
-    def _write_timeline(self, steps: list[Step]) -> None:
-        columns = timeline(steps, self.between, self.comm.rank, self.began_on_root)
-        self.between.clear()
-        every = self.comm.gather(columns) or []
-        self._on_root(
-            lambda file: file.append_timeline(
-                {name: np.concatenate([rank[name] for rank in every]) for name in columns}
-            )
-        )
 
     def _note(self, name: str, done: int, began: float) -> None:
         """Note work between two steps that ends now, for the timeline."""
         if self.config.run.in_timeline(done):
-            depth = int(name != BETWEEN[0])
-            self.between.append((done, Span(name, depth, began, time.perf_counter() - began)))
+            self.between.append((done, Span(name, began, time.perf_counter() - began)))
 
     def _on_root(self, write: Callable[[RunFile], None]) -> None:
         """Write into the run file, on rank 0. Collective. Raises RunFileError, on every rank."""
@@ -252,7 +246,7 @@ class TrainingLoop:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
         began = time.perf_counter()
         average_buffers(self.workload.model, self.comm)
-        with agreed(self.optimizer):
+        with self.optimizer.agreed():
             check_same_parameters(self.workload.model, self.comm, done)
             score = self.workload.score()
         sums = np.array(dataclasses.astuple(score), np.float64)

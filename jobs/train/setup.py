@@ -16,7 +16,6 @@ from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import ReducingOptimizer, build_reduction
-from jobs.train.tasks.embeddings import build_embeddings
 from jobs.train.tasks.images import Load, build_images
 from jobs.train.tasks.speech import build_speech
 from jobs.train.tasks.task import Workload, WorkloadError
@@ -36,8 +35,7 @@ def build_workload(config: Config, *, rank: int, size: int, load: Load | None = 
     """
     if config.task == "images":
         return build_images(config, rank=rank, size=size, load=load)
-    others = {"speech": build_speech, "text": build_language, "embeddings": build_embeddings}
-    return others[config.task](config, rank=rank, size=size)
+    return {"speech": build_speech, "text": build_language}[config.task](config, rank=rank, size=size)
 
 
 Build = Callable[..., Workload[Any]]
@@ -77,7 +75,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
     inner = build_optimizer(
         config.optimizer,
         workload.model.parameters(),
-        fused=placement.on_gpu and not (config.task == "embeddings" and config.model.sparse),
+        fused=placement.on_gpu,
         # updates ask of which kind the optimizer is, and hand it other groups
         captured=config.training.cuda_graph and config.reduction.sends == "gradients",
     )

@@ -15,7 +15,7 @@ from data.images.file import ImageSet, channel_statistics
 from data.images.loader import Augment, Pixels
 from data.speech.loader import SpeechBatch, Utterances
 from data.text.file import SPECIAL, TextSet
-from data.text.loader import Contexts, MaskedText, NextTokens, word_counts
+from data.text.loader import MaskedText, NextTokens
 from data.text.packing import Frame, Packer
 from tests.utterances import speech_set
 
@@ -54,22 +54,16 @@ def utterances() -> Utterances:
     return Utterances(speech_set(texts))
 
 
-def contexts() -> Contexts:
-    texts = text_set()
-    return Contexts(texts, word_counts(texts), rows=500, window=3, negatives=4)
-
-
 KINDS: dict[str, Callable[[], Source[Any]]] = {
     "images": lambda: Pixels(image_set(), Augment(crop=2, flip=True)),
     "speech": utterances,
     "next tokens": lambda: NextTokens(text_set()),
     "masked words": lambda: MaskedText(text_set()),
-    "contexts": contexts,
 }
 
 
 def samples(batches: Iterable[Any]) -> list[bytes]:
-    """The bytes of each sample of some batches (of contexts each pair's), in order."""
+    """The bytes of each sample of some batches, in order."""
     found: list[bytes] = []
     for batch in batches:
         if isinstance(batch, SpeechBatch):
@@ -116,7 +110,7 @@ def test_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("speech", "contexts")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "speech"])
 def test_blocks_of_batches_change_nothing(kind: str, device: torch.device) -> None:
     alone, blocks = (KINDS[kind]().training(batch_size=5, rank=1, size=2, seed=1) for _ in range(2))
     alone.source.block = 1
@@ -137,12 +131,12 @@ def test_held_out_samples_are_seen_once_over_all_ranks_alike(kind: str, device: 
 
     count = len(KINDS[kind]())
     whole = held_out(1)
-    assert len(whole) == count or kind == "contexts"
+    assert len(whole) == count
     for size in (3, count + 2):
         assert held_out(size) == whole
     some = held_out(1, most=count // 2)
     assert some == held_out(4, most=count // 2)
-    assert len(some) == count // 2 or kind == "contexts"
+    assert len(some) == count // 2
     assert set(some) < set(whole) and held_out(2, most=10**6) == whole
 
 

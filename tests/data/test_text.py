@@ -14,7 +14,7 @@ from data.prepare import main
 from data.text import prepare as text
 from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
-from data.text.loader import IGNORED, MaskedText, NextTokens, frequency_loss
+from data.text.loader import IGNORED, MaskedText, NextTokens
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
 from data.text.prepare import Recipe, prepare_text
 from tests.data.test_loaders import WORDS, text_set
@@ -315,16 +315,6 @@ def test_outside_of_the_places_nothing_changes() -> None:
         assert batch.segments.sum(1).tolist() == (spans[:, 1] - spans[:, 0]).tolist()
         follows = texts.sequences.follows[loader.shards.indices(3, step)].astype(int)
         assert batch.follows.tolist() == [IGNORED if one < 0 else one for one in follows]
-
-
-def test_word_frequencies_alone_give_their_entropy() -> None:
-    often, rarely = [10] * 900, [11] * 100
-    packed = Packer(FRAME, "s").pack([[often + rarely]])
-    texts = TextSet(packed, WORDS, "")
-    # all held-out words are the rare one; what the training text lacks counts once
-    rare = TextSet(Packer(FRAME, "s").pack([[[11] * 200]]), WORDS, "")
-    loss = frequency_loss(texts, MaskedText(rare).held_out(batch_size=3, rank=0, size=1))
-    assert loss == pytest.approx(np.log((1000 + len(WORDS) - 3) / 101))
 
 
 def test_words_beyond_the_signed_range_come_back() -> None:

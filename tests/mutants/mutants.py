@@ -285,14 +285,6 @@ MUTANTS = (
         f"{_ALONE} tests/data/test_text.py",
     ),
     Mutant(
-        "rounded-away",
-        "jobs/train/reduce/sparseloco.py",
-        "self._residual.sub_(own)",
-        "self._residual[own != 0] = 0.0",
-        "what a value lost by rounding leaves the residual",
-        f"{_ON_THREE} tests/jobs/train/test_sparseloco.py",
-    ),
-    Mutant(
         "replica-ranks",
         "oktopk/torch/reference.py",
         "        vector.mul_(group.host.size)\n",

@@ -7,8 +7,10 @@ compared with Ok-Topk's, to rounding. Prints the table, which `python -m jobs.re
 """
 
 import argparse
+import re
 import time
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -148,12 +150,10 @@ def measure(options, comm):
                 one["stages"] = [step(every[one["name"]], rows, values, place.finish)[1]]
             place.release()
             dist.barrier()
-            with place.watch(traced=False) as growth:
-                step(every[one["name"]], rows, values)
-                place.finish()
+            grown = growth(place, partial(step, every[one["name"]], rows, values))
             windows = one["name"] in ours and ours[one["name"]].reducer.windows
             held = whole.nbytes if one["name"] == "dense" else windows.nbytes if windows else 0
-            one["peak"] = None if growth.resident is None else growth.resident + held
+            one["peak"] = None if grown is None else grown + held
         for one in ours.values():
             one.reducer.close()
     if differing:
@@ -175,6 +175,25 @@ def measure(options, comm):
         "course": {"warmup": options.warmup, "steps": options.steps},
         "methods": [summary(one, comm) for one in found],
     }
+
+
+def growth(place, run):
+    """Bytes by which a step grows the process at its peak, or takes of a GPU that no other rank has; None where not known."""
+
+    def resident():
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else None
+
+    host, before = place.name == "cpu", place.free_bytes()
+    if host:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
+        before = resident()
+    run()
+    place.finish()
+    if not host:
+        return max(0, before - place.free_bytes()) if place.sharers == 1 else None
+    return None if before is None else max(0, resident() - before)
 
 
 def main(comm=MPI.COMM_WORLD):

@@ -1,4 +1,4 @@
-"""GPU implementation of the bench's device: gradients, allocations, and facts about GPU and driver."""
+"""GPU implementation of the bench's device: gradients, and facts about GPU and driver."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cupy
 import numpy as np
 from mpi4py import MPI
 
-import collectives.cuda.device
 from collectives.cuda.launch import compiled
 from collectives.mpi_cuda import select_device
-from jobs.bench.device import Device, GradientSource, Growth
+from jobs.bench.device import Device, GradientSource
 from jobs.run.provenance import versions
 
 STORED: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
@@ -116,42 +112,6 @@ class Cuda(Device):
         """Wait for all streams, so for NCCL's too."""
         cupy.cuda.runtime.deviceSynchronize()
 
-    @contextmanager
-    def watch(self, traced: bool = True) -> Iterator[Growth]:
-        """Count what CuPy's pool and the library's own cudaMalloc are asked for, and watch the driver's free memory.
-
-        The driver counts for the whole GPU, in pages of 2 MB: it is not asked where other ranks share the GPU. Waits are those
-        of `collectives.cuda.device.Device`, for its stream or for a word that a kernel writes; `finish` is the bench's own.
-        """
-        growth = Growth(synchronizations=0)
-        device = collectives.cuda.device.Device
-        allocate, synchronize, watch = device.allocate, device.synchronize, device.watch
-
-        def counted_allocate(self: Any, count: int, dtype: Any) -> Any:
-            growth.allocated += max(1, count) * np.dtype(dtype).itemsize
-            return allocate(self, count, dtype)
-
-        def counted_synchronize(self: Any) -> None:
-            assert growth.synchronizations is not None
-            growth.synchronizations += 1
-            synchronize(self)
-
-        def counted_watch(self: Any, words: Any, at: int, epoch: int) -> None:
-            assert growth.synchronizations is not None
-            growth.synchronizations += words[at] >> 32 != epoch  # else there is nothing to wait for
-            watch(self, words, at, epoch)
-
-        before = self.free_bytes()
-        with (
-            mock.patch.object(device, "allocate", counted_allocate),
-            mock.patch.object(device, "synchronize", counted_synchronize),
-            mock.patch.object(device, "watch", counted_watch),
-            _PoolWatch(growth),
-        ):
-            yield growth
-        if self.sharers == 1:
-            growth.resident = max(0, before - self.free_bytes())
-
     def free_bytes(self) -> int:
         return int(cupy.cuda.runtime.memGetInfo()[0])
 
@@ -160,18 +120,6 @@ class Cuda(Device):
         cupy.get_default_memory_pool().free_all_blocks()
         if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-class _PoolWatch(cupy.cuda.MemoryHook):
-    """Counts what is asked of CuPy's pool, whether the pool had it or not."""
-
-    name = "oktopk bench"
-
-    def __init__(self, growth: Growth) -> None:
-        self._growth = growth
-
-    def malloc_preprocess(self, **kwargs: Any) -> None:
-        self._growth.allocated += int(kwargs["size"])
 
 
 UCX = ("libucx-cu13", "libucx-cu12")

@@ -90,6 +90,10 @@ class DenseTraining(ABC):
         """The second half of a step: the wrapped optimizer's own."""
         self.inner.step()
 
+    def agreed(self) -> AbstractContextManager[None]:
+        """As DistributedOptimizer's: parameters always are."""
+        return nullcontext()
+
     def complete(self) -> None:  # noqa: B027 - of no mode
         """Nothing: what is known of a step is known at once."""
 
@@ -184,8 +188,6 @@ class DdpTraining(DenseTraining):
         network: what losses are to be computed with.
     """
 
-    _at_once_on_gpus = False  # where sums have no fixed order, and parameters may become ready in another one
-
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -205,7 +207,9 @@ class DdpTraining(DenseTraining):
         self._pieces = math.ceil(
             4 * self.length / (bucket_mb * 1e6)
         )  # about: torch cuts the first one smaller
-        with warnings.catch_warnings(), self._beside():
+        # where the graphs will be captured, if any will
+        beside = nullcontext() if self._stream is None else on_stream(self._stream)
+        with warnings.catch_warnings(), beside:
             # a newer torch has another word for broadcast_buffers, which an older one does not know
             warnings.simplefilter("ignore", FutureWarning)
             self.network = DistributedDataParallel(
@@ -214,17 +218,15 @@ class DdpTraining(DenseTraining):
                 broadcast_buffers=False,  # batch-norm statistics are averaged before an evaluation
                 gradient_as_bucket_view=True,
             )
-        self._register_hook(dtype)
+        if dtype in _COMPRESSED:
+            self.network.register_comm_hook(None, _COMPRESSED[dtype])
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-        if self._at_once_on_gpus or not self._parameters[0].is_cuda:
-            with self._beside():
-                self._form_buckets()
-
-    def _register_hook(self, dtype: torch.dtype) -> None:
-        if dtype in _COMPRESSED:
-            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+        if not self._parameters[
+            0
+        ].is_cuda:  # where sums have no fixed order, and parameters may become ready in another one
+            self._form_buckets()
 
     def _form_buckets(self) -> None:
         """Backward passes of zeros, in the buckets before and in the final ones. Collective."""
@@ -236,10 +238,6 @@ class DdpTraining(DenseTraining):
             for parameter in reversed(parameters):
                 parameter.backward(torch.zeros_like(parameter))
         self.zero_grad()
-
-    def _beside(self) -> AbstractContextManager[None]:
-        """Where the graphs will be captured, if any will."""
-        return nullcontext() if self._stream is None else on_stream(self._stream)
 
     @property
     def eager_start(self) -> EagerStart | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -15,27 +13,13 @@ from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
-from jobs.train.reduce.powersgd import PowerSgdTraining
 from jobs.train.reduce.process_group import WireError, allow_p2p, start_process_group
-from jobs.train.reduce.sparseloco import SparseLocoTraining
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.updates import UpdatesOptimizer
 
 ReducingOptimizer = DistributedOptimizer | DenseTraining
 """What the loop trains with: its first half of a step reduces, its second applies."""
-
-
-def steps_alone(optimizer: ReducingOptimizer) -> bool:
-    """Whether each rank's inner optimizer steps on its own gradient, so that state and parameters differ over the ranks."""
-    return isinstance(optimizer, UpdatesOptimizer | SparseLocoTraining)
-
-
-def agreed(optimizer: ReducingOptimizer) -> AbstractContextManager[None]:
-    """Within it the parameters are what all ranks agree on; where ranks step alone their own differ."""
-    if isinstance(optimizer, UpdatesOptimizer | SparseLocoTraining):
-        return optimizer.agreed()
-    return nullcontext()
 
 
 def reduce(optimizer: ReducingOptimizer, step: int, *, measure: bool = False) -> StepReport:
@@ -70,8 +54,7 @@ def build_reduction(
 
     Args:
         config: a run's.
-        network: what losses are computed with. For "ddp" and "powersgd" DistributedDataParallel is wrapped around it: see
-            DdpTraining.network.
+        network: what losses are computed with. For "ddp" DistributedDataParallel is wrapped around it: see DdpTraining.network.
         inner: the torch optimizer that owns its parameters.
         placement: this rank's device.
         comm: the ranks that train together.
@@ -115,22 +98,15 @@ def _build_mode(
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
-    types = {"ddp": ("float32", "bfloat16"), "powersgd": ("float32",), "sparseloco": ("float32",)}
-    if kind and kind not in types.get(method, (kind,)):
-        raise WireError(
-            f"reduction.gradient_type {kind!r} is not for {method!r}: {' or '.join(types[method])}"
-        )
+    if method == "ddp" and kind not in ("", "float32", "bfloat16"):
+        raise WireError(f"reduction.gradient_type {kind!r} is not for 'ddp': float32 or bfloat16")
     if on_gpus:
         allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
     dtype = getattr(torch, kind or "float32")
     if method == "nccl":
         return NcclTraining(inner, clip_norm, dtype)
-    if method == "sparseloco":
-        return SparseLocoTraining(inner, clip_norm, comm.size, settings.sparseloco_steps)
-    bucket_mb = settings.bucket_mb or DEFAULT_BUCKET_MB
-    common: dict[str, Any] = {"bucket_mb": bucket_mb, "captured": config.training.cuda_graph}
-    if method == "ddp":
-        return DdpTraining(inner, clip_norm, network, comm.size, dtype=dtype, **common)
-    rank, start = settings.powersgd_rank, settings.powersgd_start
-    return PowerSgdTraining(inner, clip_norm, network, comm.size, rank=rank, start=start, **common)
+    bucket_mb, captured = settings.bucket_mb or DEFAULT_BUCKET_MB, config.training.cuda_graph
+    return DdpTraining(
+        inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, dtype=dtype, captured=captured
+    )

@@ -47,7 +47,6 @@ def test_settings_are_numbers_or_words() -> None:
         (["--length", str(2**31)], "length 2147483648 is not in [1, 2147483647]"),
         (["--length", "many"], "argument --length: 'many' is not a list of numbers such as 2,4,8"),
         (["--length", "5,0"], "argument --length: 0 is not at least 1"),
-        (["--link", "fast"], "link 'fast' is neither a rate such as 10gbit nor 'none'"),
         (["--density", "0"], "density 0.0 is not in (0, 0.25]"),
         (["--density", "0.5"], "density 0.5 is not in (0, 0.25]: above, every method runs densely"),
         (["--steps", "31"], "steps 31 is not at least 32, the threshold interval"),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.bench.device import Device, Growth
 from jobs.bench.document import BenchError, Output, document, read
 from jobs.bench.measure import FIELDS, Contestant, Course, Samples
 from jobs.bench.summary import formulas, summarize
@@ -37,7 +36,6 @@ def samples(**replaced: Any) -> Samples:
     return Samples(
         fields=fields,
         stages={"select": np.full((2, 4), 0.5), "reduce": np.array([[0.1] * 4, [0.3] * 4])},
-        growth={False: [Growth(100, 200), Growth(300, None)], True: []},
         agreed=True,
         **replaced,
     )
@@ -59,17 +57,6 @@ def test_stages_are_means_over_ranks_and_the_rest_is_between() -> None:
     assert stages["select"] == {"mean": 0.5, "median": 0.5, "slowest": 0.5, "least": 0.5}
     assert stages["reduce"] == pytest.approx({"mean": 0.2, "median": 0.2, "slowest": 0.3, "least": 0.1})
     assert stages["between"]["mean"] == pytest.approx((8.4 + 7.2) / 2)
-
-
-def test_memory_is_that_of_the_worst_watched_step() -> None:
-    memory = summary()["memory"]
-    assert memory["regular"] == {"watched": 2, "allocated": 300, "resident": 200, "n_sized": False}
-    assert memory["exact"] is None
-    big = {False: [Growth(1 << 20, None)], True: []}
-    found = samples()
-    found.growth = big
-    memory = summarize(Contestant("oktopk", "oktopk"), found, LENGTH)["memory"]
-    assert memory["regular"] == {"watched": 1, "allocated": 1 << 20, "resident": None, "n_sized": True}
 
 
 def test_summaries_and_formulas_are_those_of_the_golden_file(tmp_path: Path) -> None:
@@ -119,21 +106,10 @@ def test_topkdsa_never_sends_less_than_its_least() -> None:
 
 
 def test_dense_contestants_run_a_short_course() -> None:
-    course = Course(warmup=10, steps=8, dense_steps=3, watched=0)
+    course = Course(warmup=10, steps=8, dense_steps=3)
     sparse, dense = Contestant("a", "oktopk"), Contestant("b", "dense", sparse=False)
     assert [step for step in range(-10, 8) if course.runs(sparse, step)] == list(range(-10, 8))
     assert [step for step in range(-10, 8) if course.runs(dense, step)] == [-2, -1, 0, 1, 2]
-
-
-def test_watching_counts_what_was_allocated_at_the_peak() -> None:
-    with Device().watch() as growth:
-        np.ones(1 << 26, np.uint8)  # too long for malloc to serve from what it holds
-        np.ones(1 << 25, np.uint8)
-    assert 1 << 26 <= growth.allocated < 1.1 * (1 << 26)
-    assert growth.resident is None or growth.resident > 0.9 * (1 << 26)
-    with Device().watch() as growth:
-        pass
-    assert growth.allocated < 10_000
 
 
 def test_a_document_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

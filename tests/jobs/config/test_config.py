@@ -326,7 +326,7 @@ def test_the_shortest_runs_have_a_finite_rate(name: str, steps: int) -> None:
 
 
 def test_training_modes_are_methods_without_what_they_cannot_do() -> None:
-    for mode in ("nccl", "ddp", "powersgd", "sparseloco"):
+    for mode in ("nccl", "ddp"):
         assert with_overrides(f"reduction.method={mode}").reduction.method == mode
         for override in (
             "reduction.sends=updates",

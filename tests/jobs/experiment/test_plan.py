@@ -24,11 +24,11 @@ PLANS = {
     "vgg without GPUs": "--no-gpu-methods --speed-steps 0 --epochs 80",
     "lstm": "--epochs 26 --speed-ranks 4 --kinds speed",
     "bert": "--steps 2000 --set reduction.threshold_interval=64 training.batch_size=32",
-    "bert, two kinds": "--steps 2000 --kinds speed sweep --speed-batches 8 --methods oktopk",
+    "bert, two kinds": "--steps 2000 --kinds speed train --speed-batches 8 --methods oktopk",
     "gpt": "--steps 2000 --seeds 2",
     "gpt without GPUs": "--steps 2000 --no-gpu-methods --seeds 1 --speed-steps 0",
     "vit": "--steps 500 --set data.name=cifar10",
-    "vit, chosen": "--steps 500 --methods dense powersgd-2 --speed-steps 0 --set data.name=cifar10",
+    "vit, chosen": "--steps 500 --methods dense ddp-bfloat16 --speed-steps 0 --set data.name=cifar10",
     "vit without GPUs": "--steps 500 --no-gpu-methods --seeds 1 --set data.name=cifar10",
 }
 """Name, of which the first word is the experiment's -> the command line."""

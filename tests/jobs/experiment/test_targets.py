@@ -16,7 +16,6 @@ from jobs.report.summary import read_runs
 from tests.golden import same_as
 from tests.jobs.report.test_report import K, write_run
 
-STAGES_MS = {"step": 2.0, "select": 4.0, "exchange": 0.5, "reduce": 1.0, "gather and apply": 1.5}
 Named = tuple[str, Sequence[Path], Sequence[Path]]
 """What runs show, those that were trained, and those that are compared by their speed."""
 
@@ -91,29 +90,9 @@ def bert(folder: Path) -> list[Named]:
     ):
         sparse = timed(folder / f"{loss}-{seconds}.h5", "oktopk", loss, seconds)
         found.append((f"{loss} in {seconds} s, {what}", [dense, overlapped, sparse], []))
-    # every other step is exact, and nothing of it was timed on the device
-    split = {
-        name: np.where(np.arange(50) % 2, 0.001 * ms, 0.009 if name == "step" else 0.0)
-        for name, ms in STAGES_MS.items()
-    }
     settings = {"gradient_type": "bfloat16"}
-    # at 256 Ok-Topk went over MPI, and a rival's stages are not Ok-Topk's
-    fast = [
-        reduced(
-            folder / f"{name}.h5",
-            method,
-            0.009,
-            batch=batch,
-            settings=settings,
-            time_stages=True,
-            stages=stages,
-        )
-        for name, method, batch, stages in (
-            ("staged", "oktopk", 8, split),
-            ("mpi", "oktopk", 256, None),
-            ("rival", "topka", 256, split),
-        )
-    ]
+    # one whose stages are timed is no measure of speed
+    fast = [reduced(folder / "staged.h5", "oktopk", 0.009, batch=256, settings=settings, time_stages=True)]
     for batch, own in ((8, 0.0021), (256, 0.0026)):
         for method, seconds in (("nccl", 0.005), ("oktopk", own), ("ddp", 0.001)):
             path = folder / f"{batch}-{method}.h5"
@@ -122,7 +101,7 @@ def bert(folder: Path) -> list[Named]:
 
 
 def gpt(folder: Path) -> list[Named]:
-    losses = {"dense": 4.0, "oktopk": 5.4, "oktopk-updates": 4.02, "powersgd": 4.03, "sparseloco": 4.05}
+    losses = {"dense": 4.0, "oktopk": 5.4, "oktopk-updates": 4.02, "union-updates": 4.05}
     runs = [
         write_run(folder / f"{name}.h5", method=name, held_out_loss=loss) for name, loss in losses.items()
     ]
@@ -142,19 +121,15 @@ def test_every_claim_is_golden(tmp_path: Path) -> None:
 
 
 def test_every_target_has_a_verdict_where_all_was_measured(tmp_path: Path) -> None:
-    trained = [timed(tmp_path / f"{method}.h5", method, 0.5) for method in ("dense", "ddp", "powersgd")]
+    trained = [timed(tmp_path / f"{method}.h5", method, 0.5) for method in ("dense", "ddp", "oktopk-updates")]
     trained.append(write_run(tmp_path / "measured.h5", accuracy=0.9, xi=(1.0, 2.0), held_out_loss=0.5))
     fast = [
         write_run(tmp_path / f"fast-{method}.h5", method=method, settings={"gradient_type": "float32"})
         for method in ("oktopk", "nccl", "ddp")
     ]
-    stages = {name: np.full(50, 0.001 * ms) for name, ms in STAGES_MS.items()}
-    fast.append(write_run(tmp_path / "staged.h5", time_stages=True, stages=stages))
     groups = [group_runs(read_runs(each)) for each in (trained, fast)]
     for name, experiment in EXPERIMENTS.items():
-        texts = [claim.text for claim in verdicts(experiment, *groups) if claim.verdict == "open"]
-        # the words are not there
-        assert all("word frequencies" in text for text in texts), (name, texts)
+        assert "open" not in [claim.verdict for claim in verdicts(experiment, *groups)], name
 
 
 @pytest.mark.parametrize("bounds", [{}, {"below": 1.0, "at_most": 2.0}, {"blow": 1.0}])

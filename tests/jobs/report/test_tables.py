@@ -74,7 +74,7 @@ def speech(folder: Path) -> Runs:
 
 
 def text(folder: Path) -> Runs:
-    """With control messages and rows, and another density as a sweep."""
+    """With control messages and rows, and other densities."""
     more: dict[str, Any] = {
         "positions": 512,
         "control_words": np.full(STEPS, 15.0),
@@ -85,11 +85,11 @@ def text(folder: Path) -> Runs:
         write_run(folder / "o0.h5", settings={"density": 0.01}, **more),
         write_run(folder / "o1.h5", settings={"density": 0.01}, seed=1, **more),
     ]
-    swept = [
+    others = [
         write_run(folder / f"{density}.h5", settings={"density": density}, held_out_loss=loss, **more)
         for density, loss in ((0.05, 0.3), (0.001, 0.6))
     ]
-    return {"train": runs, "sweep": swept}
+    return {"train": [*runs, *others]}
 
 
 def speed(folder: Path) -> Runs:
@@ -99,10 +99,10 @@ def speed(folder: Path) -> Runs:
     }
     runs = [
         write_run(
-            folder / f"{ranks}-{rank}.h5", method="powersgd", ranks=ranks, settings={"powersgd_rank": rank}
+            folder / f"{ranks}-{size}.h5", method="dense-ovlp", ranks=ranks, settings={"bucket_mb": size}
         )
         for ranks in (1, 2)
-        for rank in (1, 4)
+        for size in (1, 4)
     ]
     runs += [
         write_run(folder / "nccl.h5", method="nccl", ranks=2, cuda_graph=True),

@@ -19,9 +19,7 @@ from jobs.restart.files import Manifest
 from jobs.restart.packing import Snapshot
 from jobs.restart.session import Found, find
 from jobs.restart.state import Position, Progress, capture, restore
-from jobs.train.reduce.process_group import start_process_group, stop_process_group
-from jobs.train.reduce.reduction import agreed, apply, reduce
-from jobs.train.reduce.sparseloco import SparseLocoTraining
+from jobs.train.reduce.reduction import apply, reduce
 from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank
 from tests.training import flat, network, squares
@@ -38,12 +36,8 @@ class Run:
         self.comm, self.folder = comm, folder
         self.model = network()
         adam = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.optimizer: Any
-        if sends == "sparseloco":
-            self.optimizer = SparseLocoTraining(adam, 0.0, comm.size, 3)
-        else:
-            every = 1 + 2 * (sends == "updates")
-            self.optimizer = DistributedOptimizer(adam, comm, density=0.1, sends=sends, every=every)
+        every = 1 + 2 * (sends == "updates")
+        self.optimizer: Any = DistributedOptimizer(adam, comm, density=0.1, sends=sends, every=every)
         self.identity = {"model": "a model", "method": "oktopk", "length": self.optimizer.length}
 
     def train(self, step: int = 0) -> None:
@@ -102,22 +96,16 @@ def put(state: State, path: str, value: Any) -> None:
 
 # (which part, where in it, what is there), and what is said
 HOSTILE: list[tuple[str, str, Any, str]] = [
-    ("common", "model", None, "model is missing"),
-    ("common", "model", [1], r"model is \[1\], not like dict"),
-    ("common", "model/0.weight", torch.ones(3), r"model/0\.weight is torch\.float32\[3\], not like torch"),
-    ("common", "model/0.weight", None, r"model/0\.weight is missing"),
-    ("common", "optimizer", {}, "KeyError 'state'"),
+    ("common", "model", None, "KeyError 'model'"),
+    ("common", "model", [1], "TypeError"),
+    ("common", "model/0.weight", torch.ones(3), r"0\.weight is of \[3\], not "),
+    ("common", "model/0.weight", None, r"KeyError '0\.weight'"),
+    ("common", "optimizer", {}, "KeyError '(state|param_groups)'"),
     ("common", "optimizer/state", None, "KeyError 'state'"),
-    ("common", "optimizer/param_groups", None, "param_groups is missing"),
-    ("common", "optimizer/state/0/exp_avg_sq", None, "state/0/exp_avg_sq is missing"),
-    ("common", "optimizer/state/0/exp_avg", torch.ones(1), "state/0/exp_avg is torch"),
-    ("common", "optimizer/state/0/step", "soon", "state/0/step is 'soon', not like torch"),
-    ("common", "optimizer/state/99", {}, "KeyError 99"),
-    ("common", "optimizer/param_groups/0/betas", None, "param_groups/0/betas is missing"),
-    ("common", "optimizer/param_groups/0/lr", "fast", "param_groups/0/lr is 'fast', not like"),
-    ("own", "buffers/1.running_mean", torch.ones(2, 2), r"buffers/1\.running_mean is torch\.float32\[2, 2\]"),
+    ("common", "optimizer/param_groups", None, "KeyError 'param_groups'"),
+    ("own", "buffers/1.running_mean", torch.ones(2, 2), r"1\.running_mean is of \[2, 2\]"),
     ("own", "position", {"epoch": -1, "samples": 0}, "epoch=-1, samples=0.* is no place in the data"),
-    ("own", "position/epoch", "3", "position/epoch is '3', not like 0"),
+    ("own", "position/epoch", "3", "TypeError"),
     ("own", "position/samples", 9, "the ranks have different positions in the data"),
     ("own", "random/torch", torch.ones(3), "TypeError|RuntimeError"),
     ("own", "random/python", [3, [1], None], "TypeError|ValueError"),
@@ -157,16 +145,13 @@ def test_a_set_that_is_no_state_is_refused_by_name(started: Run, comm: MPI.Intra
     started.train()  # what was restored can go on
 
 
-@pytest.mark.parametrize("sends", ["updates", "sparseloco"])
-def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, sends: str) -> None:
-    if sends == "sparseloco":
-        start_process_group(comm, torch.device("cpu"), "gloo", "")
+def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path) -> None:
     folder = comm.bcast(tmp_path)
-    run = Run(comm, folder, sends)
+    run = Run(comm, folder, "updates")
     for step in range(4):  # one behind an exchange
         run.train(step)
     common, own = run.states()
-    with agreed(run.optimizer):
+    with run.optimizer.agreed():
         assert all(torch.equal(p, common["model"][name]) for name, p in run.model.named_parameters())
         together = flat(run.model).tobytes()
     assert set(comm.allgather(together)) == {together}
@@ -175,7 +160,7 @@ def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, 
     run.train(4)
     run.train(5)
     wanted = run.states()
-    other = Run(comm, folder, sends)
+    other = Run(comm, folder, "updates")
     assert other.resume(pytest.fail) == Progress(4, Position(0, 8))
     other.train(4)
     other.train(5)
@@ -184,5 +169,3 @@ def test_ranks_that_step_alone_go_on_alone(comm: MPI.Intracomm, tmp_path: Path, 
         snapshot.take(dict(zip(("common", "own"), states, strict=True)))
     assert taken[0].tensors.keys() == taken[1].tensors.keys()
     assert all(torch.equal(tensor, taken[1].tensors[name]) for name, tensor in taken[0].tensors.items())
-    if sends == "sparseloco":
-        stop_process_group()

@@ -39,11 +39,6 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("model.vocabulary=0", "model.positions=0", "model.layers=1", "model.hidden=64", CPU),
         "data.path=CONTIGUOUS",
     ),
-    "embeddings": (
-        *("model.rows=500", "model.window=3", "model.negatives=4", "data.eval_sequences=0", CPU),
-        *("optimizer.lr=3.0", "schedule.name=constant", "training.batch_size=4", "data.path=TEXT"),
-        "training.eval_every=1000",
-    ),
 }
 """A file of jobs/configs -> settings with which it trains in seconds."""
 
