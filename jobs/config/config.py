@@ -61,6 +61,12 @@ class Config(Section):
             raise ValueError("training.cuda_graph needs batches of one shape, and those of speech differ")
         if self.reduction.overlap and self.run.measure_every:
             raise ValueError(f"run.measure_every {self.run.measure_every} is not for reduction.overlap")
+        for name in ("dense_warmup_steps", "density_warmup_steps"):
+            start, steps = getattr(self.reduction, name), self.training.steps
+            if self.reduction.sends == "updates" and steps and start > -(-steps // self.reduction.every):
+                raise ValueError(
+                    f"reduction.{name} {start} is more than the run's exchanges: training.steps is {steps}"
+                )
         return self
 
     @model_validator(mode="after")

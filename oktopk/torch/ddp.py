@@ -91,6 +91,10 @@ class OkTopkState:
         **settings: Any,
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
+        if "sends" in settings or "every" in settings:
+            raise ValueError(
+                "the hook reduces gradients: for updates wrap the optimizer in DistributedOptimizer, and register noop_hook"
+            )
         check_names(settings, OkTopkState, *beside)
         Settings(**{name: value for name, value in settings.items() if name not in beside})
         self._arguments: dict[str, Any] = {"method": method, **settings}

@@ -65,7 +65,8 @@ def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
                 if name == REFERENCE:
                     return (
                         f"the parameters that all ranks agree on have parted: their hash is {listed}. Write the same into them "
-                        "on all ranks, within `with optimizer.agreed():`"
+                        "on all ranks, within `with optimizer.agreed():`, and let nothing else move them, as an optimizer in the "
+                        "backward pass or max_norm in the forward pass does"
                     )
                 return (
                     f"{name!r} of the optimizer's group {number} differs between ranks: {listed}. Change it alike on all ranks: "

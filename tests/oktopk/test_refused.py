@@ -110,6 +110,10 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("hook", {"density": 2.0}, r"density 2.0 is not in \(0, 1\]"),
     *(
+        ("hook", given, "the hook reduces gradients: for updates wrap")
+        for given in ({"sends": "updates"}, {"every": 2})
+    ),
+    *(
         (
             "reducer",
             {"wire": "int8", "method": name},

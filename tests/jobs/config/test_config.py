@@ -229,6 +229,21 @@ def test_a_bad_value_names_itself_and_the_bound(override: str, message: str) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["dense_warmup_steps", "density_warmup_steps"])
+def test_a_start_of_updates_ends_within_the_run(name: str) -> None:
+    """An exchange in two steps: three in five steps."""
+    words = [
+        "reduction.sends=updates",
+        "reduction.deferred=false",
+        "optimizer.name=adamw",
+        "optimizer.momentum=0",
+    ]
+    words += ["reduction.every=2", "reduction.method=union", "training.steps=5"]
+    with_overrides(*words, f"reduction.{name}=3")
+    with pytest.raises(ConfigError, match=f"{name} 4 is more than the run's exchanges: training.steps is 5"):
+        with_overrides(*words, f"reduction.{name}=4")
+
+
 def test_every_fault_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         with_overrides("model.width=0", "training.seed=-1", "run.fil=x")
