@@ -136,20 +136,6 @@ def test_optimizers_that_differ_are_refused(comm: MPI.Intracomm, kind: str) -> N
         DistributedOptimizer(inner, comm)
 
 
-class OfSigns(torch.optim.SGD):
-    """Another rule under the same settings."""
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("sends", ["updates", "gradients"])
-@pytest.mark.parametrize("kinds", [(torch.optim.SGD, OfSigns), (torch.optim.AdamW, oktopk.torch.AdamW)])
-def test_optimizers_of_two_kinds_are_refused(comm: MPI.Intracomm, sends: str, kinds: tuple[Any, Any]) -> None:
-    model = network()
-    inner = kinds[comm.rank == 1](model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"ranks disagree on optimizer: .*{kinds[1].__module__}"):
-        DistributedOptimizer(inner, comm, sends=sends)
-
-
 def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) -> None:
     optimizer = DistributedOptimizer(sgd(network()), comm)
     with pytest.raises(ValueError, match="is a DistributedOptimizer already: wrap it once"):
