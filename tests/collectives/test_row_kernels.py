@@ -142,7 +142,7 @@ def test_elements_that_are_not_finite_are_counted(kind: str) -> None:
     assert get(sums.rows).tolist() == [1, 2, 5, 7]
 
 
-def test_ids_of_a_long_table_have_64_bits_and_those_outside_are_named() -> None:
+def test_a_long_table_has_64_bit_ids_and_names_those_outside() -> None:
     on_gpu, values = kernels("float32"), put("cuda", np.ones((3, 1), np.float32))
     rows = np.array([LONGEST_ON_GPU - 1, 5, LONGEST_ON_GPU - 1])
     sums, _ = on_gpu.coalesce(put("cuda", rows), values, LONGEST_ON_GPU, 1.0)

@@ -61,7 +61,7 @@ def raise_in_launch(reducer: GradientAllreduce, monkeypatch: pytest.MonkeyPatch,
         ("dense", 3, False),
     ],
 )
-def test_a_rank_that_raises_before_its_launch_is_named_by_all_at_once(
+def test_a_rank_that_raises_before_its_launch_is_named_at_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, method: str, steps: int, exact: bool
 ) -> None:
     """In the first step, one that is waited for and a deferred one; halfway, where a step goes exact."""
@@ -132,7 +132,7 @@ def test_a_rank_that_raises_before_a_second_launch_is_named_by_all(
 
 
 @pytest.mark.parametrize("error", [TypeError("no such field"), MemoryError("GPU 0 is out of memory")])
-def test_an_error_while_a_step_is_laid_out_is_told_by_its_own_words(
+def test_an_error_of_laying_out_a_step_keeps_its_words(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     from oktopk.cuda.p2p_launches import P2PLaunches
@@ -168,7 +168,7 @@ def test_a_callers_error_on_one_rank_ends_the_step_on_all(comm: MPI.Intracomm) -
 
 
 @pytest.mark.parametrize("settings", [{}, {"density_warmup_steps": 8}], ids=["", "k changes"])
-def test_an_abort_that_no_step_met_stops_the_next_step_and_the_state(
+def test_an_unmet_abort_stops_the_next_step_and_the_state(
     comm: MPI.Intracomm, settings: dict[str, Any]
 ) -> None:
     reducer = reducer_of(comm, **settings)
@@ -188,7 +188,7 @@ def test_an_abort_that_no_step_met_stops_the_next_step_and_the_state(
     comm.Barrier()
 
 
-def test_a_rank_that_does_not_come_in_time_is_named_by_all_others(comm: MPI.Intracomm) -> None:
+def test_all_others_name_a_rank_that_does_not_come_in_time(comm: MPI.Intracomm) -> None:
     reducer = reducer_of(comm, timeout=TIMEOUT)
     gradient = gradients(comm)
     for _ in range(5):

@@ -405,7 +405,7 @@ def of_a_second_ddp(ddp: DistributedDataParallel, state: OkTopkState, rank: int)
         (of_a_second_ddp, "2 DistributedDataParallel have one OkTopkState"),
     ],
 )
-def test_after_an_error_of_the_hook_ddp_can_take_its_next_backward_pass(
+def test_after_an_error_of_the_hook_ddp_goes_on(
     comm: MPI.Intracomm, cause: Callable[..., Callable[[], Any]], sentence: str
 ) -> None:
     if cause is of_another_model:  # DDP's buckets are without it
@@ -497,7 +497,7 @@ def test_parameters_whose_gradients_a_hook_reduces_are_not_wrapped(comm: MPI.Int
     DistributedOptimizer(inner).close()
 
 
-def test_a_hook_that_was_dropped_without_a_close_does_not_hold_its_parameters(
+def test_a_hook_dropped_without_a_close_frees_its_parameters(
     comm: MPI.Intracomm, left_open: list[Any]
 ) -> None:
     ddp, state = hooked()

@@ -39,7 +39,7 @@ def reducer(comm: MPI.Intracomm, method: str, device: str = "cuda", **settings: 
 
 
 @pytest.mark.parametrize("wire", ["plain", "float32"])
-def test_a_staged_step_waits_for_the_gpu_once_a_number_the_host_needs(
+def test_a_staged_step_waits_once_for_each_number_the_host_needs(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     """How many were selected, what is sent, how many sums reach each threshold, and what each round of the allgather sends."""

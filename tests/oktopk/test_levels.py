@@ -167,7 +167,7 @@ def test_hosts_lose_nothing_pass_no_cap_and_equal_the_oracle_where_exact(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
+def test_a_fast_ranks_next_gradients_reach_no_slow_ranks_sum(
     comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = two_levels(comm, device, 2)

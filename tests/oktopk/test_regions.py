@@ -160,7 +160,7 @@ def test_a_rank_that_selects_nothing_proposes_what_it_did_before(transport: MpiT
 
 
 @pytest.mark.mpi
-def test_regions_of_a_state_are_kept_or_renewed_as_soon_as_something_was_selected(
+def test_regions_of_a_state_are_kept_unless_they_were_stale(
     transport: MpiTransport,
 ) -> None:
     size = transport.size

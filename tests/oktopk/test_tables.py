@@ -227,7 +227,7 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
         on_torchs_gpu(TwoTables, "cuda", False, id="cuda, messages"),
     ],
 )
-def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
+def test_ddps_hook_reduces_rows_and_continues_bit_for_bit(
     tables: Callable[..., nn.Module],
     device: str,
     peer_memory: bool | None,
@@ -315,7 +315,7 @@ def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, gro
         *(("no table", how) for how in ("raise", "skip")),
     ],
 )
-def test_under_ddp_a_nan_reaches_all_ranks_and_the_next_step_is_taken(
+def test_under_ddp_a_nan_of_one_rank_reaches_all(
     where: str, nonfinite: str, comm: MPI.Intracomm, group: Any
 ) -> None:
     """In a table, beside one, and in a model without tables."""
