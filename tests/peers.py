@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import GradientAllreduce, StepReport
+from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.steps import _TRUSTED
 from tests.devices import get, put, use
 
@@ -30,6 +32,19 @@ def may_defer(reducer: GradientAllreduce) -> None:
     """Let the next step be deferred, whatever help the last ones needed."""
     reducer.complete()
     reducer._trust = _TRUSTED
+
+
+def noted_outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
+    """Of all steps among peers from here on: what became of their kernels, and whether of a launch that selected."""
+    noted: list[tuple[Any, bool]] = []
+    outcome = P2PExecutor.outcome
+
+    def call(self: Any, epoch: int, exact: bool, packing: Any = None) -> Any:
+        noted.append((outcome(self, epoch, exact, packing), packing is not None))
+        return noted[-1][0]
+
+    monkeypatch.setattr(P2PExecutor, "outcome", call)
+    return noted
 
 
 def learned(reducer: GradientAllreduce) -> list[tuple[Any, Any]]:

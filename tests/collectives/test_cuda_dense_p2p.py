@@ -468,7 +468,7 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(
 
 
 @pytest.mark.mpi(min_size=2, max_size=8)
-def test_a_rank_that_raises_ends_the_others_at_once_and_another_sum_works(comm: MPI.Intracomm) -> None:
+def test_a_rank_that_raises_ends_the_others_at_once(comm: MPI.Intracomm) -> None:
     from collectives.cuda.dense_p2p import DenseP2P
 
     dense = make(comm)

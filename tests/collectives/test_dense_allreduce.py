@@ -62,7 +62,7 @@ def test_the_scale_is_applied_once(transport: MpiTransport, length: int) -> None
     assert result.tolist() == (0.25 * transport.size * np.arange(length)).tolist()
 
 
-def test_a_sum_that_overflows_is_found_on_the_one_rank_that_took_it(transport: MpiTransport) -> None:
+def test_an_overflowing_sum_is_found_by_the_rank_that_took_it(transport: MpiTransport) -> None:
     vector = np.ones(64, np.float32)
     vector[10] = 3e38
     allreduce = DenseAllreduce(vector, transport)

@@ -70,16 +70,6 @@ def test_lists_may_be_empty_or_hold_few_rows(ranks: int) -> None:
         assert_equal(sums, HOST.merge(rows, given, firsts, 1.0))
 
 
-def test_row_ids_may_lie_apart() -> None:
-    each, on_gpu = touched(5, 50, 40, 3, "float32"), kernels("float32")
-    pairs = np.stack([each.rows, np.full_like(each.rows, 99)], axis=1)
-    for ids, values in ((pairs[:, 0], each.values), (each.rows[::-1], each.values[::-1].copy())):
-        on_device = put("cuda", pairs)[:, 0] if ids.base is pairs else put("cuda", each.rows)[::-1]
-        assert not on_device.flags.c_contiguous
-        sums = on_gpu.coalesce(on_device, put("cuda", values), 50, 1.0)
-        assert_equal(sums, HOST.coalesce(ids, values, 50, 1.0))
-
-
 @pytest.mark.parametrize("lacking", ["keys", "marks", "ids"])
 def test_without_memory_the_next_sum_is_right(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from collectives.cuda.device import Device
@@ -152,7 +142,7 @@ def test_elements_that_are_not_finite_are_counted(kind: str) -> None:
     assert get(sums.rows).tolist() == [1, 2, 5, 7]
 
 
-def test_ids_of_a_long_table_have_64_bits_and_those_outside_are_named() -> None:
+def test_a_long_table_has_64_bit_ids_and_names_those_outside() -> None:
     on_gpu, values = kernels("float32"), put("cuda", np.ones((3, 1), np.float32))
     rows = np.array([LONGEST_ON_GPU - 1, 5, LONGEST_ON_GPU - 1])
     sums, _ = on_gpu.coalesce(put("cuda", rows), values, LONGEST_ON_GPU, 1.0)

@@ -48,7 +48,8 @@ def images(rank: int, step: int) -> Tensor:
 
 
 def backward(model: nn.Module, rank: int, step: int, heads: str = "ab", share: float = 1.0) -> None:
-    (model(images(rank, step), heads).square().mean() * share).backward()
+    batch = images(rank, step).to(next(model.parameters()))
+    (model(batch, heads).square().mean() * share).backward()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

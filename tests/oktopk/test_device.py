@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from collectives.cuda.layouts import BAD_SELECTION, BAD_THRESHOLD, PROCEED
 from oktopk import GradientAllreduce
-from oktopk.cuda.p2p_executor import P2PExecutor
 from tests.devices import asynchronous, get, gpus, narrowed, on_gpus, put, use
 from tests.inputs import GRADIENTS, kinds_with, shapes_of
-from tests.peers import on_both, step_alike
+from tests.peers import noted_outcomes, on_both, step_alike
 from tests.rows import widened
 
 pytestmark = [pytest.mark.mpi, on_gpus, pytest.mark.host_cuda(ranks=3)]
@@ -40,7 +39,7 @@ def reducer(comm: MPI.Intracomm, method: str, device: str = "cuda", **settings: 
 
 
 @pytest.mark.parametrize("wire", ["plain", "float32"])
-def test_a_staged_step_waits_for_the_gpu_once_a_number_the_host_needs(
+def test_a_staged_step_waits_once_for_each_number_the_host_needs(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     """How many were selected, what is sent, how many sums reach each threshold, and what each round of the allgather sends."""
@@ -120,27 +119,29 @@ def test_ugly_gradients_among_peers_give_the_cpus_bits(comm: MPI.Intracomm, kind
         on_gpu.close()
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool, int]]:
-    """Of each launch from now on: whether it is exact, whether it begins with the gradient, and why it stopped."""
-    from oktopk.cuda.p2p_launches import P2PLaunches
+class Launches:
+    """What was launched since `clear`: of each launch whether it is exact, begins with the gradient, and why it stopped."""
 
-    noted: list[tuple[bool, bool, int]] = []
-    kinds: list[tuple[bool, bool]] = []
-    launch, outcome = P2PLaunches.launch, P2PExecutor.outcome
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from oktopk.cuda.p2p_launches import P2PLaunches
 
-    def noted_launch(self: Any, *arguments: Any, **more: Any) -> int:
-        kinds.append((more["exact"], more["selected"] is None))
-        return launch(self, *arguments, **more)
+        self._outcomes = noted_outcomes(monkeypatch)
+        self._kinds: list[tuple[bool, bool]] = []
+        launch = P2PLaunches.launch
 
-    def noted_outcome(self: Any, epoch: int, exact: bool, packing: Any = None) -> Any:
-        found = outcome(self, epoch, exact, packing)
-        if packing is not None:
-            noted.append((*kinds.pop(), found.stop))
-        return found
+        def noted(launches: Any, *arguments: Any, **more: Any) -> int:
+            self._kinds.append((more["exact"], more["selected"] is None))
+            return launch(launches, *arguments, **more)
 
-    monkeypatch.setattr(P2PLaunches, "launch", noted_launch)
-    monkeypatch.setattr(P2PExecutor, "outcome", noted_outcome)
-    return noted
+        monkeypatch.setattr(P2PLaunches, "launch", noted)
+
+    def clear(self) -> None:
+        self._outcomes.clear()
+        self._kinds.clear()
+
+    def noted(self) -> list[tuple[bool, bool, int]]:
+        stops = [outcome.stop for outcome, selected in self._outcomes if selected]
+        return [(*kind, stop) for kind, stop in zip(self._kinds, stops, strict=True)]
 
 
 def in_lockstep(
@@ -157,7 +158,7 @@ def in_lockstep(
         wrong: step -> bits that are added to the local threshold before it, on the last rank or on all.
         captured: steps are to become graphs.
     """
-    noted = launches(monkeypatch)
+    launches = Launches(monkeypatch)
     on_cpu, on_gpu = on_both(comm, LENGTH, **USUAL | settings)
     found = []
     held = put("cuda", np.zeros(LENGTH, np.float32))  # where captured steps find it
@@ -168,13 +169,13 @@ def in_lockstep(
         if more and (everywhere or comm.rank == comm.size - 1):
             for each in (on_cpu, on_gpu):
                 each._methods["oktopk"].selection.bits += more  # type: ignore[attr-defined]
-        noted.clear()
+        launches.clear()
         step_alike(comm, on_cpu, on_gpu, gradient, held)
-        found.append(noted.copy())
+        found.append(launches.noted())
         # those of the selection that was sent
         one, other = (each._methods["oktopk"].state_dict()["splits"] for each in (on_cpu, on_gpu))
         assert np.array_equal(one, other), step
-        if BAD_SELECTION in [stop for *_, stop in noted]:  # a deferred step would have been given up
+        if BAD_SELECTION in [stop for *_, stop in found[-1]]:  # a deferred step would have been given up
             assert on_gpu._trust == 0
     graphs = on_gpu._executors["oktopk"].launches._graphs._graphs  # type: ignore[attr-defined]
     assert len(graphs) == captured and all(graphs.values())
@@ -203,14 +204,14 @@ def test_steps_that_select_all_nonzeros_are_launched_once(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer than k, so that no guess of a threshold could select more."""
-    noted = launches(monkeypatch)
+    launches = Launches(monkeypatch)
     on_cpu, on_gpu = on_both(comm, LENGTH, **USUAL | {"threshold_interval": 3})
     gradient = np.zeros(LENGTH, np.float32)
     gradient[7 + comm.rank :: LENGTH // 9] = 1 + comm.rank
     for step in range(8):
-        noted.clear()
+        launches.clear()
         step_alike(comm, on_cpu, on_gpu, gradient if step % 4 else np.zeros(LENGTH, np.float32))
-        exact = step % 3 == 0  # which finds fewer than k sums
+        exact, noted = step % 3 == 0, launches.noted()  # which finds fewer than k sums
         assert noted[-1] == (exact, bool(step), BAD_THRESHOLD if exact else PROCEED)
         assert len(noted) == 1 + (not step)
 

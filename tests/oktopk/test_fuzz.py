@@ -131,7 +131,7 @@ def test_a_state_with_random_changes_is_refused_on_all_ranks_or_continued(comm: 
     ],
     ids=["updates", "updates in one pass", "gradients", "buckets"],
 )
-def test_an_optimizers_state_with_random_changes_is_refused_on_all_ranks_or_continued(
+def test_a_damaged_optimizers_state_is_refused_on_all_ranks_or_continued(
     comm: MPI.Intracomm, kind: Callable[..., torch.optim.Optimizer], settings: dict[str, Any]
 ) -> None:
     rng, model = random.Random(9), network()

@@ -105,18 +105,6 @@ def test_a_skipped_exact_step_is_made_up_for_at_once(comm: MPI.Intracomm) -> Non
         assert ("boundaries" in report.seconds) == (step in (2, 3, 6, 7))
 
 
-def test_a_sub_communicator_works_by_itself(comm: MPI.Intracomm) -> None:
-    half = comm.Split(comm.rank % 2, comm.rank)
-    reducer = GradientAllreduce(half, 500, "oktopk", density=0.1, average=False)
-    gradient = np.zeros(500, np.float32)
-    gradient[comm.rank % 2] = 1
-    reducer.step(gradient)
-    assert reducer.update[comm.rank % 2] == half.size
-    assert reducer.update.sum() == half.size
-    reducer.close()
-    half.Free()
-
-
 def test_no_step_allocates_anything_as_long_as_the_gradient(comm: MPI.Intracomm) -> None:
     length = 400_000
     reducer = GradientAllreduce(comm, length, "oktopk", density=0.01, threshold_interval=8)

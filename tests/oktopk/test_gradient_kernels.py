@@ -85,7 +85,7 @@ def test_a_pass_that_overflows_midway_accumulates_and_counts_to_the_end() -> Non
 @pytest.mark.parametrize("length", [1, LANES - 1, LANES, 5 * LANES + 3])
 @pytest.mark.parametrize("block", [1, LANES - 1, LANES, 3 * LANES + 5])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_shard_of_a_sum_is_taken_in_the_order_of_its_rows(ranks: int, block: int, length: int) -> None:
+def test_a_shard_is_summed_in_the_order_of_its_rows(ranks: int, block: int, length: int) -> None:
     rows = np.random.default_rng((ranks, block, length)).standard_normal((ranks, length)).astype(np.float32)
     rows[:, length // 2] = [0, -np.inf, np.nan][:ranks]
     check_shard_sums(HOST, rows, block, shards=ranks, magnitude=1)

@@ -156,7 +156,7 @@ def test_an_addition_that_flushes_denormals_is_found(by: str, tmp_path: Path) ->
 
 
 @each_compiler
-def test_an_offset_of_a_parameter_that_is_taken_for_an_address_is_found(by: str, tmp_path: Path) -> None:
+def test_an_offset_taken_for_an_address_is_found(by: str, tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text(
         """struct Params { const volatile unsigned* words; unsigned most; unsigned* out; };

@@ -409,9 +409,7 @@ def spoil(parameter: Any) -> None:
         *shards(3, True, long=True),
     ],
 )
-def test_all_ranks_go_on_from_a_problem_of_one_told_in_the_exchange(
-    replicas: Replicas, at: int, scaled: bool
-) -> None:
+def test_all_ranks_go_on_from_one_ranks_problem(replicas: Replicas, at: int, scaled: bool) -> None:
     """Ranks measure the ratio in the same exchanges, whoever stepped."""
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, every=2 if replicas.mesh is None else 1)

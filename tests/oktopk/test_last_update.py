@@ -75,37 +75,47 @@ def test_whole_lines_give_the_bits_of_single_entries(
     assert [update.tobytes() for update in found] == [update.tobytes() for update in expected]
 
 
-class Failing(TopkA):
-    """Fails where it is told to, on all ranks."""
-
-    name = "failing"
-    error: type[BaseException] | None = None
-
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        if self.error is not None:
-            raise self.error
-        return super().exchange(selection, out, plan)
+HOSTS: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 1}
 
 
 @pytest.mark.parametrize("streamed", [WHOLE_LINES, ENTRIES])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("method", "lost_in", "settings", "error"),
+    [
+        ("topka", "allgatherv", {}, MemoryError),
+        ("topka", "allgatherv", {}, KeyboardInterrupt),
+        ("oktopk", "split_and_reduce", {}, MemoryError),
+        ("oktopk", "balance_and_allgatherv", {}, RuntimeError),
+        ("oktopk", "split_and_reduce", HOSTS, RuntimeError),
+        ("oktopk", "balance_and_allgatherv", HOSTS, MemoryError),
+    ],
+)
 def test_a_step_that_fails_leaves_no_update(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, streamed: int, error: type[BaseException]
+    comm: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
+    streamed: int,
+    method: str,
+    lost_in: str,
+    settings: dict[str, Any],
+    error: type[BaseException],
 ) -> None:
+    """Whether it has cleared the last one by then or not."""
+
+    def lost(*arguments: Any, **more: Any) -> None:
+        raise error
+
     monkeypatch.setattr(backend, "STREAMED", streamed)
-    monkeypatch.setitem(METHODS, "failing", Failing)
-    reducer = GradientAllreduce(comm, LENGTH, "failing", density=0.02)
+    reducer = GradientAllreduce(comm, LENGTH, method, density=0.02, **settings)
     reducer.step(gradient(comm, 0))
     assert reducer.update.any()
     with monkeypatch.context() as failing:
-        failing.setattr(Failing, "error", error)
+        failing.setattr(f"oktopk.methods.{method}.{lost_in}", lost)
         with pytest.raises(error):
             reducer.step(gradient(comm, 1))
     assert not reducer.update.any()
-    assert reducer.residual is not None
-    before = reducer.residual.copy()
+    before = reducer.gathered_residual()
     reducer.take_back()
-    assert np.array_equal(reducer.residual, before)
+    assert np.array_equal(reducer.gathered_residual(), before)
     report = reducer.step(gradient(comm, 2))
     assert np.count_nonzero(reducer.update) == report.global_nnz
 

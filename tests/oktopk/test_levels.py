@@ -15,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
-from collectives.traffic import step_limit, upper_bound
+from collectives.traffic import step_limit
 from collectives.transport import NoPeerMemoryError
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
@@ -166,28 +166,8 @@ def test_hosts_lose_nothing_pass_no_cap_and_equal_the_oracle_where_exact(
         reducer.close()
 
 
-@pytest.mark.mpi
-def test_a_host_stays_under_its_bound_and_near_k_on_drifting_gradients(
-    comm: MPI.Intracomm, device: str
-) -> None:
-    length = 20_000
-    reducer = two_levels(comm, device, 2, length=length, threshold_interval=32, boundary_interval=64)
-    hosts = reducer.hosts
-    assert hosts is not None
-    rng = np.random.default_rng(comm.rank)
-    scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
-    words, deviation = [], []
-    for step in range(60):
-        gradient = (rng.standard_t(4, length) * scale * (1 + 0.2 * np.sin(step / 9))).astype(np.float32)
-        report = reducer.step(put(device, gradient))
-        words.append(np.mean(per_host(comm, report.bytes_between / 4, hosts)))
-        deviation.append(abs(report.global_nnz - report.k) / report.k)
-    assert np.mean(words) <= upper_bound(report.k, max(hosts) + 1)
-    assert np.mean(deviation) <= 0.05
-
-
 @pytest.mark.mpi(min_size=2)
-def test_a_fast_ranks_next_backward_pass_does_not_reach_a_slow_ranks_sum(
+def test_a_fast_ranks_next_gradients_reach_no_slow_ranks_sum(
     comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reducer = two_levels(comm, device, 2)
@@ -311,28 +291,6 @@ def test_ranks_of_a_host_take_their_mean_without_a_message(
     flat = GradientAllreduce(comm, LENGTH, device=device, levels="flat")
     with pytest.raises(RuntimeError, match="steps are flat"):
         flat.mean_in_host()
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("lost_in", ["split_and_reduce", "balance_and_allgatherv"])
-def test_after_an_error_the_last_update_is_not_applied_again(
-    comm: MPI.Intracomm, device: str, lost_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*arguments: Any, **more: Any) -> None:
-        raise RuntimeError("the network is gone")
-
-    rng = np.random.default_rng(comm.rank)
-    gradients = [put(device, rng.standard_normal(LENGTH).astype(np.float32)) for _ in range(3)]
-    reducer = two_levels(comm, device, 1)
-    reducer.step(gradients[0])
-    assert get(reducer.update).any()
-    with monkeypatch.context() as failing:
-        failing.setattr(f"oktopk.methods.oktopk.{lost_in}", lost)
-        with pytest.raises(RuntimeError, match="the network is gone"):
-            reducer.step(gradients[1])
-    assert not get(reducer.update).any()
-    report = reducer.step(gradients[2])
-    assert np.count_nonzero(get(reducer.update)) == report.global_nnz
 
 
 @pytest.mark.mpi(min_size=2)

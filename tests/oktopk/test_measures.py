@@ -88,15 +88,6 @@ def test_measuring_changes_neither_the_update_nor_the_traffic(comm: MPI.Intracom
             assert found.measures.missed == pytest.approx(missed, rel=1e-4)
 
 
-def test_xi_is_zero_where_the_exact_top_k_is_applied(comm: MPI.Intracomm) -> None:
-    """The oracle of the oracle: equal gradients on all ranks have one top k, and Ok-Topk finds it."""
-    gradient = np.random.default_rng(11).standard_normal(5000).astype(np.float32)
-    reducer = GradientAllreduce(comm, 5000, "oktopk", density=0.01)
-    report = reducer.step(gradient, measure=True)
-    assert report.measures.xi < 1e-6
-    assert report.measures.fill_in == 1.0
-
-
 @pytest.mark.parametrize("method", SPARSE)
 def test_the_balance_of_regions_is_counted_over_all_ranks(comm: MPI.Intracomm, method: str) -> None:
     length = 4000

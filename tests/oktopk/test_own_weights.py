@@ -157,7 +157,7 @@ class KeepsTheStart(torch.optim.SGD):
 
 
 @pytest.mark.mpi
-def test_a_copy_of_the_start_is_no_weight_also_where_the_first_rate_is_zero(comm: MPI.Intracomm) -> None:
+def test_a_copy_of_the_start_is_no_weight_whatever_the_rate(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(KeepsTheStart(model.parameters(), lr=0.0), comm, sends="updates")
     for step in range(3):

@@ -141,7 +141,7 @@ def test_an_optimizer_over_gloo_trains_to_the_parameters_of_one_over_mpi(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("settings", [{}, {"levels": "hosts", "ranks_per_host": 1}])
-def test_a_rank_that_ends_is_a_sentence_with_the_step_on_the_others(
+def test_the_others_name_a_rank_that_ends_and_the_step(
     comm: MPI.Intracomm, group: Any, settings: dict[str, Any]
 ) -> None:
     reducer = GradientAllreduce(group, 100, density=0.1, **settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.mpi
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 
+class OfSigns(torch.optim.SGD):
+    """Another rule under the same settings."""
+
+
 def optimizer(comm: Any, kind: Any = SGD, tensors: Any = None, **settings: Any) -> DistributedOptimizer:
     given = [nn.Parameter(each) for each in tensors or [torch.zeros(2, 6)]]
     return DistributedOptimizer(kind(given, lr=1.0), comm, **settings)
@@ -31,6 +36,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "buckets": lambda comm, **given: BucketedAllreduce(comm, **{"lengths": [100]} | given),
     "table": lambda comm, **given: RowSparseAllreduce(comm, **{"length": 60, "width": 7} | given),
     "optimizer": optimizer,
+    "gradients": lambda comm, **given: optimizer(comm, **{"sends": "gradients"} | given),
     "updates": lambda comm, **given: optimizer(comm, **{"sends": "updates"} | given),
     "hosts": lambda comm, **given: optimizer(
         comm, **{"sends": "updates", "replica": "host", "ranks_per_host": 2} | given
@@ -163,6 +169,11 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("updates", {"settings": "auto", "every": "auto", "compute_ms": 0}, "compute_ms 0 is not a time > 0"),
     ("optimizer", {"settings": "auto", "wire": "int3"}, "wire 'int3' is not 'auto' or one of"),
+    *(
+        ("updates", {"residual_decay": power}, "residual_decay .* is not a number >= 0")
+        for power in (-1, math.inf, math.nan, True, "2")
+    ),
+    ("optimizer", {"residual_decay": 2.0}, "residual_decay=2.0 is for sends='updates'"),
 ]
 SHAPES = "shapes, order or memory layouts differ between ranks"
 UNLIKE: list[tuple[str, str, Any, Any, str]] = [
@@ -186,13 +197,12 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
     ("updates", "every", 1, 2, ""),
     ("optimizer", "settings", None, "auto", ""),
     ("updates", "density", 0.01, 0.02, ""),
+    ("updates", "residual_decay", 1.0, 2.0, ""),
     ("hosts", "replica", "host", "summed", ""),
-    (
-        "updates",
-        "kind",
-        ADAMW,
-        oktopk.torch.AdamW,
-        r"ranks disagree on optimizer: .*'oktopk\.torch\.adamw\.AdamW'",
+    *(
+        (way, "kind", here, there, f"ranks disagree on optimizer: .*'{there.__module__}.{there.__name__}'")
+        for way in ("updates", "gradients")
+        for here, there in ((SGD, OfSigns), (ADAMW, oktopk.torch.AdamW))
     ),
 ]
 

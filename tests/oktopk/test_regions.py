@@ -160,24 +160,7 @@ def test_a_rank_that_selects_nothing_proposes_what_it_did_before(transport: MpiT
 
 
 @pytest.mark.mpi
-def test_nothing_is_learned_from_the_first_displacement(transport: MpiTransport) -> None:
-    size, equal = transport.size, equal_boundaries(100, transport.size)
-    regions = Regions(100, transport)
-    lists = ([0, 1, 2, 3, 4, 5, 6, 7], [10, 20, 30, 40, 50, 60, 70, 80])
-    for indices, wanted in zip(lists, (equal[1:-1], cuts_of(lists[1], 100, size)), strict=True):
-        regions.begin(moved=True)
-        regions.learn(cuts_of(indices, 100, size))
-        regions.renew()
-        assert regions.boundaries[1:-1].tolist() == wanted.tolist()
-    learned = Regions(100, transport)
-    learned.begin(moved=False)
-    learned.learn(cuts_of(lists[0], 100, size))
-    learned.renew()
-    assert learned.boundaries[1:-1].tolist() == cuts_of(lists[0], 100, size).tolist()
-
-
-@pytest.mark.mpi
-def test_regions_of_a_state_are_kept_or_renewed_as_soon_as_something_was_selected(
+def test_regions_of_a_state_are_kept_unless_they_were_stale(
     transport: MpiTransport,
 ) -> None:
     size = transport.size

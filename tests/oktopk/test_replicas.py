@@ -279,7 +279,7 @@ def test_a_ddp_over_several_hosts_is_refused_before_the_first_step(
     assert not [w for w in recwarn if "DistributedDataParallel" in str(w.message)]
 
 
-def test_a_parameter_has_a_gradient_where_any_rank_of_the_host_has_one(comm: MPI.Intracomm) -> None:
+def test_a_gradient_of_any_rank_counts_for_its_host(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, density=0.2)
     group = optimizer.reducer.group
@@ -378,7 +378,7 @@ def test_several_hosts_of_several_ranks_are_replicas_by_default(
 
 
 @pytest.mark.mpi(min_size=3)
-def test_ranks_of_a_host_with_unequal_gradients_are_no_replica_that_is_summed(comm: MPI.Intracomm) -> None:
+def test_unequal_gradients_of_a_host_are_refused_as_summed(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm, replica="summed")
     optimizer.zero_grad()

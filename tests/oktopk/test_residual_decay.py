@@ -201,25 +201,3 @@ def test_the_pass_that_selects_forgets_as_torchs_adamw(comm: MPI.Intracomm, meth
     # an entry near the threshold may be sent by one of them alone
     assert np.mean(np.abs(one - other) > 1e-6) < 0.02
     assert np.mean(np.abs(one_reference - other_reference) > 1e-6) < 0.02
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("power", [-1, math.inf, math.nan, True, "2"])
-def test_a_power_that_is_none_is_refused(comm: MPI.Intracomm, power: Any) -> None:
-    inner = torch.optim.AdamW(nn.Linear(3, 3).parameters())
-    with pytest.raises(ValueError, match=r"residual_decay .* is not a number >= 0"):
-        DistributedOptimizer(inner, comm, residual_decay=power)
-
-
-@pytest.mark.mpi
-def test_residuals_of_gradients_forget_nothing(comm: MPI.Intracomm) -> None:
-    inner = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"residual_decay=2.0 is for sends='updates'"):
-        DistributedOptimizer(inner, comm, residual_decay=2.0)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_ranks_with_unlike_powers_are_named(comm: MPI.Intracomm) -> None:
-    inner = torch.optim.AdamW(nn.Linear(3, 3).parameters())
-    with pytest.raises(ValueError, match="residual_decay"):
-        DistributedOptimizer(inner, comm, residual_decay=1.0 + (comm.rank == 1))

@@ -192,7 +192,7 @@ def test_the_first_step_is_exact_unasked() -> None:
     assert Rank(1000, 50).step(heavy_tailed(0, 1000)).exact
 
 
-def test_steps_under_a_steady_regime_read_the_vector_once_and_stay_near_k() -> None:
+def test_steady_steps_read_the_vector_once_and_stay_near_k() -> None:
     length, k = 40_000, 400
     kernels, passes = counted_kernels(length)
     rank = Rank(length, k, kernels)

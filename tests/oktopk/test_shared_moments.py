@@ -62,9 +62,7 @@ def near(found: torch.Tensor, wanted: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", on_torchs_gpu("cuda", id="cuda")])
-def test_all_slices_together_become_the_mean_with_the_same_bits_on_all_ranks(
-    comm: MPI.Intracomm, device: str
-) -> None:
+def test_all_slices_become_the_mean_with_equal_bits_on_all_ranks(comm: MPI.Intracomm, device: str) -> None:
     case = Case(comm, device)
     case.moments(0)[3] = 0.0
     wanted = [means(comm, case.moments(number)) for number in range(5)]

@@ -158,7 +158,7 @@ def damage(state: Any, where: str, value: Any) -> None:
     ("kind", "where", "value", "message"),
     [*(("oktopk", *each) for each in DAMAGE), *OF_OTHERS],
 )
-def test_a_state_that_does_not_fit_on_one_rank_is_refused_on_all(
+def test_a_state_that_misfits_one_rank_is_refused_on_all(
     comm: MPI.Intracomm, kind: str, where: str, value: Any, message: str
 ) -> None:
     reducer, last = made(comm, kind), comm.size - 1

@@ -144,21 +144,25 @@ def test_a_weight_that_a_dense_layer_shares_is_reduced_by_its_rows(comm: MPI.Int
         *(("words", False, "raise"), ("words", False, "skip"), ("bags", False, "skip")),
         *(("bags", True, "raise"), ("out", False, "raise"), ("out", True, "skip")),
         *(("loss", True, "raise"), ("loss", False, "skip")),
+        *(("no table", False, "raise"), ("no table", False, "skip")),
     ],
 )
 def test_a_nan_in_a_table_or_beside_it_changes_neither(
     nonfinite: str, where: str, overlap: bool, comm: MPI.Intracomm
 ) -> None:
-    model = TwoTables(sparse=True)
+    """Nor the parameters, nor what the wrapped optimizer keeps; a model without tables is like one with them."""
+    model = TwoTables(sparse=where != "no table")
     buckets = {"overlap": True, "bucket_mb": 1e-5} if overlap else {}
-    optimizer = DistributedOptimizer(inner("sgd", model), comm, density=0.2, nonfinite=nonfinite, **buckets)
+    optimizer = DistributedOptimizer(
+        inner("adagrad", model), comm, density=0.2, nonfinite=nonfinite, **buckets
+    )
 
     def train(step: int, poison: bool = False) -> None:
         optimizer.zero_grad()
         poisoned = poison and comm.rank == 0
         nan = poisoned and where == "out"  # in the gradient of this layer alone
         handle = model.out.weight.register_hook(lambda gradient: gradient * float("nan") if nan else gradient)
-        scale = float("nan") if poisoned and where == "loss" else 1.0
+        scale = float("nan") if poisoned and where in ("loss", "no table") else 1.0
         (scale * model(batch_of(comm.rank, step), bags=True)).backward()
         handle.remove()
         if poisoned and where in ("words", "bags"):
@@ -169,6 +173,7 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
     train(0)
     values = [p.detach().clone() for p in model.parameters()]
     state = copy.deepcopy(optimizer.state_dict())
+    kept = str(optimizer.inner.state_dict())
     if nonfinite == "raise":
         with pytest.raises(NonFiniteGradientError, match=r"NaN or Inf on rank\(s\) 0\b"):
             train(1, poison=True)
@@ -176,10 +181,12 @@ def test_a_nan_in_a_table_or_beside_it_changes_neither(
         train(1, poison=True)
         assert optimizer.report is not None and optimizer.report.skipped
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
-    assert of_rank(optimizer.state_dict()["tables"]) == of_rank(state["tables"])
+    assert str(optimizer.inner.state_dict()) == kept
+    if where != "no table":
+        assert of_rank(optimizer.state_dict()["tables"]) == of_rank(state["tables"])
     train(2)
     assert optimizer.report is not None and not optimizer.report.skipped
-    assert all(not report.skipped for report in optimizer.table_reports) and optimizer.table_reports
+    assert [report.skipped for report in optimizer.table_reports] == 2 * [False] * (where != "no table")
 
 
 def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.Intracomm) -> None:
@@ -195,30 +202,6 @@ def test_tables_that_are_named_in_another_order_or_twice_are_the_same(comm: MPI.
     first(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert torch.equal(second.weight, before) and len(optimizer.table_reports) == 2
-
-
-def test_a_saved_training_continues_bit_for_bit_and_a_copy_goes_on_alike(comm: MPI.Intracomm) -> None:
-    def made() -> tuple[TwoTables, DistributedOptimizer]:
-        model = TwoTables(sparse=True)
-        return model, DistributedOptimizer(inner("sgd", model), comm, density=0.2)
-
-    def train(model: nn.Module, optimizer: DistributedOptimizer, steps: range) -> None:
-        for step in steps:
-            optimizer.zero_grad()
-            model(batch_of(comm.rank, step), bags=True).backward()
-            optimizer.step()
-
-    (model, optimizer), (later, continued) = made(), made()
-    train(model, optimizer, range(3))
-    later.load_state_dict(model.state_dict())
-    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    copied_model, copied = copy.deepcopy((model, optimizer))
-    for each in ((model, optimizer), (later, continued), (copied_model, copied)):
-        train(*each, range(3, 6))
-    for mine, theirs, copies in zip(
-        model.parameters(), later.parameters(), copied_model.parameters(), strict=True
-    ):
-        assert torch.equal(mine, theirs) and torch.equal(mine, copies)
 
 
 def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None:
@@ -244,7 +227,7 @@ def test_what_cannot_be_is_a_sentence_on_every_rank(comm: MPI.Intracomm) -> None
         on_torchs_gpu(TwoTables, "cuda", False, id="cuda, messages"),
     ],
 )
-def test_ddps_hook_reduces_a_table_by_its_rows_and_continues_bit_for_bit(
+def test_ddps_hook_reduces_rows_and_continues_bit_for_bit(
     tables: Callable[..., nn.Module],
     device: str,
     peer_memory: bool | None,
@@ -325,12 +308,19 @@ def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, gro
 
 
 @pytest.mark.parametrize(
-    ("where", "nonfinite"), [("bags", "raise"), ("bags", "skip"), ("loss", "raise"), ("out", "raise")]
+    ("where", "nonfinite"),
+    [
+        *(("bags", how) for how in ("raise", "skip")),
+        *((where, "raise") for where in ("loss", "out")),
+        *(("no table", how) for how in ("raise", "skip")),
+    ],
 )
-def test_under_ddp_a_nan_in_or_beside_a_table_reaches_all_ranks(
+def test_under_ddp_a_nan_of_one_rank_reaches_all(
     where: str, nonfinite: str, comm: MPI.Intracomm, group: Any
 ) -> None:
-    ddp, state = hooked(nonfinite=nonfinite)
+    """In a table, beside one, and in a model without tables."""
+    tables = where != "no table"
+    ddp, state = hooked(TwoTables(sparse=tables), nonfinite=nonfinite)
     factors = {"bags": 0.0, "loss": 1.0, "out": 1.0}
     ddp.module.out.weight.register_hook(lambda gradient: gradient * factors["out"])
 
@@ -340,21 +330,25 @@ def test_under_ddp_a_nan_in_or_beside_a_table_reaches_all_ranks(
         (loss + ddp.module.bags(torch.zeros(1, 1, dtype=torch.int64)).sum() * factors["bags"]).backward()
 
     backward()
+    where = where if tables else "loss"
     good = factors[where]
     factors[where] = float("nan") if comm.rank == 0 else good
     with (
-        pytest.raises(RuntimeError, match=r"NaN or Inf on rank\(s\) 0\b")
+        pytest.raises(RuntimeError, match=r"NonFiniteGradientError: .* NaN or Inf on rank\(s\) 0\b")
         if nonfinite == "raise"
         else nullcontext()
     ):
         backward()
     assert all(parameter.grad is not None for parameter in ddp.module.parameters())
     if nonfinite == "skip":
-        assert state.table_reports["bags.weight"].skipped
-        assert not ddp.module.bags.weight.grad._nnz()
+        assert state.table_reports["bags.weight"].skipped if tables else state.report.skipped
+        skipped = [ddp.module.bags.weight] if tables else ddp.parameters()
+        assert not any(parameter.grad.to_dense().any() for parameter in skipped)
     factors[where] = good
     backward()
-    assert not state.table_reports["bags.weight"].skipped
+    assert not any(report.skipped for report in (state.report, *state.table_reports.values()))
+    gradients = comm.allgather([p.grad.to_dense().numpy().tobytes() for p in ddp.parameters()])
+    assert gradients == [gradients[0]] * comm.size
 
 
 @pytest.mark.mpi(min_size=2)

@@ -29,9 +29,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @given(st.lists(st.one_of(TIED, FLOATS), max_size=60), st.integers(1, 70), st.integers(1, 5))
-def test_the_kth_magnitude_is_that_of_a_sort_however_the_values_are_spread(
-    values: list[float], k: int, ranks: int
-) -> None:
+def test_the_kth_magnitude_is_that_of_a_sort(values: list[float], k: int, ranks: int) -> None:
     vector = np.array(values, np.float32)
     parts = np.array_split(vector, ranks)
     bits, larger, equal = kth_magnitude(

@@ -13,7 +13,6 @@ from collectives.sparse import ENTRY, MAX_LENGTH
 from collectives.sum_values import CodedValues
 from oktopk import GradientAllreduce, NonFiniteGradientError
 from oktopk.methods.union import SharedSupport, union_words
-from oktopk.settings import selection_cap
 from tests.devices import get, put, use
 
 LENGTH = 4000
@@ -34,26 +33,6 @@ def test_words_by_formula() -> None:
     assert union_words([32] * 4, 1000) == (3 / 4 * (4 * 8 + 64), 3 / 4 * (4 * 8 + 256))
     assert union_words([0, 300], MAX_LENGTH)[1] <= 150 * (2 + np.log2(MAX_LENGTH / 300)) / 32 + 300 + 2
     assert [SharedSupport.local_k(k, 3) for k in (1, 3, 4)] == [1, 1, 2]
-
-
-@pytest.mark.mpi
-def test_every_rank_is_cleared_wherever_an_entry_is_applied(comm: MPI.Intracomm, device: str) -> None:
-    reduced = reducer(comm, device)
-    left = np.zeros(LENGTH, np.float32)
-    for step in range(5):
-        accumulated = left + gradient_of(comm, step)
-        report = reduced.step(put(device, gradient_of(comm, step)))
-        update, left = get(reduced.update), get(reduced.residual)
-        applied = update != 0
-        assert 0 < np.count_nonzero(applied) == report.global_nnz
-        assert report.global_nnz <= comm.size * selection_cap(SharedSupport.local_k(report.k, comm.size))
-        assert not left[applied].any()
-        assert np.array_equal(left[~applied], accumulated[~applied])
-        total = comm.allreduce(accumulated.astype(np.float64))
-        assert np.allclose(update[applied], total[applied], rtol=1e-5, atol=1e-5)
-        words = comm.allreduce(report.words) / comm.size
-        least, most = union_words(comm.allgather(report.local_nnz), LENGTH)
-        assert least <= words <= most
 
 
 def test_one_rank_rounds_nothing() -> None:

@@ -446,7 +446,7 @@ def test_betas_are_those_of_a_replicas_own_gradients() -> None:
         (torch.optim.AdamW, {"local_share": 1.0}, (0.9, 0.998)),
     ],
 )
-def test_an_optimizer_steps_with_a_replicas_betas_and_keeps_those_of_its_user(
+def test_steps_use_a_replicas_betas_and_groups_keep_the_users(
     comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], expected: tuple[float, float | None]
 ) -> None:
     model = network()

@@ -136,20 +136,6 @@ def test_optimizers_that_differ_are_refused(comm: MPI.Intracomm, kind: str) -> N
         DistributedOptimizer(inner, comm)
 
 
-class OfSigns(torch.optim.SGD):
-    """Another rule under the same settings."""
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("sends", ["updates", "gradients"])
-@pytest.mark.parametrize("kinds", [(torch.optim.SGD, OfSigns), (torch.optim.AdamW, oktopk.torch.AdamW)])
-def test_optimizers_of_two_kinds_are_refused(comm: MPI.Intracomm, sends: str, kinds: tuple[Any, Any]) -> None:
-    model = network()
-    inner = kinds[comm.rank == 1](model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"ranks disagree on optimizer: .*{kinds[1].__module__}"):
-        DistributedOptimizer(inner, comm, sends=sends)
-
-
 def test_an_optimizer_that_is_wrapped_already_is_refused(comm: MPI.Intracomm) -> None:
     optimizer = DistributedOptimizer(sgd(network()), comm)
     with pytest.raises(ValueError, match="is a DistributedOptimizer already: wrap it once"):
@@ -173,9 +159,7 @@ def test_an_error_of_a_second_wrapper_does_not_keep_the_first_one(
     assert caught.value.args  # as a notebook keeps it
 
 
-def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(
-    comm: MPI.Intracomm, left_open: list[Any]
-) -> None:
+def test_an_optimizer_has_one_wrapper_in_use_at_a_time(comm: MPI.Intracomm, left_open: list[Any]) -> None:
     inner = sgd(network())
     first = DistributedOptimizer(inner, comm)
     refused = r"all ranks: a DistributedOptimizer is around this optimizer already: .* close\(\) it first"
@@ -198,7 +182,7 @@ def test_an_optimizer_is_wrapped_by_one_that_is_in_use_at_a_time(
     copied.close()
 
 
-def test_a_rank_that_was_away_between_steps_is_not_missed_by_what_follows(comm: MPI.Intracomm) -> None:
+def test_a_rank_may_be_away_between_steps(comm: MPI.Intracomm) -> None:
     reducer = GradientAllreduce(comm, 100, timeout=LIMIT)
     reducer.step(np.arange(100, dtype=np.float32))
     if comm.rank == 0:
@@ -258,7 +242,7 @@ def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) ->
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_state_of_another_rank_or_of_other_ranks_is_refused_on_all(comm: MPI.Intracomm) -> None:
+def test_a_state_of_another_rank_is_refused_on_all(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(sgd(model), comm, density=0.05)
     backward(model, comm)

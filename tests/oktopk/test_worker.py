@@ -28,7 +28,7 @@ def raising(error: BaseException) -> Any:
     return call
 
 
-def test_an_interrupt_in_the_callers_thread_reaches_the_caller_and_ends_later_calls(
+def test_an_interrupt_reaches_the_caller_and_ends_later_calls(
     thread: CommunicationThread,
 ) -> None:
     first: Future[None] = Future()

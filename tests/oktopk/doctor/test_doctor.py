@@ -202,7 +202,7 @@ def test_srun_takes_the_place_of_an_mpiexec_that_is_missing(
     assert found == {"problem": "", "of": 2}
 
 
-def test_ranks_that_do_not_see_each_other_are_told_apart_from_a_pair(tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_each_other_are_no_pair(tmp_path: Path) -> None:
     fake_srun(tmp_path, 'shift 3\n"$@" &\n"$@" &\nwait')
     starter = [str(tmp_path / "srun"), "--overlap", "-n", "2", sys.executable], dict(os.environ)
     found = attempt(starter, "host", 40)
