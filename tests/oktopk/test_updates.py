@@ -378,17 +378,15 @@ def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intr
             mean = sum(moments) / len(inherited)
             assert torch.allclose(part["state"][0]["exp_avg_sq"].double(), mean, rtol=1e-5)
             assert torch.equal(part["state"][1]["exp_avg"], states[0]["state"][1]["exp_avg"])
-            again = [
-                redistribute(lambda r, parts=parts: parts[r], ranks, rank, comm.size)
-                for rank in range(comm.size)
-            ]
+        again = [redistribute(parts.__getitem__, ranks, rank, comm.size) for rank in range(comm.size)]
         residuals = [of_rank(part["reducer"])["residual"].numpy().astype(np.float64) for part in again]
         assert np.allclose(np.mean(residuals, axis=0), to_come, atol=1e-7)
-        means = [
-            np.mean([p["state"][0]["exp_avg_sq"].numpy() for p in each], axis=0) for each in (parts, again)
-        ]
         if comm.size % ranks == 0:  # each passes its mean on to as many
-            assert np.allclose(*means, rtol=1e-5)
+            first, second = (
+                np.mean([part["state"][0]["exp_avg_sq"].numpy() for part in each], axis=0)
+                for each in (parts, again)
+            )
+            assert np.allclose(first, second, rtol=1e-5)
     one = MPI.COMM_SELF
     other = network(3)
     loaded = wrap(other, one, density=0.1)
