@@ -25,6 +25,7 @@ Indices alone, whose values nobody reads, are the last two of these parts. They 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,6 +130,13 @@ class Codec:
     def start(self) -> None:
         """Forget what was rounded and damaged before this exchange."""
 
+    def among(self, ranks: Sequence[int]) -> Codec:
+        """The same for one of several exchanges of a step, each among some of the ranks and with none twice.
+
+        What it rounds, and what is damaged, is noted with this codec, whose `start` begins all of them.
+        """
+        return self
+
     def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         """Fill the wire array of a list for a rank, or for all.
 
@@ -213,6 +221,13 @@ class CodedEntries(Codec):
         self.rounds = name not in EXACT_WIRES and bits != ALONE
         self._report: NDArray[np.float64] = kernels.codec_report(ranks)
         self._report[:] = 0
+        self._places: Sequence[int] = range(ranks)  # of the ranks of an exchange, in the report
+        self._whole = True
+
+    def among(self, ranks: Sequence[int]) -> CodedEntries:
+        part = copy.copy(self)
+        part._places, part._whole = ranks, False
+        return part
 
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         return WORD_BYTES * wire_layout(self._bits, count, lower, upper).words
@@ -221,12 +236,14 @@ class CodedEntries(Codec):
         return self._workspace.entries(name, size)
 
     def start(self) -> None:
-        self._report[:, :_GATHERED] = self._report[:, NONFINITE:] = 0
+        if self._whole:
+            self._report[:, :_GATHERED] = self._report[:, NONFINITE:] = 0
 
     def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
         if len(entries):
             layout = wire_layout(self._bits, len(entries), lower, upper)
-            self._kernels.encode_entries(entries, wire, layout, self.rounds, self._report[dest])
+            report = self._report[self._places[dest]]
+            self._kernels.encode_entries(entries, wire, layout, self.rounds, report)
 
     def keep(self, entries: Any, out: Any) -> None:
         out[:] = entries
@@ -237,7 +254,7 @@ class CodedEntries(Codec):
         self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
     ) -> None:
         layout = wire_layout(self._bits, len(out), lower, upper)
-        at = _GATHERED if gathered else DAMAGED
+        at, source = _GATHERED if gathered else DAMAGED, self._places[source]
         fits = WORD_BYTES * layout.words == wire.nbytes
         if len(out):
             whole = wire if fits else self._workspace.entries("no wire array", layout.words // 2)

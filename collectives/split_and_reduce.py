@@ -25,6 +25,9 @@ class RegionLists:
         lower, upper: the region, [lower, upper).
         transport: its kernels sum, its workspace holds the result.
         codec: that decoded the lists.
+        overflowed: a sum that was to be in a list is Inf or NaN, and nothing of the step may be applied.
+        passed: sums that this rank passed on to the owners of other regions, until the next exchange; with a codec that rounds
+            their rounding errors, which belong to its residual where they are applied. None where it summed none.
     """
 
     pool: NDArray[np.void]
@@ -34,6 +37,8 @@ class RegionLists:
     upper: int
     transport: Transport
     codec: Codec = PLAIN
+    overflowed: bool = False
+    passed: SparseVector | None = None
 
     def sums(self, threshold_bits: int = 1) -> NDArray[np.void]:
         """ENTRY[nnz] of the region's sums with at least that magnitude, ascending; valid until the next call.
@@ -60,8 +65,8 @@ class RegionLists:
 
     @property
     def damaged(self) -> bool:
-        """Whether a list did not decode; it counts as zero. Known once sums or counts were computed."""
-        return self.codec.damaged
+        """Whether a list did not decode, and counts as zero, or has `overflowed`. Known once sums or counts were computed."""
+        return self.overflowed or self.codec.damaged
 
     @property
     def most_sums(self) -> int:

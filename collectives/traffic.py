@@ -69,15 +69,24 @@ def lower_bound(k: int, ranks: int) -> float:
     return 2 * k * (ranks - 1) / ranks
 
 
-def upper_bound(k: int, ranks: int) -> float:
-    """Words per rank that Ok-Topk sends at most, averaged over steps and ranks. Source: Li & Hoefler, section 3.1."""
-    return 6 * k * (ranks - 1) / ranks
+def upper_bound(k: int, ranks: int, exchange: str = "direct") -> float:
+    """Words per rank that Ok-Topk sends at most, averaged over steps and ranks.
+
+    Args:
+        exchange: "direct", or "grid", whose second stage sends as much again as its first.
+
+    Source: Li & Hoefler, section 3.1; for a grid see docs/concepts.md.
+    """
+    return (8 if exchange == "grid" else 6) * k * (ranks - 1) / ranks
 
 
-def step_limit(k: int, ranks: int) -> float:
+def step_limit(k: int, ranks: int, exchange: str = "direct") -> float:
     """Words per rank, averaged over the ranks, that no single Ok-Topk step exceeds.
 
     The selection caps of 5k/4 give it: at most 2·5k/4 words leave a rank in split-and-reduce, and every rank receives at
-    most 2·5k/4·(P-1)/P in the allgatherv.
+    most 2·5k/4·(P-1)/P in the allgatherv. Over a grid as many leave it a second time.
+
+    Args:
+        exchange: as of `upper_bound`.
     """
-    return 7.5 * k * (ranks - 1) / ranks
+    return (10 if exchange == "grid" else 7.5) * k * (ranks - 1) / ranks

@@ -124,6 +124,7 @@ class Transport(ABC):
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
         shared: what transports of the same ranks share that come from one connection, by name; see `connect`.
         shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
+        grid: of the ranks, a `collectives.grid.Grid`; None where nothing asked for one, and for few ranks.
         token: a word that the next `alltoall_control` or `allgather_control` takes along; None on all ranks for none.
         tokens: the ranks' words, once one has taken them along; see `collectives.tokens`.
     """
@@ -141,6 +142,7 @@ class Transport(ABC):
     ranks: list[int]
     shared: dict[Any, Any]
     shards: Transport | None = None
+    grid: Any = None
     token: int | None = None
     tokens: tuple[int, ...] | None = None
 

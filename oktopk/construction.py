@@ -17,7 +17,7 @@ from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
 from oktopk.placement import Placement, TwoLevels
-from oktopk.settings import DENSE_ABOVE, Settings, check_names, timeout_of, wire_taken
+from oktopk.settings import DENSE_ABOVE, Settings, check_names, exchange_taken, timeout_of, wire_taken
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -30,7 +30,7 @@ class Parts:
         taker: of `keywords`, which are those of `Settings`.
 
     Attributes:
-        length, method: as given; settings: with the wire that is used.
+        length, method: as given; settings: with the wire and the exchange that are used.
         placement: flat or in two levels.
         vectors: of this rank.
     """
@@ -63,6 +63,8 @@ class Parts:
                     raise ValueError(
                         f"wire {self.settings.wire!r} is not for {method}, which sends plain entries"
                     )
+                if self.settings.exchange == "grid" and not kind.over_grid:
+                    raise ValueError(f"exchange 'grid' is not for {method}: it is a way of oktopk")
                 self.backend = make_backend(device, gradient_type, stream)
                 alike |= {"length": length, "method": method, "device": device}
                 alike |= {"gradient_type": gradient_type, "peer_memory": peer_memory}
@@ -77,7 +79,9 @@ class Parts:
             with self.transport.together():
                 self.vectors = self.placement.vectors(self.settings, sparse, update)
             wire = wire_taken(self.settings.wire, len(set(self.transport.hosts)), kind.coded)
-            self.settings = replace(self.settings, wire=wire)
+            self.settings = replace(self.settings, wire=wire, exchange=exchange_taken(self.settings.exchange))
+            if self.settings.exchange == "grid":
+                self.placement.open_grid()
             unavailable = kind.p2p_unavailable_reason(self.settings) or self.placement.p2p_problem
             self.p2p_unavailable_reason = unavailable or self.transport.open_p2p(peer_memory)
             if self.transport is not host:

@@ -12,7 +12,7 @@ import numpy as np
 from oktopk.damage import StateError
 from oktopk.levels import Layout
 
-_EQUAL = ("length", "width", "method", "wire", "steps", "sparse_steps", "hosts")
+_EQUAL = ("length", "width", "method", "wire", "exchange", "steps", "sparse_steps", "hosts")
 """Keys that the states of all ranks have alike."""
 
 

@@ -156,7 +156,7 @@ class ErrorFeedback:
         self.support = update
 
     def clear_sent(self, result: StepResult) -> None:
-        """Clear what the update holds of this rank's out of the residual, and add what was pruned."""
+        """Clear what the update holds of this rank's out of the residual, and add what was pruned or rounded away."""
         self.selected = result.selected
         if result.selected is None:
             if self.pending and self.residual is not None:
@@ -166,9 +166,12 @@ class ErrorFeedback:
         assert self.residual is not None
         self.pending = True
         self._clear_applied(self.residual, result)
-        self._added = self._added or bool(result.returned)
+        self._added = self._added or bool(result.returned) or result.rounded is not None
         for pruned in result.returned:
             self._kernels.add_entries(self.residual, pruned.entries, 1.0)
+        if result.rounded is not None:
+            assert result.update is not None
+            self._kernels.add_common(self.residual, result.rounded.entries, result.update.entries)
 
     def state_dict(self) -> dict[str, Any]:
         """The residual, copied to the host; None where it holds nothing."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.grid import Grid, connect_grid
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
 from collectives.transport import Caught, Transport
@@ -48,6 +49,7 @@ class Placement:
     hosts: list[int] | None = None
     gradient_buffer: Any = None
     p2p_problem = ""
+    _grid: Grid | None = None
 
     def __init__(self, transport: Transport, backend: Backend, length: int) -> None:
         self.among = transport
@@ -55,6 +57,10 @@ class Placement:
         self.first, self.in_first = True, transport.rank == 0
         self._transport, self._backend, self._length = transport, backend, length
         self._parts: list[Transport | HostGroup] = [transport]
+
+    def open_grid(self) -> None:
+        """Connect the ranks that reduce what this rank holds for exchanges over a grid. Collective."""
+        self._grid = self.among.grid = connect_grid(self.among)
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         """The update of the whole vector, and the residual of what this rank holds. As `ErrorFeedback`."""
@@ -159,6 +165,8 @@ class Placement:
 
     def close(self) -> None:
         """Free what is held beside the transport of all ranks. Collective."""
+        if self._grid is not None:
+            self._grid.close()
 
 
 class TwoLevels(Placement):
@@ -181,6 +189,10 @@ class TwoLevels(Placement):
         self.carried, self.shards, self.hosts = group.shard_length, layout.shards, list(layout.hosts)
         self.first, self.in_first = group.host.rank == 0, layout.hosts[transport.rank] == layout.hosts[0]
         self._parts.append(group)
+
+    def open_grid(self) -> None:
+        if self.group.between is not None:
+            super().open_grid()
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         return ErrorFeedback(self._backend, self._length, settings, sparse, self.carried, update)
@@ -262,4 +274,5 @@ class TwoLevels(Placement):
         return self.group
 
     def close(self) -> None:
+        super().close()
         self.group.close()

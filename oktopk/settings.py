@@ -25,6 +25,8 @@ SELECTION_CAP = 1.25
 
 Wire = Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"]
 
+Exchange = Literal["auto", "direct", "grid"]
+
 MOST_TIMEOUT = 1e9
 """Seconds; kernels count 2^64 nanoseconds."""
 
@@ -74,6 +76,9 @@ class Settings:
             fewer bits for indices, as union does on every wire; "bfloat16", "int8" and "int4" round values, too, and the
             residual keeps what was rounded away. "auto" is plain where all ranks share a host, else float32. All but plain go
             over messages.
+        exchange: how entries of Ok-Topk go to the ranks that sum them. "direct": to each by itself, in P - 1 messages a rank.
+            "grid": over a grid of the ranks, in some 2·sqrt(P) messages of twice the words in all. It pays where messages take
+            longer than bytes, from several hundred ranks on fast links. "auto" is direct. In two levels P is the number of hosts.
     """
 
     density: float = 0.01
@@ -94,6 +99,7 @@ class Settings:
     balanced_regions: bool = True
     rotate: bool = True
     wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = "auto"
+    exchange: Literal["auto", "direct", "grid"] = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -113,6 +119,8 @@ class Settings:
             raise ValueError(f"levels {self.levels!r} is not 'auto', 'flat' or 'hosts'")
         if self.wire not in ("auto", *WIRES):
             raise ValueError(f"wire {self.wire!r} is not 'auto' or one of {', '.join(WIRES)}")
+        if self.exchange not in ("auto", "direct", "grid"):
+            raise ValueError(f"exchange {self.exchange!r} is not 'auto', 'direct' or 'grid'")
         for name, bound, valid in (
             ("density", "in (0, 1]", 0 < self.density <= 1),
             ("first_density", f"in (0, {DENSE_ABOVE}]", 0 < self.first_density <= DENSE_ABOVE),
@@ -228,6 +236,11 @@ def wire_taken(wanted: Wire, hosts: int, coded: bool) -> Wire:
     if wanted != "auto":
         return wanted
     return "float32" if coded and hosts > 1 else "plain"
+
+
+def exchange_taken(wanted: Exchange) -> Exchange:
+    """The exchange of steps: the setting; "direct" for "auto", as no number of ranks alone makes a grid the faster one."""
+    return "direct" if wanted == "auto" else wanted
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,8 @@ from oktopk.steps import Steps
 
 _COUNTS = ("steps", "sparse_steps")
 _PLACE = ("rank", "ranks", "hosts")
+_WAYS = ("wire", "exchange")
+"""Settings that the bits of steps depend on, and no rank changes by itself."""
 _AFRESH: dict[str, Any] = {
     "methods": {},
     "steps": 0,
@@ -77,6 +79,7 @@ class Resumable(Steps):
             "ranks": self.transport.size,
             "hosts": self.hosts,
             "wire": self.settings.wire,
+            "exchange": self.settings.exchange,
             "steps": self.steps,
             "sparse_steps": self._sparse_steps,
             "last_k": self._last_k,
@@ -90,8 +93,8 @@ class Resumable(Steps):
 
         Raises:
             ValueError: the state is damaged, or of another length, method, rank or number of ranks (see `oktopk.elastic`), or of
-                another wire where one of the two rounds, or the ranks' states are not of one moment; on every rank alike,
-                before anything is changed.
+                another wire where one of the two rounds, or of another exchange, or the ranks' states are not of one moment; on
+                every rank alike, before anything is changed.
         """
         self.agree_on_state(state)
         with self.backend.stream_scope():
@@ -185,7 +188,7 @@ def check_state(state: Any, loader: Resumable) -> None:
     if not isinstance(state, dict):
         raise StateError(f"the state is a {type(state).__name__}, not a dict")
     check_redistributed(state)
-    names = ("length", "method", *_COUNTS, "last_k", "unaided", "methods", "residual", *_PLACE, "wire")
+    names = ("length", "method", *_COUNTS, "last_k", "unaided", "methods", "residual", *_PLACE, *_WAYS)
     if missing := [name for name in names if name not in state]:
         raise StateError(f"the state lacks {', '.join(missing)}")
     if not isinstance(state.get("saved", {}), dict):
@@ -198,16 +201,19 @@ def check_state(state: Any, loader: Resumable) -> None:
                 else ""
             )
             raise StateError(f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}")
-    wire, own = state["wire"], loader.settings.wire
     if loader.follows_wire:
         known = WIRES if METHODS[loader.method].coded else ("plain",)
-        if wire not in known:
-            raise StateError(f"wire {wire!r} of the state is not one of {', '.join(known)}")
-    elif wire != own and not (wire in EXACT_WIRES and own in EXACT_WIRES):
-        raise StateError(
-            f"state has wire {wire!r}, this reducer {own!r}: pass wire={wire!r} to go on as before, "
-            "or set 'wire' in the state to change it"
-        )
+        if state["wire"] not in known:
+            raise StateError(f"wire {state['wire']!r} of the state is not one of {', '.join(known)}")
+    for name in _WAYS:
+        way, own = state[name], getattr(loader.settings, name)
+        exact = way in EXACT_WIRES and own in EXACT_WIRES
+        same_bits = name == "wire" and (loader.follows_wire or exact)
+        if way != own and not same_bits:
+            raise StateError(
+                f"state has {name} {way!r}, this reducer {own!r}: pass {name}={way!r} to go on as before, "
+                f"or set {name!r} in the state to change it"
+            )
     rank, ranks = loader.transport.rank, loader.transport.size
     another = "oktopk.elastic.redistribute makes one for another number of ranks or hosts"
     if (state["rank"], state["ranks"]) != (rank, ranks):

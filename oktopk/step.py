@@ -60,6 +60,7 @@ class StepResult:
         selected: what this rank packed and sent: its residual becomes zero there; None for everywhere.
         errors_stay: the values of `selected` are rounding errors, which the residual becomes instead of zero.
         returned: lists of entries to add to this rank's residual: what was pruned or rounded away on the way.
+        rounded: entries to add to it where `update` has an entry too: what this rank rounded away of sums that it passed on.
         rounding: as in `StepReport`.
         local_exact, global_exact: as in `StepReport`.
         local_nnz, global_nnz: entries selected here, and applied.
@@ -73,6 +74,7 @@ class StepResult:
     update: SparseVector | None
     selected: SparseVector | None
     returned: tuple[SparseVector, ...] = ()
+    rounded: SparseVector | None = None
     errors_stay: bool = False
     rounding: tuple[float, float] = (0.0, 0.0)
     local_exact: bool = False

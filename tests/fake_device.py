@@ -99,6 +99,9 @@ class FakeDevice(StagedTransport):
         self.buffers = PoisonedBuffers(self.stream)
         self.kernels = InOrder(host_kernels, self.stream)
 
+    def _like_this(self, comm: Any) -> Any:
+        return type(self)(comm, self.stream)
+
 
 class FakeDeviceTransport(FakeDevice, MpiTransport):
     """Watched: whatever MPI gets is pinned."""

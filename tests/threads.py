@@ -25,22 +25,45 @@ class Meeting:
         self.queues: dict[tuple[int, int], SimpleQueue[NDArray[Any]]] = defaultdict(SimpleQueue)
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
         self.rows: list[Any] = [None] * size
+        self._parts: dict[tuple[int, ...], Meeting] = {}
+        self._lock = threading.Lock()
         for source in range(size):
             for dest in range(size):
                 self.queues[source, dest] = SimpleQueue()
 
+    def part(self, members: list[int]) -> Meeting:
+        """Where some of the ranks meet."""
+        with self._lock:
+            return self._parts.setdefault(tuple(members), Meeting(len(members)))
+
+    def abort(self) -> None:
+        """Let all ranks that wait raise."""
+        for meeting in (self, *self._parts.values()):
+            meeting.barrier.abort()
+
 
 class ThreadTransport(HostTransport):
-    """One rank's connection to the others of a meeting. `ops` is its record, as `oktopk.replay.valueless.Record` has it."""
+    """One rank's connection to the others of a meeting, or to those of a part of it: every stride-th rank."""
 
     library = "threads"
 
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(
+        self, rank: int, meeting: Meeting, whole: ThreadTransport | None = None, stride: int = 1
+    ) -> None:
         super().__init__(rank, meeting.size, None)  # type: ignore[arg-type]
-        self.ops: list[Op] = []
-        self._meeting = meeting
+        self._ops: list[Op] = []
+        self._meeting, self._whole, self._group = meeting, whole or self, (stride, meeting.size)
         # receives that wait for a message, by their source and in their order
         self._posted: dict[int, deque[tuple[int, NDArray[Any]]]] = defaultdict(deque)
+
+    @property
+    def ops(self) -> list[Op]:
+        """The record of the rank, parts included, as `oktopk.replay.valueless.Record` has it."""
+        return self._whole._ops
+
+    @ops.setter
+    def ops(self, ops: list[Op]) -> None:
+        self._ops = ops
 
     def close(self) -> None: ...
 
@@ -53,19 +76,19 @@ class ThreadTransport(HostTransport):
             return []
         self._count(array.nbytes, dest)
         self._meeting.queues[self.rank, dest].put(array.copy())
-        return [self._add(Op(SEND, dest, array.nbytes, (1, self.size)))]
+        return [self._add(Op(SEND, dest, array.nbytes, self._group))]
 
     def receive(self, array: NDArray[Any], source: int) -> list[Any]:
         if not array.size:
             return []
-        number = self._add(Op(RECEIVE, source, array.nbytes, (1, self.size)))
+        number = self._add(Op(RECEIVE, source, array.nbytes, self._group))
         self._posted[source].append((number, array))
         return [number]
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
         came = self._meeting.queues[source, self.rank].get(timeout=_PATIENCE)
         array[: len(came)] = came
-        number = self._add(Op(RECEIVE, source, came.nbytes, (1, self.size)))
+        number = self._add(Op(RECEIVE, source, came.nbytes, self._group))
         self._add(Op(WAIT, 0, 0, (1, 1), (number,)))
         return len(came)
 
@@ -90,7 +113,7 @@ class ThreadTransport(HostTransport):
         sent, received = arrays
         kind = {"alltoall": ALLTOALL, "allgather": ALLGATHER, "allreduce": ALLREDUCE}[operation]
         if self.size > 1:
-            self._add(Op(kind, 0, (sent[0] if operation == "alltoall" else sent).nbytes, (1, self.size)))
+            self._add(Op(kind, 0, (sent[0] if operation == "alltoall" else sent).nbytes, self._group))
         meeting = self._meeting
         meeting.rows[self.rank] = sent
         meeting.barrier.wait()
@@ -122,7 +145,9 @@ class ThreadTransport(HostTransport):
     def _first_ranks_of_hosts(self) -> list[int]:
         return [0] * self.size
 
-    _among: Any = _outside
+    def _among(self, members: list[int], color: int | None) -> ThreadTransport:
+        stride = members[1] - members[0] if len(members) > 1 else 1
+        return type(self)(members.index(self.rank), self._meeting.part(members), self, stride)
 
 
 def on_threads(
@@ -138,7 +163,7 @@ def on_threads(
             results[rank] = run(kind(rank, meeting))
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            meeting.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -11,6 +11,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.grid import rows_of_grid
 from jobs.render.chart import title_of
 from oktopk.plan.picture import Curve, draw
 from oktopk.replay.network import Level, Network
@@ -114,17 +115,43 @@ def efficiency():
     return found("BERT", "oktopk", DENSE_RANKS).seconds / found("BERT", "oktopk").seconds
 
 
+def cluster(gigabits):
+    """Hosts with links of a rate."""
+    link = Level.of_rate(gigabits * 125e6, LATENCY)
+    return Network(link, link)
+
+
+@functools.cache
+def step_of(method, gigabits, ranks, exchange="direct"):
+    """What a step of BERT's length is predicted to be at a rate."""
+    settings = Settings(density=WORKLOADS["BERT"].density, exchange=exchange)
+    return predict(Step(method, WORKLOADS["BERT"].length, ranks, 1, settings), cluster(gigabits), NO_KERNELS)
+
+
 @functools.cache
 def scaled(gigabits, ranks):
     """Seconds of Ok-Topk, TopkA and dense at a rate, and of Ok-Topk's for messages at their ends."""
-    link = Level.of_rate(gigabits * 125e6, LATENCY)
-    network, length = Network(link, link), WORKLOADS["BERT"].length
-    settings = Settings(density=WORKLOADS["BERT"].density)
-    ours, topka = (
-        predict(Step(method, length, ranks, 1, settings), network, NO_KERNELS)
-        for method in ("oktopk", "topka")
-    )
-    return ours.seconds, topka.seconds, ring_seconds(network, ranks, 2 * length), ours.overhead
+    ours, topka = (step_of(method, gigabits, ranks) for method in ("oktopk", "topka"))
+    dense = ring_seconds(cluster(gigabits), ranks, 2 * WORKLOADS["BERT"].length)
+    return ours.seconds, topka.seconds, dense, ours.overhead
+
+
+def grid_row(ranks):
+    """Cells of a number of ranks: messages, megabytes, and milliseconds of both exchanges."""
+    high = rows_of_grid(ranks)
+    cells = [f"{ranks:,}", f"{ranks - 1:,}, {high + ranks // high - 2}"]
+    for rate in RATES:
+        both = [step_of("oktopk", rate, ranks, exchange) for exchange in ("direct", "grid")]
+        if rate == RATES[0]:
+            cells.append(", ".join(f"{each.rank_bytes / 1e6:.1f}" for each in both))
+        direct, grid = (each.seconds for each in both)
+        cells.append(f"{ms(direct)}, {ms(grid)}, {direct / grid:.2f}")
+    return cells
+
+
+def grid_table(ranks=RANKS):
+    """Both exchanges over ranks and rates."""
+    return rows(["ranks", "messages", "MB", *(f"{rate} Gb/s" for rate in RATES)], map(grid_row, ranks))
 
 
 def scale_row(ranks):
@@ -167,7 +194,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     parts = [methods_table(), claims_table(), f"efficiency: {100 * efficiency():.1f} %"]
     if options.scale:
-        parts += [scale_table(), efficiency_table()]
+        parts += [scale_table(), efficiency_table(), grid_table()]
     print("\n\n".join(parts))
     if options.picture is not None:
         title = "exchange of a step, n = 133.5 M, density 1 %, one rank a host"

@@ -59,6 +59,7 @@ def _measure(
         comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
     )
     k = entries_kept(options.density, length)
+    exchange = options.settings.get("exchange", "direct")
     try:
         reducers = [(one, make_reducer(one, options, length, device, comm)) for one in present]
     except ValueError as error:  # raised on every rank alike; anything else ends the job
@@ -91,8 +92,8 @@ def _measure(
         "course": vars(course),
         "bounds": {
             "lower": lower_bound(k, comm.size),
-            "upper": upper_bound(k, comm.size),
-            "step_limit": step_limit(k, comm.size),
+            "upper": upper_bound(k, comm.size, exchange),
+            "step_limit": step_limit(k, comm.size, exchange),
             "dense": dense_words(length, comm.size),
         },
         "methods": [summarize(one, samples[one.name], length) for one in present if one.name in samples],

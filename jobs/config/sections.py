@@ -316,6 +316,7 @@ class ReductionConfig(Section):
     balanced_regions: bool = _setting("balanced_regions")
     rotate: bool = _setting("rotate")
     wire: Literal["auto", "plain", "float32", "bfloat16", "int8", "int4"] = _setting("wire")
+    exchange: Literal["auto", "direct", "grid"] = _setting("exchange")
     gradient_type: Literal["", "float32", "bfloat16", "float16"] = ""
     """Type of the gradients that are reduced, others than float32 on GPUs only; empty: float32, that of the parameters"""
     overlap: bool = False

@@ -90,9 +90,11 @@ class Run(RunRecord):
 
     @property
     def upper_bound(self) -> float | None:
-        """6k(P-1)/P words per step, which only Ok-Topk promises; None where there is no such step."""
-        promised = self.info.method == "oktopk" and self.warmed_up.any()
-        return upper_bound(self.info.k, self.info.ranks) or None if promised else None
+        """6k(P-1)/P words per step, over a grid 8k(P-1)/P, which only Ok-Topk promises; None where there is no such step."""
+        if self.info.method != "oktopk" or not self.warmed_up.any():
+            return None
+        exchange = self.config.get("reduction", {}).get("exchange", "direct")
+        return upper_bound(self.info.k, self.info.ranks, exchange) or None
 
     @property
     def dense_words(self) -> float | None:

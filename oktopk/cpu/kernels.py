@@ -178,7 +178,6 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
     return count
 
 
-@compiled((VECTOR, ENTRIES, ENTRIES, BOOL))
 def clear_common(
     vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void], keep_values: bool = False
 ) -> None:
@@ -187,6 +186,17 @@ def clear_common(
     Args:
         keep_values: write the values of `mine` instead of zeros.
     """
+    _set_common(vector, mine, theirs, keep_values, False)
+
+
+def add_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:
+    """vector[index] += value, for the entries of `mine` whose index is in `theirs`, too; lists as of `clear_common`."""
+    _set_common(vector, mine, theirs, True, True)
+
+
+@compiled((VECTOR, ENTRIES, ENTRIES, BOOL, BOOL))
+def _set_common(vector, mine, theirs, keep_values, add):  # type: ignore[no-untyped-def]
+    """At common indices the value of `mine` or zero, added or written."""
     # tile by tile through flags in the cache: a merge would wait for its last comparison at every entry
     flags = np.zeros(_TILE, np.uint8)
     common = np.empty(_TILE + 1, np.int64)  # positions in `mine`
@@ -205,7 +215,8 @@ def clear_common(
         for at in range(found):
             prefetch(vector, mine[common[min(at + _SOON, found - 1)]].index)
             entry = mine[common[at]]
-            vector[entry.index] = entry.value if keep_values else np.float32(0)
+            value = entry.value if keep_values else np.float32(0)
+            vector[entry.index] = vector[entry.index] + value if add else value
         for at in range(first, j):
             flags[theirs[at].index - start] = 0
 

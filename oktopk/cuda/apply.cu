@@ -41,12 +41,14 @@ extern "C" __global__ void take_values(const __grid_constant__ TakeValues p) {
   }
 }
 
-// vector = 0, or the value of `mine`, at the indices that both lists have; theirs[n]
+// vector = 0, or the value of `mine`, or that added, at the indices that both lists have; theirs[n]
 extern "C" __global__ void clear_common(const __grid_constant__ ClearCommon p) {
   FOR_EACH(i, p.n) {
     const int index = p.theirs[i].x;
     const long long at = lower_bound(p.mine, 0, p.mine_nnz, index);
-    if (at < p.mine_nnz && p.mine[at].x == index) p.vector[index] = p.keep_values ? entry_value(p.mine[at]) : 0.0f;
+    if (at == p.mine_nnz || p.mine[at].x != index) continue;
+    const float value = p.keep_values ? entry_value(p.mine[at]) : 0.0f;
+    p.vector[index] = p.add ? add(p.vector[index], value) : value;
   }
 }
 

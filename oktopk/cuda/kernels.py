@@ -197,12 +197,13 @@ class DeviceKernels:
     def clear_common(
         self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries, keep_values: bool = False
     ) -> None:
-        fields = {
-            "vector": vector.data.ptr,
-            "mine": mine.pointer,
-            "mine_nnz": len(mine),
-            "keep_values": keep_values,
-        }
+        self._set_common(vector, mine, theirs, keep_values=keep_values, add=False)
+
+    def add_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
+        self._set_common(vector, mine, theirs, keep_values=True, add=True)
+
+    def _set_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries, **how: bool) -> None:
+        fields = {"vector": vector.data.ptr, "mine": mine.pointer, "mine_nnz": len(mine), **how}
         self.device.launch_for(self._apply["clear_common"], len(theirs), theirs=theirs.pointer, **fields)
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:

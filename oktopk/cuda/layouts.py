@@ -67,7 +67,8 @@ struct("ApplyEntries", """
 struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
 struct("TakeValues", "const float* vector; const Entry* support; Entry* out; long long n;", "take_values")
 struct("ClearCommon", """
-    float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;""", "clear_common")
+    float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;
+    int add;""", "clear_common")
 struct("GatherAndApply", """
     P2P p2p; unsigned long long kept_at; Entry* gathered; float* update; float scale; const Entry* mine;
     const unsigned* header; float* residual;""", "gather_and_apply")

@@ -38,6 +38,8 @@ class Method(ABC):
     """Whether its entries may travel in another way than plain."""
     codec: Codec = PLAIN
     """How they travel."""
+    over_grid: ClassVar[bool] = False
+    """Whether its entries may go to the ranks that sum them over a grid of ranks."""
     hides_work: bool = False
     """Whether `reduce` calls `plan.meanwhile` once while the first messages are on the wire, unless it raises before."""
 

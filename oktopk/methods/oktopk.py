@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import make_codec
+from collectives.grid import reduce_over_grid
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
 from collectives.transport import Transport
@@ -28,13 +29,15 @@ class OkTopk(SparseMethod):
         threshold: the global one.
         regions: which rank reduces what.
 
-    Traffic: between 2k(P-1)/P and 6k(P-1)/P words a rank, at most 2P + 2 log2 P messages.
+    Traffic: between 2k(P-1)/P and 6k(P-1)/P words a rank, at most 2P + 2 log2 P messages. Over a grid up to 8k(P-1)/P words, and
+        some 4·sqrt(P) + 2 log2 P messages but for balancing.
     Source: Li & Hoefler, PPoPP 2022, algorithm 1.
     """
 
     name = "oktopk"
     writes_out = False
     coded = True
+    over_grid = True
 
     def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
         super().__init__(length, transport, kernels, settings)
@@ -54,6 +57,8 @@ class OkTopk(SparseMethod):
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
         if settings.wire not in ("auto", "plain"):
             return f"steps through peer memory read plain entries, and wire is {settings.wire!r}"
+        if settings.exchange == "grid":
+            return "steps through peer memory exchange directly, and exchange is 'grid'"
         if not settings.balanced_regions:
             return "steps through peer memory need balanced regions"
         return "" if settings.rotate else "steps through peer memory have no rounds to order"
@@ -70,18 +75,19 @@ class OkTopk(SparseMethod):
         return self.boundaries
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
-        rounds, rotate, codec = self.settings.bucket_rounds, self.settings.rotate, self.codec
+        settings, codec = self.settings, self.codec
+        reduce = split_and_reduce if self.transport.grid is None else reduce_over_grid
         # a device may find only now that what the last step gathered did not decode
         flag = selection.flagged or codec.gathered_damage
         with plan.timer.stage("exchange"):
-            lists = split_and_reduce(
+            lists = reduce(
                 selection.packed,
                 self.boundaries,
                 self.transport,
                 flag,
                 selection.offsets,
-                bucket_rounds=rounds,
-                rotate=rotate,
+                bucket_rounds=settings.bucket_rounds,
+                rotate=settings.rotate,
                 codec=codec,
                 meanwhile=plan.meanwhile,
             )
@@ -98,7 +104,12 @@ class OkTopk(SparseMethod):
             )
         errors = (SparseVector(kept, self.length),) if codec.rounds else ()
         return self.result(
-            selection, update, returned=errors, errors_stay=codec.rounds, rounding=codec.rounding
+            selection,
+            update,
+            returned=errors,
+            rounded=lists.passed if codec.rounds else None,
+            errors_stay=codec.rounds,
+            rounding=codec.rounding,
         )
 
     def result(self, selection: Selection, update: SparseVector | None, **more: Any) -> StepResult:

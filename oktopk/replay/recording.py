@@ -8,6 +8,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
+from collectives.grid import Grid, is_even, place_in_grid, rows_of_grid
 from oktopk.backend import Backend
 from oktopk.cpu.histograms import LEVELS
 from oktopk.displacement import ShardDisplacement
@@ -44,8 +45,8 @@ class Step:
         length: elements of the gradient (n).
         hosts: that the ranks are on.
         ranks_per_host: equal on all hosts; consecutive ranks share one.
-        settings: of which density, wire, levels, bucket_rounds, rotate and balance_trigger act
-            here.
+        settings: of which density, wire, levels, exchange, bucket_rounds, rotate and
+            balance_trigger act here.
         exact: it computes exact thresholds and new region boundaries; else it is a regular one.
         updates: it sends what the optimizer changed; else gradients. In two levels hosts sum
             nothing of it, and gather their residual afterwards.
@@ -91,7 +92,15 @@ class Step:
         """Why it cannot be replayed, in a sentence; "" if it can."""
         if self.ranks < 2:
             return "one rank exchanges nothing: give several hosts or several ranks a host"
-        density = self.settings.density
+        density, exchange = self.settings.density, self.settings.exchange
+        among = self.hosts if self.two_levels else self.ranks
+        if exchange == "grid" and not METHODS[self.method].over_grid:
+            return f"exchange 'grid' is not for {self.method}: it is a way of oktopk"
+        if exchange == "grid" and not is_even(among):
+            return (
+                f"the columns of a grid of {among} have different numbers of ranks, which cannot be "
+                f"replayed: give a multiple of {rows_of_grid(among)}"
+            )
         if not METHODS[self.method].sparse:
             return ""
         if entries_kept(density, self.length) < self.ranks:
@@ -181,6 +190,10 @@ def record_step(step: Step, rank: int) -> Record:
     host = _Group(step, rank, connect, backend, record) if step.two_levels else None
     transport = whole if host is None else host.between
     assert transport is not None
+    if settings.exchange == "grid" and (rows := rows_of_grid(among)) > 1:
+        place = place_in_grid(transport.rank, among)
+        row, column = (shards * rows, among // rows), (shards, rows)
+        transport.grid = Grid(place, connect(row), connect(column))
     method = kind(length, transport, cast(Any, kernels), settings)
     carried = None if host is None else length
     vectors = ErrorFeedback(cast(Backend, backend), step.length, settings, kind.sparse, carried)

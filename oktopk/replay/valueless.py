@@ -267,6 +267,9 @@ class ValuelessKernels:
     def clear_common(self, vector: Any, selected: Any, update: Any, errors_stay: bool) -> None:
         self._read("entries", selected, update)
 
+    def add_common(self, vector: Any, errors: Any, update: Any) -> None:
+        self._read("entries", errors, update)
+
     def write_block(self, entries: Any, lower: int, block: Any) -> None:
         self._read("vector", block)
 

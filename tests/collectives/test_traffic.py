@@ -13,6 +13,7 @@ from collectives.traffic import Traffic, lower_bound, step_limit, upper_bound
     [(1, 0, 0, 0), (2, 100, 300, 375), (4, 150, 450, 562.5), (5, 160, 480, 600)],
 )
 def test_bounds_for_a_hundred_entries(ranks: int, lower: float, upper: float, limit: float) -> None:
+    assert (upper_bound(100, 4, "grid"), step_limit(100, 4, "grid")) == (600, 750)
     assert lower_bound(100, ranks) == pytest.approx(lower)
     assert upper_bound(100, ranks) == pytest.approx(upper)
     assert step_limit(100, ranks) == pytest.approx(limit)

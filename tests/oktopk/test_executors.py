@@ -29,7 +29,7 @@ STEPS, MEASURED, SWAPPED = 10, 1, 5
 BROKEN = 3, 7  # a step whose thresholds are planned to be exact, and one that reuses them
 
 # What executors and transports do differently: lists whose lengths are not known (gtopk), persistent rounds (dense), regions,
-# balancing, rounds in flight, coded entries, two levels.
+# balancing, rounds in flight, coded entries, two levels, a grid (of 4 ranks and more).
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((method, {}) for method in METHODS),
     ("oktopk", {"bucket_rounds": 1, "balance_trigger": 1.0}),
@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("oktopk", {"wire": "int8", "bucket_rounds": 1}),
     ("union", {"wire": "int8", "bucket_rounds": 1}),
     ("oktopk", {"levels": "hosts", "ranks_per_host": 2}),
+    ("oktopk", {"exchange": "grid", "wire": "int8"}),
 ]
 PEERS: list[tuple[str, dict[str, Any]]] = [
     ("dense", {}),

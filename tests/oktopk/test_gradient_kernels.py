@@ -282,6 +282,9 @@ def test_clearing_common_places_goes_on_over_long_vectors(keep_values: bool) -> 
     common = np.intersect1d(mine, theirs)
     expected[common] = common + 2 if keep_values else 0
     assert vector.tobytes() == expected.tobytes()
+    kernels.add_common(vector, pack(mine, mine - 0.5), pack(theirs, theirs))
+    expected[common] += (common - 0.5).astype(np.float32)
+    assert vector.tobytes() == expected.tobytes()
 
 
 @given(INDICES)

@@ -166,6 +166,27 @@ def test_hosts_lose_nothing_pass_no_cap_and_equal_the_oracle_where_exact(
         reducer.close()
 
 
+@pytest.mark.mpi(min_size=8)
+def test_a_grid_of_hosts_changes_no_bit_of_whole_numbers(comm: MPI.Intracomm) -> None:
+    """Two columns of two hosts, of two ranks each; through a gradient that is not finite."""
+    direct, grid = (two_levels(comm, "cpu", 2, exchange=exchange) for exchange in ("direct", "grid"))
+    rng, sent = np.random.default_rng(comm.rank), []
+    for step in range(5):
+        gradient = GRADIENTS["heavy tailed"](rng, LENGTH, comm.rank, comm.size)
+        if step == 3 and comm.rank == 5:
+            gradient[7] = np.nan
+        reports = []
+        for reducer in (direct, grid):
+            with pytest.raises(NonFiniteGradientError, match="5$") if step == 3 else nullcontext():
+                reports.append(reducer.step(gradient))
+        assert direct.residual is not None and grid.residual is not None
+        assert direct.residual.tobytes() == grid.residual.tobytes()
+        assert direct.update.tobytes() == grid.update.tobytes()
+        sent += [[report.bytes_between for report in reports]] * bool(reports)
+    totals = comm.allreduce(np.array(sent).sum(axis=0))
+    assert totals[1] > 1.1 * totals[0], "nothing went over a grid"
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_fast_ranks_next_gradients_reach_no_slow_ranks_sum(
     comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,11 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
         for name, method in METHODS.items()
         if not method.coded
     ),
+    (
+        "reducer",
+        {"exchange": "grid", "method": "union"},
+        "exchange 'grid' is not for union: it is a way of oktopk",
+    ),
     ("reducer", {"levels": "nodes"}, "levels 'nodes' is not 'auto', 'flat' or 'hosts'"),
     ("reducer", {"ranks_per_host": -1}, "ranks_per_host -1 is not an integer >= 0"),
     ("optimizer", {"kind": torch.optim.LBFGS}, "LBFGS computes gradients several times a step"),

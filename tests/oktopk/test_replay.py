@@ -10,6 +10,7 @@ import pytest
 
 from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import make_codec
+from collectives.grid import connect_grid, is_even
 from collectives.sparse import ENTRY
 from oktopk.backend import Backend
 from oktopk.error_feedback import ErrorFeedback
@@ -72,6 +73,8 @@ def real_steps(step: Step) -> list[list[list[Op]]]:
     def run(transport: ThreadTransport) -> list[list[Op]]:
         backend = Backend()
         settings = step.settings
+        if settings.exchange == "grid":
+            transport.grid = connect_grid(transport)
         method = METHODS[step.method](length, transport, backend.kernels, settings)
         vectors = ErrorFeedback(backend, length, settings, method.sparse)
         executor = MessageExecutor(method, vectors)
@@ -132,6 +135,18 @@ def test_a_step_without_values_sends_and_waits_as_one_with_values(method: str, w
 def test_so_it_does_on_every_number_of_ranks(method: str, wire: str) -> None:
     for ranks in range(2, 65):
         check(method, wire, ranks)
+
+
+def test_so_it_does_over_a_grid() -> None:
+    for ranks, wire in ((3, "float32"), (4, "int4"), (6, "float32"), (12, "int4")):
+        check("oktopk", wire, ranks, exchange="grid")
+
+
+@pytest.mark.long("every even grid of up to 64 ranks; `make test` has three")
+@pytest.mark.timeout(900)
+def test_so_it_does_over_every_even_grid() -> None:
+    for ranks in filter(is_even, range(4, 65)):
+        check("oktopk", "float32", ranks, exchange="grid")
 
 
 @pytest.mark.parametrize("wire", ["plain", "float32", "int4"])
@@ -200,18 +215,35 @@ def partner(made: Program, rank: int, i: int) -> int:
     return rank + (other - place) * stride
 
 
-@pytest.mark.parametrize("method", ["oktopk", "union", "topka", "topkdsa"])
-@pytest.mark.parametrize(("hosts", "many"), [(8, 1), (12, 1), (13, 1), (4, 2), (6, 4)])
+@pytest.mark.parametrize(
+    ("method", "hosts", "many"),
+    [
+        (method, hosts, many)
+        for method in ("oktopk", "grid", "union", "topka", "topkdsa")
+        for hosts, many in ((8, 1), (12, 1), (13, 1), (4, 2), (6, 4))
+        if method != "grid" or is_even(hosts)
+    ],
+)
 def test_a_few_ranks_tell_what_all_send(
     method: str, hosts: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a multiple of all numbers of ranks, so that every block is equal
-    step = Step(method, 24 * 13 * 4 * 100, hosts, many, Settings(density=0.01, wire="auto"))
+    exchange: Any = "grid" if method == "grid" else "auto"
+    settings = Settings(density=0.01, wire="auto", exchange=exchange)
+    step = Step("oktopk" if method == "grid" else method, 24 * 13 * 4 * 100, hosts, many, settings)
     every = program_of(step)
     monkeypatch.setattr(program, "RECORDED", 1)
     few = program_of(step)
     assert (every.shared, few.shared) == (False, True)
-    assert messages(few) == messages(every)
+    if method != "grid":
+        assert messages(few) == messages(every)
+        return
+    # how many entries are distinct in a sum is no multiple of the ranks of a column
+    assert few.sent == pytest.approx(every.sent, rel=1e-3)
+    pairs = (
+        Counter((source, dest) for source, dest, _ in messages(each).elements()) for each in (few, every)
+    )
+    assert next(pairs) == next(pairs)
 
 
 @pytest.mark.parametrize("method", ["gtopk", "dense"])
@@ -243,6 +275,14 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence() -> None:
         record_step(Step("oktopk", 1000, 1), 0)
     with pytest.raises(ValueError, match="^density 0.01 of 1000 elements are fewer entries than 16 ranks"):
         record_step(Step("oktopk", 1000, 16), 0)
+    grid = Settings(exchange="grid")
+    with pytest.raises(
+        ValueError,
+        match="^the columns of a grid of 13 have different numbers of ranks.*: give a multiple of 3$",
+    ):
+        record_step(Step("oktopk", 100_000, 13, 1, grid), 0)
+    with pytest.raises(ValueError, match="^exchange 'grid' is not for union: it is a way of oktopk"):
+        record_step(Step("union", 100_000, 4, 1, grid), 0)
     with pytest.raises(ValueError, match="^density 0.5 is above 0.25: steps are dense"):
         record_step(Step("oktopk", 1000, 4, 1, Settings(density=0.5)), 0)
 

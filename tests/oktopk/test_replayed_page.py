@@ -76,7 +76,7 @@ def rows_of(ranks: int) -> list[list[str]]:
 
 def test_exchanges_of_many_ranks_are_those_of_the_page() -> None:
     for ranks in script.RANKS[:3]:
-        assert rows_of(ranks) == [script.scale_row(ranks)]
+        assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
 
 
 @pytest.mark.pictures
@@ -89,5 +89,5 @@ def test_a_picture_of_them_names_its_curves(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_so_are_those_of_thousands() -> None:
     for ranks in script.RANKS[3:]:
-        assert rows_of(ranks) == [script.scale_row(ranks)]
+        assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
     assert f"\n\n{script.efficiency_table()}\n\n" in PAGE

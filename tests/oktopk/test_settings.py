@@ -41,6 +41,7 @@ from oktopk.settings import (
             for value in (-1, 0.0, None, False)
         ],
         ("wire", "int2", "is not 'auto' or one of plain, float32, bfloat16, int8, int4"),
+        ("exchange", "rows", "is not 'auto', 'direct' or 'grid'"),
         *[("nonfinite", value, "is not 'raise' or 'skip'") for value in ("ignore", "", None)],
         *[
             (name, 1, "is not True or False")

@@ -117,6 +117,7 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("length", LENGTH + 1, "state has length 2001, this reducer 2000"),
     ("method", "dense", "state has method 'dense', this reducer 'oktopk': pass method='dense' to go on"),
     ("wire", "int4", "state has wire 'int4', this reducer 'plain': pass wire='int4' to go on"),
+    ("exchange", "grid", "state has exchange 'grid', this reducer 'direct': pass exchange='grid' to go on"),
     ("last_k", "x", "last_k 'x' of the state is not an integer >= 0"),
     (
         "residual",

@@ -208,6 +208,8 @@ def test_peer_memory_is_for_plain_entries(comm: MPI.Intracomm, device: str) -> N
         reduced.p2p_unavailable_reason
         == "steps through peer memory read plain entries, and wire is 'float32'"
     )
+    reduced = reducer(comm, device, 500, "plain", peer_memory=None, exchange="grid")
+    assert reduced.p2p_unavailable_reason.endswith("exchange directly, and exchange is 'grid'")
 
 
 @pytest.mark.mpi(min_size=2)
