@@ -123,7 +123,6 @@ class Resumable(Steps):
         for executor in self._executors.values():
             executor.close()
         self._methods, self._executors, self._final = {}, {}, None
-        self.p2p_unavailable_reason = self._p2p_problem  # windows are asked for again
         self.steps = state["steps"]
         self._sparse_steps = state["sparse_steps"]
         self._last_k = state["last_k"]
@@ -135,6 +134,7 @@ class Resumable(Steps):
             self._p2p_problem = self._p2p_problem or METHODS[self.method].p2p_unavailable_reason(
                 self.settings
             )
+        self.p2p_unavailable_reason = self._p2p_problem  # windows are asked for again
         with self.transport.together():
             self._vectors.load_state_dict(state)
         for name, method_state in state["methods"].items():

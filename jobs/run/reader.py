@@ -1,14 +1,21 @@
-"""Reads a run file, also one whose writer is at work or was killed."""
+"""Reads a run file, also one whose writer is at work or was killed.
+
+python -m jobs.run.reader FILE      tries to, as HDF5 may hang or crash on a damaged one: status 0; else 1, with what is wrong
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import h5py
 import numpy as np
@@ -185,15 +192,55 @@ def read_record(path: str | Path, done: int) -> RunRecord:
     return replace(record, **kept)
 
 
+SECONDS = 3
+"""That reading may take, and one more for every 20 MB; 0.05 s are usual."""
+_ROOT = Path(__file__).parents[2]
+
+
 def check_readable(path: Path) -> None:
-    """Read a run file to its end. Raises RunFileError: no run file, or a damaged one; a line that names it."""
+    """Read a run file to its end in a child process.
+
+    Raises:
+        RunFileError: no run file, a damaged one, or one that HDF5 crashes on or does not finish in time.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", "jobs.run.reader", str(path.absolute())],
+        cwd=_ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if child.returncode < 0:
+        ending = signal.Signals(-child.returncode).name
+        why = "HDF5 does not come to its end" if ending == "SIGALRM" else f"HDF5 crashed on it ({ending})"
+        raise RunFileError(f"{path} is not a whole run file: {why}")
+    if child.returncode:
+        raise RunFileError(child.stderr.strip())
+
+
+def problem(path: Path) -> str:
+    """What is wrong with a run file, in this process: a line that names it, "" for nothing."""
     try:
         with RunReader(path) as reader:
             if not all(isinstance(section, dict) for section in reader.config.values()):
                 raise ValueError("its configuration has no sections")
         read_record(path, 0)
-    except RunFileError:
-        raise
+    except RunFileError as error:
+        return str(error)
     except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise RunFileError(f"{path} is not a whole run file: {why}") from error
+        return f"{path} is not a whole run file: {' '.join(str(error).split()) or type(error).__name__}"
+    return ""
+
+
+def main(path: Path) -> NoReturn:
+    """Look at a run file; the process ends when the time is up."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(SECONDS + (path.stat().st_size if path.exists() else 0) // 20_000_000)
+    sys.exit(problem(path) or 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ OPEN = "wire", "levels"
 
 
 def check_auto(settings: Any, every: Any, compute_ms: Any, sends: str) -> None:
-    """Raise ValueError where settings is neither None nor "auto", or leaves no `every` open that others do.
+    """Raise ValueError where settings is neither None nor "auto", or `every` and `compute_ms` do not go together.
 
     Args:
         settings, every, compute_ms, sends: of a `DistributedOptimizer`.
@@ -62,14 +62,22 @@ def wanted_of(arguments: Mapping[str, Any], length: int, device: str) -> Wanted:
     return Wanted(length, arguments["method"], Settings(**given), device, updates, seconds)
 
 
-def levels_of_state(state: Any) -> str | None:
-    """Levels of the steps that a state was saved in, "flat" or "hosts"; None where it does not tell.
+def levels_of_state(state: Any, length: int, method: str, hosts: Sequence[int]) -> str | None:
+    """Levels of the steps that a state was saved in, "flat" or "hosts"; None where it does not tell, or is not of this training.
 
     Args:
         state: as `DistributedOptimizer.state_dict` returns it, perhaps damaged.
+        length, method: of the reducer.
+        hosts: the number of each rank's host.
     """
     with suppress(AttributeError, KeyError, TypeError, ValueError):
         reducer = of_rank(state["reducer"])
-        hosts = reducer.get("buckets", {"0": reducer})["0"]["hosts"]
-        return "flat" if hosts is None else "hosts"
+        parts = list(reducer["buckets"].values()) if "buckets" in reducer else [reducer]
+        alike = {(part["method"], part["ranks"]) for part in parts} == {(method, len(hosts))}
+        if not alike or sum(part["length"] for part in parts) != length:
+            return None
+        saved = parts[0]["hosts"]
+        if saved is None:
+            return "flat"
+        return "hosts" if list(saved) == list(hosts) else None
     return None

@@ -107,14 +107,14 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         if "levels" not in self._open or self.reducer.steps:
             return
         self.reducer.meet("load_state_dict")
-        wanted = levels_of_state(state)
+        wanted = levels_of_state(state, self.length, self._arguments["method"], self._hosts)
         everyone = set(self.reducer.transport.allgather_objects(wanted))
         if everyone != {wanted} or wanted in (None, self.reducer.levels):
             return
         comm, method, memory, options, bucket_mb = self._made_of
         before = self.reducer
-        self._let_go()
         self._make_reducer(comm, method, memory, options | {"levels": wanted}, bucket_mb)
+        self._let_go()
         before.close()
         self._engine = Engine(self.reducer, self._tables, memory)
         self._settle()

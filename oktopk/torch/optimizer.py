@@ -178,6 +178,7 @@ class DistributedOptimizer(WrappedOptimizer):
     _applied: Tensor  # the update in the parameters' type
     _replicas = 1  # that have moments of their own
     _open: Sequence[str] = ()  # settings that settings="auto" chose
+    _hosts: Sequence[int] = ()  # of the ranks, where it chose
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
@@ -292,6 +293,8 @@ class DistributedOptimizer(WrappedOptimizer):
                     if settings is not None:
                         wanted = wanted_of(self._arguments, self.length, memory.device)
                         anywhere |= {"method": method, "compute_ms": compute_ms} | asdict(wanted.settings)
+                        if shards is None:
+                            anywhere |= {"length": self.length, "device": memory.device}
                     anywhere |= {"tables with sparse gradients": len(tables)}
                     rule = type(optimizer)
                     anywhere |= {"optimizer": f"{rule.__module__}.{rule.__qualname__}"}
@@ -338,7 +341,7 @@ class DistributedOptimizer(WrappedOptimizer):
         from oktopk.plan.choice import SHARDED, choose
 
         choice = choose(transport, wanted) if self._replica.plain else SHARDED
-        self.chosen = choice.text
+        self.chosen, self._hosts = choice.text, [*transport.hosts]
         if self._arguments["every"] == "auto":
             self._arguments["every"] = choice.every
         self._open = [name for name in OPEN if getattr(wanted.settings, name) == "auto"]
@@ -562,15 +565,13 @@ class DistributedOptimizer(WrappedOptimizer):
         if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
         before = self._arguments.get("wire"), self._arguments.get("levels")
-        try:
-            self._follow_levels(given)
-            super().load_state_dict(given)
-        finally:
-            if self._open:
-                self._settle()
-            if before != (self._arguments.get("wire"), self._arguments.get("levels")):
-                wire, levels = self.reducer.settings.wire, self.reducer.levels
-                self.chosen += f"; then wire={wire!r}, levels={levels!r} of a loaded state"
+        self._follow_levels(given)
+        super().load_state_dict(given)
+        if self._open:
+            self._settle()
+        if before != (self._arguments.get("wire"), self._arguments.get("levels")):
+            wire, levels = self.reducer.settings.wire, self.reducer.levels
+            self.chosen += f"; then wire={wire!r}, levels={levels!r} of a loaded state"
         self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:
@@ -684,6 +685,9 @@ class DistributedOptimizer(WrappedOptimizer):
         )
         copied._engine.load(self.reducer.state_dict(), self._tables.state())
         copied.report, copied.chosen = self.report, self.chosen
+        copied._open, copied._hosts = self._open, self._hosts
+        if self._open:
+            copied._settle()
         return copied
 
     def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:

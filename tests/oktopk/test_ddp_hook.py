@@ -7,8 +7,8 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import OkTopkState, ddp_hook
 from tests.devices import on_torchs_gpu, torch_device
 from tests.oktopk.test_closed import every_call_refuses
+from tests.replicas import Replicas
 from tests.training import flat, loss
 from tests.training import train as train_wrapped
 
@@ -142,6 +143,16 @@ def test_gradients_of_several_batches_are_reduced_together(comm: MPI.Intracomm) 
         assert state.report.step == step
 
 
+def test_k_and_its_caps_are_those_of_the_whole_model(comm: MPI.Intracomm) -> None:
+    ddp, state = hooked()
+    train(ddp, comm.rank, range(1))  # dense
+    for step in range(1, 5):
+        train(ddp, comm.rank, range(step, step + 1))
+        assert state.report.k == -(-len(flat(ddp)) // 20)
+        assert len(state.report.buckets) > 1
+        assert state.report.global_nnz <= 1.25 * state.report.k
+
+
 def two_types() -> Branches:
     """Its second layer is bfloat16."""
     model = Branches()
@@ -231,28 +242,45 @@ def test_a_killed_training_continues_bit_for_bit(
     assert continued.report.step == 7
 
 
+@contextmanager
+def fewer_ranks(comm: MPI.Intracomm, folder: Path, key: str, names: Sequence[str] = ()) -> Iterator[Any]:
+    """(a process group of all ranks but the last, its communicator, what `redistribute` reads a rank's state with).
+
+    On the last rank None. key: of the states in a distributed checkpoint, which are under these names of it, or alone there.
+    """
+
+    def read(rank: int) -> Any:
+        own = {f"rank-{rank}": None}
+        saved: dict[str, Any] = {key: {name: dict(own) for name in names} or own}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch reads for this process alone
+            dcp.load(saved, checkpoint_id=folder, no_dist=True)
+        return saved[key]
+
+    ranks = comm.size - 1
+    group = dist.new_group(list(range(ranks)))
+    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
+    yield (group, part, read) if comm.rank < ranks else None
+    if comm.rank < ranks:
+        part.Free()
+    comm.Barrier()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_on_fewer_ranks_a_distributed_checkpoint_is_redistributed(
     comm: MPI.Intracomm, tmp_path: Path
 ) -> None:
-    folder, ranks = comm.bcast(tmp_path), comm.size - 1
+    folder = comm.bcast(tmp_path)
     ddp, state = hooked()
     train(ddp, comm.rank, range(4))
     dcp.save({"hook": state}, checkpoint_id=folder)
     before = residuals(comm, state)
-    group = dist.new_group(list(range(ranks)))
-    part = comm.Split(comm.rank // ranks, comm.rank)
-
-    def read(rank: int) -> Any:
-        saved: dict[str, Any] = {"hook": {f"rank-{rank}": None}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that torch reads for this process alone
-            dcp.load(saved, checkpoint_id=folder, no_dist=True)
-        return saved["hook"]
-
-    if comm.rank < ranks:
+    with fewer_ranks(comm, folder, "hook") as among:
+        if among is None:
+            return
+        group, part, read = among
         fewer, continued = hooked({"process_group": group}, comm=group)
-        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks))
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, part.size))
         after = residuals(part, continued)
         for name, total in before.items():
             assert np.allclose(after[name], total, rtol=1e-5, atol=1e-7), name
@@ -260,8 +288,37 @@ def test_on_fewer_ranks_a_distributed_checkpoint_is_redistributed(
         assert continued.report.step == 5
         assert np.array_equal(flat(fewer), part.bcast(flat(fewer)))
         continued.close()
-    part.Free()
-    comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_on_fewer_ranks_the_replicas_of_a_distributed_checkpoint_are_redistributed(
+    comm: MPI.Intracomm, tmp_path: Path
+) -> None:
+    folder = comm.bcast(tmp_path)
+    model = Branches()
+    optimizer = Replicas(dist.group.WORLD).wrap(model, every=2)
+    train_wrapped(model, optimizer, comm.rank, range(4))
+    with optimizer.agreed():
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+        agreed = flat(model)
+    to_come = comm.allreduce(optimizer.reducer.residual) / comm.size
+    moments = comm.allgather(optimizer.state[model.first.weight]["exp_avg_sq"])
+    with fewer_ranks(comm, folder, "optimizer", ("reducer", "updates")) as among:
+        if among is None:
+            return
+        group, part, read = among
+        fewer = Branches()
+        continued, ranks = Replicas(group).wrap(fewer, every=2), part.size
+        weights = fewer.state_dict()
+        dcp.load({"model": weights}, checkpoint_id=folder, process_group=group)
+        continued.load_state_dict(redistribute(read, comm.size, comm.rank, ranks, continued.hosts))
+        with continued.agreed():
+            assert np.array_equal(flat(fewer), agreed)
+        assert np.allclose(part.allreduce(continued.reducer.residual) / ranks, to_come, atol=1e-7)
+        mean = sum(moments[comm.rank :: ranks]) / len(moments[comm.rank :: ranks])
+        assert torch.allclose(continued.state[fewer.first.weight]["exp_avg_sq"], mean)
+        train_wrapped(fewer, continued, comm.rank, range(4, 8))  # the references are compared
+        continued.close()
 
 
 def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
@@ -405,7 +462,7 @@ def of_a_second_ddp(ddp: DistributedDataParallel, state: OkTopkState, rank: int)
         (of_a_second_ddp, "2 DistributedDataParallel have one OkTopkState"),
     ],
 )
-def test_after_an_error_of_the_hook_ddp_goes_on(
+def test_after_an_error_of_the_hook_ddp_can_take_its_next_backward_pass(
     comm: MPI.Intracomm, cause: Callable[..., Callable[[], Any]], sentence: str
 ) -> None:
     if cause is of_another_model:  # DDP's buckets are without it
@@ -497,7 +554,7 @@ def test_parameters_whose_gradients_a_hook_reduces_are_not_wrapped(comm: MPI.Int
     DistributedOptimizer(inner).close()
 
 
-def test_a_hook_dropped_without_a_close_frees_its_parameters(
+def test_a_hook_that_was_dropped_without_a_close_does_not_hold_its_parameters(
     comm: MPI.Intracomm, left_open: list[Any]
 ) -> None:
     ddp, state = hooked()
@@ -513,6 +570,24 @@ def test_a_hook_dropped_without_a_close_frees_its_parameters(
         gc.collect()
     assert dropped() is None
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)).close()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm, nonfinite: str) -> None:
+    ddp, state = hooked(nonfinite=nonfinite)
+    train(ddp, comm.rank, range(3))
+    ddp.zero_grad()
+    broken = loss(ddp, comm.rank, 3) * (float("nan") if comm.rank == comm.size - 1 else 1.0)
+    if nonfinite == "raise":
+        with pytest.raises(RuntimeError, match=rf"NonFiniteGradientError: .* on rank\(s\) {comm.size - 1}"):
+            broken.backward()
+    else:
+        broken.backward()
+        assert state.report.skipped
+        assert not any(parameter.grad.any() for parameter in ddp.parameters())
+    train(ddp, comm.rank, range(4, 6))
+    assert np.isfinite(flat(ddp)).all()
+    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
 
 
 @pytest.mark.parametrize("trained", [True, False])

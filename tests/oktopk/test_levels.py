@@ -15,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
-from collectives.traffic import step_limit
+from collectives.traffic import step_limit, upper_bound
 from collectives.transport import NoPeerMemoryError
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
@@ -209,6 +209,26 @@ def test_a_fast_ranks_next_gradients_reach_no_slow_ranks_sum(
         reducer.step(reducer.gradient_buffer)
         reducer.gradient_buffer[:] = 1e6  # as the next backward pass does
         before = check_mass(comm, reducer, gradient, before)
+
+
+@pytest.mark.mpi
+def test_a_host_stays_under_its_bound_and_near_k_on_drifting_gradients(
+    comm: MPI.Intracomm, device: str
+) -> None:
+    length = 20_000
+    reducer = two_levels(comm, device, 2, length=length, threshold_interval=32, boundary_interval=64)
+    hosts = reducer.hosts
+    assert hosts is not None
+    rng = np.random.default_rng(comm.rank)
+    scale = np.repeat(10.0 ** np.random.default_rng(1).uniform(-2, 0, 40), length // 40)
+    words, deviation = [], []
+    for step in range(60):
+        gradient = (rng.standard_t(4, length) * scale * (1 + 0.2 * np.sin(step / 9))).astype(np.float32)
+        report = reducer.step(put(device, gradient))
+        words.append(np.mean(per_host(comm, report.bytes_between / 4, hosts)))
+        deviation.append(abs(report.global_nnz - report.k) / report.k)
+    assert np.mean(words) <= upper_bound(report.k, max(hosts) + 1)
+    assert np.mean(deviation) <= 0.05
 
 
 @pytest.mark.mpi

@@ -38,6 +38,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "optimizer": optimizer,
     "gradients": lambda comm, **given: optimizer(comm, **{"sends": "gradients"} | given),
     "updates": lambda comm, **given: optimizer(comm, **{"sends": "updates"} | given),
+    "auto": lambda comm, **given: optimizer(comm, settings="auto", **given),
     "hosts": lambda comm, **given: optimizer(
         comm, **{"sends": "updates", "replica": "host", "ranks_per_host": 2} | given
     ),
@@ -201,6 +202,7 @@ UNLIKE: list[tuple[str, str, Any, Any, str]] = [
     ("optimizer", "sends", "gradients", "updates", ""),
     ("updates", "every", 1, 2, ""),
     ("optimizer", "settings", None, "auto", ""),
+    ("auto", "tensors", [torch.zeros(1)], [torch.zeros(4000)], "ranks disagree on length"),
     ("updates", "density", 0.01, 0.02, ""),
     ("updates", "residual_decay", 1.0, 2.0, ""),
     ("hosts", "replica", "host", "summed", ""),

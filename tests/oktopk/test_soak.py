@@ -22,6 +22,7 @@ STEPS = 10_000
 LEAST = 2_000
 SECONDS = 45.0
 """The soak ends on all ranks after STEPS, or after these seconds with at least LEAST."""
+TIMEOUT = 6.0
 
 
 @pytest.fixture
@@ -81,6 +82,48 @@ def test_thousands_of_overlapped_steps_beside_matrix_products_and_nccl(
     optimizer.close()
     if comm.rank == 0:
         print(f"{steps} overlapped steps in {time.monotonic() - deadline + SECONDS:.1f} s")
+
+
+@pytest.mark.long("waits for the time limit; `make test` has a rank that leaves out a step")
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("fault", ["another order", "one bucket less"])
+def test_ranks_that_start_other_buckets_all_raise_within_the_time_limit(
+    comm: MPI.Intracomm, cuda: str, fault: str
+) -> None:
+    """Two reducers without a thread that orders them: what the rule of one order on all ranks is for."""
+    reducers = [
+        GradientAllreduce(comm, 20_000, device=cuda, peer_memory=True, density=0.02, timeout=TIMEOUT)
+        for _ in range(2)
+    ]
+    rng = np.random.default_rng(comm.rank)
+    gradients = [put(cuda, rng.standard_normal(20_000).astype(np.float32)) for _ in range(2)]
+    for _ in range(3):
+        for reducer, gradient in zip(reducers, gradients, strict=True):
+            reducer.step(gradient)
+    comm.Barrier()
+    culprit = comm.size - 1
+    order = [0, 1]
+    if comm.rank == culprit:
+        order = [1, 0] if fault == "another order" else [0]
+    began = time.monotonic()
+    said = ""
+    try:
+        for number in order:
+            reducers[number].step(gradients[number])
+    except RuntimeError as error:
+        said = str(error)
+    late = comm.rank == culprit and fault == "one bucket less"
+    assert bool(said) != late
+    comm.Barrier()
+    if late:  # it hears of it in its next step, at the latest
+        with pytest.raises(RuntimeError) as caught:
+            reducers[1].step(gradients[1])
+        said = str(caught.value)
+    assert "did not come within" in said
+    assert time.monotonic() - began < 4 * TIMEOUT
+    for reducer in reducers:
+        reducer.close()
+    comm.Barrier()
 
 
 def test_beside_other_streams_a_single_block_waits_and_no_bit_differs(
