@@ -203,7 +203,8 @@ def test_ignored_files_have_tests_of_ranks_alone() -> None:
     assert not {"tests/oktopk/test_levels.py", "tests/jobs/bench/test_bench.py"} & {*ignored}
 
 
-def test_tests_of_four_ranks_are_run_by_default() -> None:
+def test_tests_of_four_ranks_are_run_on_four_or_eight() -> None:
+    """On 8 by `make test`, on 4 by `.ci/run`, where 8 would start torch for this test alone."""
     for file in files_with_rank_tests(ALL_TESTS):
         nodes = ast.parse((ROOT / file).read_text("utf-8")).body
         of_all = " ".join(ast.unparse(node) for node in nodes if "pytestmark =" in ast.unparse(node))
@@ -212,7 +213,7 @@ def test_tests_of_four_ranks_are_run_by_default() -> None:
             ranks = re.search(r"min_size=(\d+)", marks)
             if ranks and int(ranks[1]) > 3:
                 where = f"{file}::{node.name}"  # type: ignore[attr-defined]
-                assert re.search(r"also\(ranks=8\)|host_cuda\(ranks=4\)", of_all + marks), where
+                assert re.search(r"also\(ranks=[48]\)|host_cuda\(ranks=4\)", of_all + marks), where
 
 
 def test_files_that_come_first_are_there() -> None:
