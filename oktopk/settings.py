@@ -211,8 +211,8 @@ def check_names(keywords: Iterable[str], taker: Callable[..., Any], *more: str) 
         taker: whose own parameters are known.
         more: keywords that are known too.
     """
-    taken = inspect.signature(taker).parameters.values()
-    own = [each.name for each in taken if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = inspect.signature(taker).parameters.values()
+    own = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
     known = dict.fromkeys([*own, *more, *(field.name for field in fields(Settings))])
     for name in keywords:
         if name not in known:

@@ -91,14 +91,14 @@ def choose(transport: HostTransport, wanted: Wanted) -> Choice:
         return _default(problem)
     seconds = _SHARE * SECONDS
     document = links_document(transport, seconds / 40, seconds, all_pairs=False)
-    found = None
+    prediction = None
     with transport.together():
         if transport.rank == 0:
             try:
-                found = predicted(document, [*transport.hosts], wanted)
+                prediction = predicted(document, [*transport.hosts], wanted)
             except (LinksError, ValueError) as error:
-                found = _default(str(error))
-    choice: Choice = transport.allgather_objects(found)[0]
+                prediction = _default(str(error))
+    choice: Choice = transport.allgather_objects(prediction)[0]
     return choice
 
 
@@ -151,11 +151,11 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
 
 def _levels(hosts: list[int], wanted: Wanted) -> list[str]:
     """Those that may be chosen."""
-    given = wanted.settings.levels
+    asked = wanted.settings.levels
     flat_reason = METHODS[wanted.method].flat_reason()
-    taken = levels_taken(given, Layout(tuple(hosts), wanted.length), flat_reason)[0]
-    free = given == "auto" and taken == "hosts" and not wanted.updates
-    return ["hosts", "flat"] if free else [taken]
+    default = levels_taken(asked, Layout(tuple(hosts), wanted.length), flat_reason)[0]
+    free = asked == "auto" and default == "hosts" and not wanted.updates
+    return ["hosts", "flat"] if free else [default]
 
 
 def _default(reason: str) -> Choice:

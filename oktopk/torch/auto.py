@@ -55,11 +55,11 @@ def wanted_of(arguments: Mapping[str, Any], length: int, device: str) -> Wanted:
 
     names = {field.name for field in fields(Settings)}
     updates = arguments["sends"] == "updates"
-    given = {name: value for name, value in arguments.items() if name in names}
-    given |= levels_of(arguments["replica"]) if updates else {}
+    settings = {name: value for name, value in arguments.items() if name in names}
+    settings |= levels_of(arguments["replica"]) if updates else {}
     compute = arguments["compute_ms"]
     seconds = None if compute is None else compute / 1e3
-    return Wanted(length, arguments["method"], Settings(**given), device, updates, seconds)
+    return Wanted(length, arguments["method"], Settings(**settings), device, updates, seconds)
 
 
 def levels_of_state(state: Any, length: int, method: str, hosts: Sequence[int]) -> str | None:

@@ -566,12 +566,16 @@ class DistributedOptimizer(WrappedOptimizer):
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
         before = self._arguments.get("wire"), self._arguments.get("levels")
         self._follow_levels(given)
-        super().load_state_dict(given)
-        if self._open:
-            self._settle()
-        if before != (self._arguments.get("wire"), self._arguments.get("levels")):
-            wire, levels = self.reducer.settings.wire, self.reducer.levels
-            self.chosen += f"; then wire={wire!r}, levels={levels!r} of a loaded state"
+        whose = "a state that was refused"
+        try:
+            super().load_state_dict(given)
+            whose = "a loaded state"
+        finally:
+            if self._open:
+                self._settle()
+            if before != (self._arguments.get("wire"), self._arguments.get("levels")):
+                wire, levels = self.reducer.settings.wire, self.reducer.levels
+                self.chosen += f"; then wire={wire!r}, levels={levels!r} of {whose}"
         self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:
