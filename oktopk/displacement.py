@@ -46,6 +46,10 @@ class ParameterDisplacement(Displacement):
         """Set where the parameters lie from here on, as `GradientTensors.set_pointers`. 0: the displacement is zero there."""
 
     @abstractmethod
+    def set_share(self, share: float) -> None:
+        """Set the share of the next `show`, and of the steps behind it; to be called between a step and `show`."""
+
+    @abstractmethod
     def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
         """reference := factor · reference, then parameters := round(reference - share · residual), in one pass.
 
@@ -79,6 +83,9 @@ class ShardDisplacement(ParameterDisplacement):
 
     def set_pointers(self, addresses: Sequence[int]) -> None:
         self._whole.set_pointers(addresses)
+
+    def set_share(self, share: float) -> None:
+        self._whole.set_share(share)
 
     def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
         self._whole.show(residual, factors)

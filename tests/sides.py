@@ -174,7 +174,7 @@ def bits_of(tensor: Tensor) -> NDArray[Any]:
 
 
 def check_displacement(side: Side, element_type: str, sizes: list[int], offset: int = GUARD) -> None:
-    """Rounded as torch rounds and added as a vector, without a part; what is shown then leaves none."""
+    """Rounded as torch rounds and added as a vector, without a part; what is shown then leaves none, with another share, too."""
     dtype, rng, n, share = getattr(torch, element_type), np.random.default_rng(7), sum(sizes), 1 / 3
     values = wild(rng, n).numpy()
     values[~(np.abs(values) < 1e38)] = 1e-40
@@ -197,6 +197,8 @@ def check_displacement(side: Side, element_type: str, sizes: list[int], offset: 
     for factors in ([0.5 + number % 3 / 4 for number in range(len(sizes))], None):
         if factors is not None:
             values = values * np.repeat(np.array(factors, np.float32), sizes)
+        else:
+            moved.set_share(share := 1 / 7)
         moved.show(left.array, factors)
         assert reference.get().tobytes() == values.tobytes()
         shown = torch.from_numpy(values - np.float32(share) * after).to(dtype)

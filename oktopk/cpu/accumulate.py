@@ -261,6 +261,9 @@ class HostDisplacement(HostMoves, ParameterDisplacement):
     def set_pointers(self, addresses: Sequence[int]) -> None:
         self._spans[:-1, 1] = np.array(addresses, np.int64)[self._filled]
 
+    def set_share(self, share: float) -> None:
+        self.layout = *self.layout[:-1], share
+
     def show(self, residual: NDArray[np.float32], factors: Sequence[float] | None = None) -> None:
         every = np.ones(len(self._filled), np.float32)
         if factors is not None:

@@ -38,10 +38,13 @@ class DeviceDisplacement(GradientTensors, ParameterDisplacement):
     ) -> None:
         super().__init__(device, kernels, sizes, element_bytes)
         self._reference = reference  # keeps the memory alive
-        head = bytes(DisplacementHead(reference=reference.data.ptr, share=share))
-        device.upload(self.address, np.frombuffer(head, np.uint8))
+        self.set_share(share)
         self._factors = device.allocate(len(self._filled), np.float32)
         self._uploaded: list[float] | None = None
+
+    def set_share(self, share: float) -> None:
+        head = bytes(DisplacementHead(reference=self._reference.data.ptr, share=share))
+        self._device.upload(self.address, np.frombuffer(head, np.uint8))
 
     def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
         every = 0

@@ -135,6 +135,13 @@ class Reference:
         with self._memory.stream_scope():
             self._reducer.subtract_update(self._array)
 
+    def set_share(self, share: float) -> None:
+        """Set what share of the residual the next `show` leaves in the parameters; to be called right before it."""
+        if share != self.share:
+            self.share = share
+            with self._memory.stream_scope():
+                self._moved.set_share(share)
+
     def show(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters round(reference - share · residual), where `look` has found them.
 

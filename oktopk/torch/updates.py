@@ -29,6 +29,7 @@ from oktopk.torch.arguments import levels_of
 from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
+from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
@@ -71,7 +72,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
     of them did. By default the share is 1/P, as much as the rank's updates will count; with several
     replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, of more than
-    four replicas 0.1 over the root of their number.
+    four replicas 0.1 over the root of their number, and grows as the learning rate falls, to six times
+    as much, see `LocalShare`.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     With several replicas, an optimizer of Adam's kind and an exchange in each step residuals forget
@@ -146,9 +148,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     """
 
     reducer: GradientAllreduce
-    local_share: float
-    """Of its residual that a replica's own parameters hold."""
-
     residual_decay: float
     """The power by which residuals forget; 0 where nothing is lost."""
 
@@ -161,15 +160,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         size, group = self.reducer.transport.size, self.reducer.group
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
-        ranks_here = 1 if group is None else group.host.size
+        self._ranks_here = ranks_here = 1 if group is None else group.host.size
         equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
         share, power = self._arguments["local_share"], self._arguments["residual_decay"]
+        grows = share is None and often
         if share is None:
             share = min(ranks_here / size, most_share(equal_replicas) if often else 1.0)
         if power is None:
             power = ADAM_DECAY if often else 0.0
-        self.local_share, self.residual_decay = float(share), float(power)
+        self._share, self.residual_decay = LocalShare(share, grows), float(power)
         averages = share < 1 and self._interval == 1
         self._forgetting = ResidualDecay(self.residual_decay)
         self._local = LocalStep(self.inner, equal_replicas, averages)
@@ -205,6 +205,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._arguments["replica"] == "summed":
             return SummedReplica(self._parameters, self.reducer)
         return HostReplica(self._parameters, self.reducer, self._memory)
+
+    @property
+    def local_share(self) -> float:
+        """Of its residual that a replica's own parameters hold, as of now."""
+        return self._share.now
 
     @property
     def replica(self) -> str:
@@ -484,6 +489,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             parameters = self._replica.parameters
             factor = self._forgetting.count(any(self._local.moved(parameters, anywhere)))
             reference.residual.scale(factor, self._local.moved(parameters, anywhere))
+            if new:
+                reference.set_share(self._share.renew(self.param_groups) / self._ranks_here)
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
@@ -593,6 +600,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "present": list(self._present),
             "factors": self._local.factors,
             "forgetting": self._forgetting.state(),
+            "local_share": self._share.state(),
             "ratio": None if self._ratio is None else self._ratio.state(),
             "shard": self._replica.shard,
         }
@@ -638,6 +646,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
+            if own is not None:
+                self._share.load(own["local_share"])
+                self._reference.set_share(self._share.now / self._ranks_here)
             if self._ratio is not None:
                 self._ratio.measured = 0  # ranks number their averages by it
                 if own is not None and own["ratio"] is not None:
@@ -669,6 +680,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
         own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
         ResidualDecay.check_state(own["forgetting"])
+        LocalShare.check_state(own["local_share"])
         own["optimizer"]["state"], own["optimizer"]["param_groups"]
         wanted = len(self._parameters), len(self.param_groups)
         if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:
@@ -710,6 +722,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             copied._reference.residual.gather()
             copied._exchanges = self._exchanges
             copied._forgetting.load(own["forgetting"])
+            copied._share.load(own["local_share"])
+            copied._reference.set_share(self._reference.share)
             if copied._ratio is not None:
                 copied._ratio.load(own["ratio"])
             copied._go_on(own)

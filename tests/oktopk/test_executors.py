@@ -283,6 +283,8 @@ def test_displacements_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: 
             reference -= expected.update
             reference *= np.repeat(np.array(factors, np.float32), sizes)
         moved.set_pointers(addresses)
+        if step % 2:
+            moved.set_share(share := share / 2)
         moved.show(found.residual, None if fails else factors)
         shown = reference - np.float32(share) * expected.residual
         assert np.array_equal(get(held), reference), step

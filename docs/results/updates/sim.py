@@ -11,6 +11,7 @@ name: dense (AdamW on the mean gradient), updates, gradients (error feedback on 
 keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
+  lg: lv grows as the learning rate falls, to lg times as much: lv · min(lg, largest rate / rate), from the end of the warm-up
   ls: in place of lv, the share is ls times the root of the density of now over P
   stop: steps, after which the run ends with its next evaluation
   mask=union: all workers send the same entries, those that any of them chose, each a P-th; wire float32 or int4
@@ -367,7 +368,7 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
-KEYS = "lr b1 b2 seed d h olr mu wire lv ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps"
+KEYS = "lr b1 b2 seed d h olr mu wire lv lg ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps"
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -429,6 +430,8 @@ def run(spec):
         dd = 1.0 if starting else d
         if dw and s < dw * steps:
             dd = max(d, dr * (d / dr) ** (s / (dw * steps)))
+        if f("lg", 0) and s >= 0.05 * steps:
+            lv = f("lv", 1) * min(f("lg", 1), lr0 / lr)
         if ls:
             lv = ls * math.sqrt(dd / P)
         with torch.no_grad():
