@@ -123,10 +123,11 @@ def cluster(gigabits):
 
 
 @functools.cache
-def step_of(method, gigabits, ranks, exchange="direct"):
-    """What a step of BERT's length is predicted to be at a rate."""
+def step_of(method, gigabits, ranks, exchange="direct", times=1):
+    """What a step of BERT's length, or of so many times that, is predicted to be at a rate."""
     settings = Settings(density=WORKLOADS["BERT"].density, exchange=exchange)
-    return predict(Step(method, WORKLOADS["BERT"].length, ranks, 1, settings), cluster(gigabits), NO_KERNELS)
+    length = times * WORKLOADS["BERT"].length
+    return predict(Step(method, length, ranks, 1, settings), cluster(gigabits), NO_KERNELS)
 
 
 @functools.cache
@@ -155,6 +156,12 @@ def prime_line():
     direct, grid = (step_of("oktopk", 100, PRIME, exchange).seconds for exchange in ("direct", "grid"))
     took = f"At 100 Gb/s they take {ms(direct)} ms directly and {ms(grid)} ms over the grid"
     return f"{PRIME:,} ranks make columns of 31 and 32. {took}, {direct / grid:.2f} times as fast."
+
+
+def long_line():
+    """What the page says of a longer gradient."""
+    direct, grid = (step_of("oktopk", 10, RANKS[-1], exchange, 10).seconds for exchange in ("direct", "grid"))
+    return f"With ten times the elements and 10 Gb/s it is {direct / grid:.2f} times as fast there."
 
 
 def grid_table(ranks=RANKS):
@@ -202,7 +209,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     parts = [methods_table(), claims_table(), f"efficiency: {100 * efficiency():.1f} %"]
     if options.scale:
-        parts += [scale_table(), efficiency_table(), grid_table(), prime_line()]
+        parts += [scale_table(), efficiency_table(), grid_table(), prime_line(), long_line()]
     print("\n\n".join(parts))
     if options.picture is not None:
         title = "exchange of a step, n = 133.5 M, density 1 %, one rank a host"

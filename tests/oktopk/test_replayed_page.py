@@ -91,4 +91,4 @@ def test_so_are_those_of_thousands() -> None:
     for ranks in script.RANKS[3:]:
         assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
     assert f"\n\n{script.efficiency_table()}\n\n" in PAGE
-    assert script.prime_line() in PAGE
+    assert script.prime_line() in PAGE and script.long_line() in PAGE
