@@ -132,9 +132,9 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
     if not levels:
         raise LinksError(f"flat steps of more than {MOST_FLAT} ranks take long to predict")
     exchange = wanted.settings.exchange
-    among = job.ranks if "flat" in levels else job.hosts
-    if exchange == "grid" and not is_soon_replayed(among):
-        raise LinksError(f"a grid of {among} ranks, whose columns differ, takes long to predict")
+    for among in (job.ranks if level == "flat" else job.hosts for level in levels):
+        if exchange == "grid" and not is_soon_replayed(among):
+            raise LinksError(f"a grid of {among}, whose columns differ, takes long to predict")
     network = links.network(job.hosts, job.ranks_per_host)
     wires = [wanted.settings.wire]
     if wires == ["auto"]:

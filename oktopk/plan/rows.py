@@ -27,7 +27,7 @@ MOST_FLAT = 1024
 """Ranks beyond which flat steps are replayed only where asked for: a minute each."""
 
 LEAST_GRID = 16
-"""Ranks below which an exchange over a grid was never replayed as the faster one, whatever the network."""
+"""Ranks below which an exchange over a grid was the faster one of no replay, see docs/results/replayed.md."""
 
 _BACKWARD = 2 / 3
 """Of the time of computation, in which gradients come: dense sums in buckets can hide behind it."""
@@ -170,9 +170,9 @@ def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Predi
 
 
 def is_soon_replayed(ranks: int) -> bool:
-    """Whether a grid of so many ranks is.
+    """Whether a step over a grid of so many ranks is replayed within seconds.
 
-    Where columns differ every rank is recorded, which takes more than a minute for a thousand.
+    Where columns differ every rank is recorded, which takes a minute for a thousand.
     """
     return ranks <= RECORDED or ranks % rows_of_grid(ranks) == 0
 

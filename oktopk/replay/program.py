@@ -2,8 +2,8 @@
 
 Up to RECORDED ranks each rank's step is recorded. Beyond, a few ranks' are, and their partners tell
 the rule that holds for all: the same distance, or the same exclusive or, of places in the group.
-Where neither fits (trees, Rabenseifner's allreduce on a number that is no power of two), every rank
-is recorded, too.
+Where neither fits (trees, Rabenseifner's allreduce on a number that is no power of two, grids whose
+columns differ), every rank is recorded, too.
 """
 
 from __future__ import annotations

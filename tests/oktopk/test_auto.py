@@ -151,6 +151,11 @@ def test_the_exchange_of_a_loaded_state_wins(
         part["exchange"] = "ring"
     with pytest.raises(ValueError, match="exchange 'ring' of the state is not one of direct, grid"):
         optimizer.load_state_dict(unknown)
+    for part in saved_part.get("buckets", {"": saved_part}).values():
+        part["exchange"] = "grid" if comm.rank == 1 else "direct"
+    with pytest.raises(ValueError, match="exchange"):
+        optimizer.load_state_dict(unknown)
+    assert optimizer.reducer.settings.exchange == saved
     optimizer.close()
 
 

@@ -71,7 +71,7 @@ def test_entries_go_over_a_grid_where_that_is_predicted_to_be_faster() -> None:
     few = predicted(links(LEAST_GRID - 1, 1, FAST), hosts[: LEAST_GRID - 1], wanted())
     assert "exchange" not in few.settings
     # of many ranks a grid whose columns differ takes long to replay
-    with pytest.raises(LinksError, match="^a grid of 67 ranks, whose columns differ, takes long to predict$"):
+    with pytest.raises(LinksError, match="^a grid of 67, whose columns differ, takes long to predict$"):
         predicted(links(67, 1, FAST), [*range(67)], wanted(exchange="grid"))
 
 

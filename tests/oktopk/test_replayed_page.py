@@ -86,7 +86,7 @@ def test_a_picture_of_them_names_its_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("exchanges of 1,024 ranks and of 4,096; `make test` has up to 256")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_so_are_those_of_thousands() -> None:
     for ranks in script.RANKS[3:]:
         assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
