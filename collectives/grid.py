@@ -35,11 +35,6 @@ def rows_of_grid(ranks: int) -> int:
     return exact if 2 * exact > root else root
 
 
-def is_even(ranks: int) -> bool:
-    """Whether all columns of the grid have as many ranks."""
-    return ranks % rows_of_grid(ranks) == 0
-
-
 @dataclass(frozen=True)
 class GridPlace:
     """Where a rank is in the grid.

@@ -59,8 +59,9 @@ class Placement:
         self._parts: list[Transport | HostGroup] = [transport]
 
     def open_grid(self) -> None:
-        """Connect the ranks that reduce what this rank holds for exchanges over a grid. Collective."""
-        self._grid = self.among.grid = connect_grid(self.among)
+        """Connect the ranks that reduce what this rank holds for exchanges over a grid, once. Collective."""
+        if self._grid is None:
+            self._grid = self.among.grid = connect_grid(self.among)
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         """The update of the whole vector, and the residual of what this rank holds. As `ErrorFeedback`."""

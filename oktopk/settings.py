@@ -78,7 +78,8 @@ class Settings:
             over messages.
         exchange: how entries of Ok-Topk go to the ranks that sum them. "direct": to each by itself, in P - 1 messages a rank.
             "grid": over a grid of the ranks, in some 2·sqrt(P) messages of twice the words in all. It pays where messages take
-            longer than bytes, from several hundred ranks on fast links. "auto" is direct. In two levels P is the number of hosts.
+            longer than bytes, from several hundred ranks on fast links. "auto" is direct, as no number of ranks alone decides;
+            `settings="auto"` of `DistributedOptimizer` chooses by measured links. In two levels P is the number of hosts.
     """
 
     density: float = 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,8 @@ _AFRESH: dict[str, Any] = {
 class Resumable(Steps):
     """Steps that can be undone, saved and continued."""
 
-    follows_wire = False
-    """A state that is loaded may have any wire, which steps then take."""
+    follows: Sequence[str] = ()
+    """Of "wire" and "exchange" those of which a loaded state may have any, which steps then take."""
 
     @property
     def residual(self) -> NDArray[np.float32] | None:
@@ -104,7 +105,7 @@ class Resumable(Steps):
         """Raise what `load_state_dict` would; nothing is changed. Collective."""
         with self._expecting("load_state_dict"), self._placement.agreed() as (common, agreed, learned):
             check_state(state, self)
-            common |= {name: state[name] for name in ("steps", "sparse_steps", "last_k", "unaided", "wire")}
+            common |= {name: state[name] for name in (*_COUNTS, "last_k", "unaided", *_WAYS)}
             common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
             for name, theirs in state["methods"].items():
                 agreed[name] = METHODS[name].agreed_state(theirs)
@@ -129,8 +130,11 @@ class Resumable(Steps):
         self._trust = state["unaided"]
         self._open = None
         self.take_traffic()
-        if self.follows_wire and "wire" in state:
-            self.settings = replace(self.settings, wire=state["wire"])
+        ways = {name: state[name] for name in self.follows if name in state}
+        if ways:
+            self.settings = replace(self.settings, **ways)
+            if self.settings.exchange == "grid":
+                self._placement.open_grid()
             self._p2p_problem = self._p2p_problem or METHODS[self.method].p2p_unavailable_reason(
                 self.settings
             )
@@ -201,15 +205,17 @@ def check_state(state: Any, loader: Resumable) -> None:
                 else ""
             )
             raise StateError(f"state has {name} {state[name]!r}, this reducer {own!r}{remedy}")
-    if loader.follows_wire:
-        known = WIRES if METHODS[loader.method].coded else ("plain",)
-        if state["wire"] not in known:
-            raise StateError(f"wire {state['wire']!r} of the state is not one of {', '.join(known)}")
+    kind = METHODS[loader.method]
+    known = {
+        "wire": WIRES if kind.coded else ("plain",),
+        "exchange": ("direct", "grid") if kind.over_grid else ("direct",),
+    }
     for name in _WAYS:
         way, own = state[name], getattr(loader.settings, name)
-        exact = way in EXACT_WIRES and own in EXACT_WIRES
-        same_bits = name == "wire" and (loader.follows_wire or exact)
-        if way != own and not same_bits:
+        if name in loader.follows:
+            if way not in known[name]:
+                raise StateError(f"{name} {way!r} of the state is not one of {', '.join(known[name])}")
+        elif way != own and not (way in EXACT_WIRES and own in EXACT_WIRES):
             raise StateError(
                 f"state has {name} {way!r}, this reducer {own!r}: pass {name}={way!r} to go on as before, "
                 f"or set {name!r} in the state to change it"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.host_transport import HostTransport
-from oktopk.replay.valueless import ALLGATHER, ALLREDUCE, ALLTOALL, RECEIVE, SEND, WAIT, Op
+from oktopk.replay.valueless import ALLGATHER, ALLREDUCE, ALLTOALL, RECEIVE, SEND, WAIT, Group, Op
 
 _PATIENCE = 60.0  # seconds
 
@@ -43,16 +43,17 @@ class Meeting:
 
 
 class ThreadTransport(HostTransport):
-    """One rank's connection to the others of a meeting, or to those of a part of it: every stride-th rank."""
+    """One rank's connection to the others of a meeting, or to those of a part of it."""
 
     library = "threads"
 
     def __init__(
-        self, rank: int, meeting: Meeting, whole: ThreadTransport | None = None, stride: int = 1
+        self, rank: int, meeting: Meeting, whole: ThreadTransport | None = None, group: Group | None = None
     ) -> None:
         super().__init__(rank, meeting.size, None)  # type: ignore[arg-type]
         self._ops: list[Op] = []
-        self._meeting, self._whole, self._group = meeting, whole or self, (stride, meeting.size)
+        self._meeting, self._whole = meeting, whole or self
+        self._group = group or Group(1, meeting.size)
         # receives that wait for a message, by their source and in their order
         self._posted: dict[int, deque[tuple[int, NDArray[Any]]]] = defaultdict(deque)
 
@@ -89,13 +90,13 @@ class ThreadTransport(HostTransport):
         came = self._meeting.queues[source, self.rank].get(timeout=_PATIENCE)
         array[: len(came)] = came
         number = self._add(Op(RECEIVE, source, came.nbytes, self._group))
-        self._add(Op(WAIT, 0, 0, (1, 1), (number,)))
+        self._add(Op(WAIT, 0, 0, waits=(number,)))
         return len(came)
 
     def wait(self, requests: list[Any]) -> None:
         if not requests:
             return
-        self._add(Op(WAIT, 0, 0, (1, 1), tuple(requests)))
+        self._add(Op(WAIT, 0, 0, waits=tuple(requests)))
         for number in requests:
             if self.ops[number].kind == RECEIVE:
                 self._fill(number, self.ops[number].peer)
@@ -146,8 +147,9 @@ class ThreadTransport(HostTransport):
         return [0] * self.size
 
     def _among(self, members: list[int], color: int | None) -> ThreadTransport:
-        stride = members[1] - members[0] if len(members) > 1 else 1
-        return type(self)(members.index(self.rank), self._meeting.part(members), self, stride)
+        group = Group.of(members)
+        assert [group.rank(place, self.rank) for place in range(len(members))] == members
+        return type(self)(group.place(self.rank), self._meeting.part(members), self, group)
 
 
 def on_threads(

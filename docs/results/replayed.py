@@ -52,6 +52,7 @@ NO_KERNELS = Kernels({}, "kernels take no time")
 RATES = (10, 100, 400)  # Gb/s
 LATENCY = 5e-6
 RANKS = (16, 64, 256, 1024, 4096)
+PRIME = 1021  # ranks of a grid whose columns differ
 COMPUTE = 0.1  # seconds of a step without communication, of efficiencies
 
 
@@ -122,10 +123,11 @@ def cluster(gigabits):
 
 
 @functools.cache
-def step_of(method, gigabits, ranks, exchange="direct"):
-    """What a step of BERT's length is predicted to be at a rate."""
+def step_of(method, gigabits, ranks, exchange="direct", times=1):
+    """What a step of BERT's length, or of so many times that, is predicted to be at a rate."""
     settings = Settings(density=WORKLOADS["BERT"].density, exchange=exchange)
-    return predict(Step(method, WORKLOADS["BERT"].length, ranks, 1, settings), cluster(gigabits), NO_KERNELS)
+    length = times * WORKLOADS["BERT"].length
+    return predict(Step(method, length, ranks, 1, settings), cluster(gigabits), NO_KERNELS)
 
 
 @functools.cache
@@ -147,6 +149,19 @@ def grid_row(ranks):
         direct, grid = (each.seconds for each in both)
         cells.append(f"{ms(direct)}, {ms(grid)}, {direct / grid:.2f}")
     return cells
+
+
+def prime_line():
+    """What the page says of a grid whose columns differ."""
+    direct, grid = (step_of("oktopk", 100, PRIME, exchange).seconds for exchange in ("direct", "grid"))
+    took = f"At 100 Gb/s they take {ms(direct)} ms directly and {ms(grid)} ms over the grid"
+    return f"{PRIME:,} ranks make columns of 31 and 32. {took}, {direct / grid:.2f} times as fast."
+
+
+def long_line():
+    """What the page says of a longer gradient."""
+    direct, grid = (step_of("oktopk", 10, RANKS[-1], exchange, 10).seconds for exchange in ("direct", "grid"))
+    return f"With ten times the elements and 10 Gb/s it is {direct / grid:.2f} times as fast there."
 
 
 def grid_table(ranks=RANKS):
@@ -194,7 +209,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     parts = [methods_table(), claims_table(), f"efficiency: {100 * efficiency():.1f} %"]
     if options.scale:
-        parts += [scale_table(), efficiency_table(), grid_table()]
+        parts += [scale_table(), efficiency_table(), grid_table(), prime_line(), long_line()]
     print("\n\n".join(parts))
     if options.picture is not None:
         title = "exchange of a step, n = 133.5 M, density 1 %, one rank a host"

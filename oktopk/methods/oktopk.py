@@ -76,7 +76,8 @@ class OkTopk(SparseMethod):
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         settings, codec = self.settings, self.codec
-        reduce = split_and_reduce if self.transport.grid is None else reduce_over_grid
+        over_grid = settings.exchange == "grid" and self.transport.grid is not None
+        reduce = reduce_over_grid if over_grid else split_and_reduce
         # a device may find only now that what the last step gathered did not decode
         flag = selection.flagged or codec.gathered_damage
         with plan.timer.stage("exchange"):

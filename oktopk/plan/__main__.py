@@ -190,6 +190,8 @@ def _notes(
             f"Extrapolated: more than {RECORDED} exchange; how far their entries coincide is known "
             f"to {RECORDED}."
         )
+    if any(row.grid for row in shown):
+        notes.append('grid: oktopk with exchange="grid", whose entries go over a grid of ranks.')
     if not options.levels and job.ranks > MOST_FLAT and job.hosts > 1 and job.ranks_per_host > 1:
         notes.append(
             f"Flat steps of {job.ranks} ranks are left out; --levels flat replays them, "
@@ -251,12 +253,13 @@ def _curves(options: argparse.Namespace, job: Job, links: Links, best: Row) -> l
         network = links.network(hosts, job.ranks_per_host)
         found = dense_rows(there, network)
         if best.levels == "hosts" or there.ranks <= MOST_FLAT:
+            exchange = "grid" if best.grid else "direct"
             settings = [best.method], [best.density], [best.wire], [best.levels], [best.every]
-            found += sparse_rows(there, network, kernels, *settings)
+            found += sparse_rows(there, network, kernels, *settings, exchange=exchange)
         for row in found:
             lines.setdefault((row.method, row.wire), []).append((hosts, row.seconds))
     label = f"{best.method}, {100 * best.density:g} %, {best.wire}, {best.levels}"
-    label += f", every {best.every}"
+    label += f", every {best.every}" + ", over a grid" * best.grid
     return [
         Curve(
             label if method != "dense" else f"dense, {wire}",

@@ -9,7 +9,15 @@ from collectives.host_transport import HostTransport
 from oktopk.bench.document import links_document
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS
-from oktopk.plan.rows import EVERY, MOST_FLAT, Job, Row, best_first, sparse_rows
+from oktopk.plan.rows import (
+    EVERY,
+    MOST_FLAT,
+    Job,
+    Row,
+    best_first,
+    is_soon_replayed,
+    sparse_rows,
+)
 from oktopk.replay.links import DEVICES, LinksError, links_of
 from oktopk.replay.network import Level
 from oktopk.replay.recording import Step
@@ -46,8 +54,8 @@ class Wanted:
     Attributes:
         length: elements (n).
         method: a name in METHODS.
-        settings: density and ranks_per_host are taken as they are, wire and levels where they are
-            not "auto".
+        settings: density and ranks_per_host are taken as they are, wire, levels and exchange where
+            they are not "auto".
         device: "cpu" or "cuda".
         updates: whether updates are sent, whose levels are not chosen: they decide what is a
             replica, which changes the loss.
@@ -123,6 +131,10 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
         levels.remove("flat")
     if not levels:
         raise LinksError(f"flat steps of more than {MOST_FLAT} ranks take long to predict")
+    exchange = wanted.settings.exchange
+    for among in (job.ranks if level == "flat" else job.hosts for level in levels):
+        if exchange == "grid" and not is_soon_replayed(among):
+            raise LinksError(f"a grid of {among}, whose columns differ, takes long to predict")
     network = links.network(job.hosts, job.ranks_per_host)
     wires = [wanted.settings.wire]
     if wires == ["auto"]:
@@ -137,12 +149,15 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
         levels,
         [1] if wanted.compute is None else EVERY,
         wanted.updates,
+        exchange,
     )
     best = best_first([row for row in rows if row.every == 1])[0]
     seldom = best_first(rows)[0]
     if best.seconds > WORTH * seldom.seconds:
         best = seldom
     chosen = {"wire": best.wire}
+    if best.grid:  # "auto" is direct
+        chosen["exchange"] = "grid"
     if best.levels == "flat":  # "auto" is hosts, and flat where a host's ranks share no memory
         chosen["levels"] = "flat"
     chosen = {name: value for name, value in chosen.items() if getattr(wanted.settings, name) == "auto"}
@@ -163,7 +178,7 @@ def _default(reason: str) -> Choice:
 
 
 def _sentence(row: Row, job: Job, latency: float, link: Level) -> str:
-    names = f"wire={row.wire!r}, levels={row.levels!r}"
+    names = f"wire={row.wire!r}, levels={row.levels!r}" + ", exchange='grid'" * row.grid
     what = "an exchange"
     if job.compute:
         names += f", every={row.every}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from collectives.grid import rows_of_grid
 from collectives.sparse import ENTRY
+from oktopk.methods import METHODS as KINDS
 from oktopk.plan.losses import loss_of
 from oktopk.replay.network import Network
-from oktopk.replay.prediction import Kernels, mean_seconds, predict, ring_seconds
+from oktopk.replay.prediction import Kernels, Prediction, mean_seconds, predict, ring_seconds
+from oktopk.replay.program import RECORDED
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings, entries_kept
 
@@ -22,6 +25,9 @@ EVERY = (1, 4)
 
 MOST_FLAT = 1024
 """Ranks beyond which flat steps are replayed only where asked for: a minute each."""
+
+LEAST_GRID = 16
+"""Ranks below which an exchange over a grid was the faster one of no replay, see docs/results/replayed.md."""
 
 _BACKWARD = 2 / 3
 """Of the time of computation, in which gradients come: dense sums in buckets can hide behind it."""
@@ -69,6 +75,7 @@ class Row:
         memory: bytes of a rank beside parameters, gradients and the optimizer's state.
         loss: that was measured, see `loss_of`.
         extrapolated: see `Prediction`.
+        grid: exchange is "grid".
     """
 
     method: str
@@ -85,6 +92,7 @@ class Row:
     memory: float
     loss: str
     extrapolated: bool = False
+    grid: bool = False
 
 
 def dense_rows(job: Job, network: Network) -> list[Row]:
@@ -112,12 +120,14 @@ def sparse_rows(
     levels: Sequence[str] = (),
     every: Sequence[int] = EVERY,
     updates: bool = True,
+    exchange: str = "auto",
 ) -> list[Row]:
     """Updates by each of these settings.
 
     Args:
         levels: "hosts", "flat" or both; empty: both, but flat steps of more than MOST_FLAT ranks.
         updates: else gradients, in each step.
+        exchange: "auto": directly, or over a grid where that is faster.
 
     Raises:
         ValueError: nothing can be exchanged, or a density is too low or too high for it.
@@ -133,12 +143,38 @@ def sparse_rows(
         for density in densities:
             for wire in wires:
                 for level in levels:
-                    chosen: dict[str, Any] = {"wire": wire, "levels": level}
+                    chosen: dict[str, Any] = {"wire": wire, "levels": level, "exchange": exchange}
                     settings = Settings(density=density, **chosen)
                     hosts, many = job.hosts, job.ranks_per_host
                     step = Step(method, job.parameters, hosts, many, settings, updates=updates)
                     rows += _rows_of(job, network, kernels, step, every)
     return rows
+
+
+def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Prediction:
+    """What a step takes directly, or over a grid where that is faster and the setting is "auto".
+
+    It must be faster without times of calls, too: on GPUs these are of whole stages, of which a
+    direct exchange among many ranks has many.
+    """
+    found, among = predict(step, network, kernels), step.among
+    may_pay = KINDS[step.method].over_grid and among >= LEAST_GRID and is_soon_replayed(among)
+    if step.settings.exchange != "auto" or not may_pay:
+        return found
+    grid = replace(step, settings=replace(step.settings, exchange="grid"))
+    over_grid = predict(grid, network, kernels)
+    faster, bare = over_grid.seconds < found.seconds, kernels.without_calls()
+    if faster and bare != kernels:
+        faster = predict(grid, network, bare).seconds < predict(step, network, bare).seconds
+    return over_grid if faster else found
+
+
+def is_soon_replayed(ranks: int) -> bool:
+    """Whether a step over a grid of so many ranks is replayed within seconds.
+
+    Where columns differ every rank is recorded, which takes a minute for a thousand.
+    """
+    return ranks <= RECORDED or ranks % rows_of_grid(ranks) == 0
 
 
 def _rows_of(
@@ -149,7 +185,7 @@ def _rows_of(
     every: Sequence[int],
 ) -> list[Row]:
     """A step's row for each number of steps between exchanges."""
-    found = predict(step, network, kernels)
+    found = _of_faster_exchange(step, network, kernels)
     two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks
     mean = 0.0
@@ -173,6 +209,7 @@ def _rows_of(
                 memory_of(step),
                 loss_of(step.method, density, steps, replicas),
                 found.extrapolated,
+                found.step.settings.exchange == "grid",
             )
         )
     return rows
@@ -210,6 +247,7 @@ def line_of(row: Row) -> str:
         f'replica="{replica}"',
     ]
     words += [f"every={row.every}"] if row.every > 1 else []
+    words += ['exchange="grid"'] if row.grid else []
     return f"optimizer = DistributedOptimizer({', '.join(words)})"
 
 

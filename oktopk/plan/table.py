@@ -44,7 +44,7 @@ def table(rows: Sequence[Row], dense: float) -> str:
     lines = [" ".join(_pad(head, width, i) for i, (head, width) in enumerate(_HEADS)) + " loss"]
     for row in rows:
         cells: list[str] = [
-            row.method,
+            "grid" if row.grid else row.method,
             f"{100 * row.density:g} %" if row.method != "dense" else "-",
             row.wire,
             row.levels,

@@ -26,6 +26,11 @@ class Kernels:
     times: dict[str, tuple[float, float]]
     source: str
 
+    def without_calls(self) -> Kernels:
+        """The same, where a call takes no time, only elements do."""
+        times = {kind: (0.0, each) for kind, (_, each) in self.times.items()}
+        return Kernels(times, self.source)
+
     def rates(self, network: Network) -> NDArray[np.float64]:
         """float64[kinds, 2], in the order of WORK.
 
@@ -83,7 +88,7 @@ def predict(step: Step, network: Network, kernels: Kernels) -> Prediction:
         float(done.waited.mean()),
         float(done.host_bytes.max()),
         made.sent,
-        (step.hosts if step.two_levels else step.ranks) > RECORDED,
+        step.among > RECORDED,
     )
 
 

@@ -2,8 +2,8 @@
 
 Up to RECORDED ranks each rank's step is recorded. Beyond, a few ranks' are, and their partners tell
 the rule that holds for all: the same distance, or the same exclusive or, of places in the group.
-Where neither fits (trees, Rabenseifner's allreduce on a number that is no power of two), every rank
-is recorded, too.
+Where neither fits (trees, Rabenseifner's allreduce on a number that is no power of two, grids whose
+columns differ), every rank is recorded, too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from oktopk.replay.valueless import (
     RECEIVE,
     SEND,
     WAIT,
+    Group,
     Op,
     Record,
 )
@@ -88,7 +89,7 @@ class Entry:
     rule: int
     argument: int
     amount: float
-    group: tuple[int, int]
+    group: Group
     waits: tuple[int, ...] = ()
     control: bool = False
 
@@ -113,18 +114,13 @@ def program_of_mean(step: Step) -> Program:
     return make_program([_by_rank(record_mean(step, rank), rank) for rank in range(ranks)], ranks)
 
 
-def place_of(rank: int, group: tuple[int, int]) -> int:
-    """The place of a rank in a group of it, as `Op.group`."""
-    return rank // group[0] % group[1]
-
-
 def _by_rank(record: Record, rank: int) -> list[Entry]:
     """A rank's operations, with the numbers of its partners."""
     entries = []
     for op, control in expanded(record.ops, rank):
         argument = op.peer
         if op.kind in (SEND, RECEIVE):
-            argument = rank + (op.peer - place_of(rank, op.group)) * op.group[0]
+            argument = op.group.rank(op.peer, rank)
         entries.append(Entry(op.kind, RANK, argument, op.amount, op.group, op.waits, control))
     return entries
 
@@ -143,7 +139,7 @@ def expanded(ops: Sequence[Op], rank: int) -> list[tuple[Op, bool]]:
             moved[number] = len(made)
             made.append((op._replace(waits=tuple(moved[at] for at in op.waits)), False))
             continue
-        size, place = op.group[1], place_of(rank, op.group)
+        size, place = op.group.size, op.group.place(rank)
         distance = 1
         while distance < size:
             rows = min(distance, size - distance) if op.kind == ALLGATHER else 1
@@ -152,7 +148,7 @@ def expanded(ops: Sequence[Op], rank: int) -> list[tuple[Op, bool]]:
             at, nbytes = len(made), rows * op.amount
             made.append((Op(RECEIVE, (place - distance) % size, nbytes, op.group), True))
             made.append((Op(SEND, (place + distance) % size, nbytes, op.group), True))
-            made.append((Op(WAIT, 0, 0, (1, 1), (at, at + 1)), True))
+            made.append((Op(WAIT, 0, 0, waits=(at, at + 1)), True))
             distance *= 2
     return made
 
@@ -192,10 +188,10 @@ def _shared(step: Step) -> list[Entry] | None:
             return None
         rule, argument, amount = RANK, op.peer, sum(amounts) / len(amounts)
         if op.kind in (SEND, RECEIVE):
-            places = [place_of(rank, op.group) for rank in few]
+            places = [op.group.place(rank) for rank in few]
             peers = [each.peer for each, _ in same]
             pairs = [*zip(peers, places, strict=True)]
-            shifts = {(peer - place) % op.group[1] for peer, place in pairs}
+            shifts = {(peer - place) % op.group.size for peer, place in pairs}
             masks = {peer ^ place for peer, place in pairs}
             if max(amounts) - min(amounts) > _SPREAD * amount or min(len(shifts), len(masks)) > 1:
                 return None
@@ -235,8 +231,8 @@ def make_program(programs: Sequence[Sequence[Entry]], ranks: int) -> Program:
         np.array([entry.kind for entry in entries], np.int8),
         np.array([entry.rule for entry in entries], np.int8),
         np.array([entry.argument for entry in entries], np.int64),
-        np.array([entry.group[0] for entry in entries], np.int64),
-        np.array([entry.group[1] for entry in entries], np.int64),
+        np.array([entry.group.stride for entry in entries], np.int64),
+        np.array([entry.group.size for entry in entries], np.int64),
         np.array([entry.amount for entry in entries], np.float64),
         slot,
         match,
@@ -250,25 +246,26 @@ def make_program(programs: Sequence[Sequence[Entry]], ranks: int) -> Program:
 def _matches(
     programs: Sequence[Sequence[Entry]], start: NDArray[np.int64], slot: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The slot of each message's other end; messages between two ranks arrive in order."""
-    waiting: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
+    """The slot of each message's other end; messages between two ranks arrive in order, as they were sent."""
+    waiting: dict[tuple[object, ...], deque[tuple[int, float]]] = defaultdict(deque)
     match = np.full(len(slot), -1, np.int64)
     for kind in (SEND, RECEIVE):
         for rank, program in enumerate(programs):
             for at, entry in enumerate(program, int(start[rank])):
                 if entry.kind != kind:
                     continue
-                argument, size = entry.argument, entry.group[1]
+                argument, size = entry.argument, entry.group.size
                 key: tuple[object, ...] = entry.group, entry.rule, argument
                 if entry.rule == SHIFT and kind == RECEIVE:
                     key = entry.group, SHIFT, -argument % size
                 elif entry.rule == RANK:
                     key = (rank, argument) if kind == SEND else (argument, rank)
                 if kind == SEND:
-                    waiting[key].append(at)
+                    waiting[key].append((at, entry.amount))
                 elif waiting[key]:
-                    other = waiting[key].popleft()
+                    other, nbytes = waiting[key].popleft()
                     match[at], match[other] = slot[other], slot[at]
+                    entry.amount = nbytes  # the receiver has expected what it would send itself
                 else:
                     raise ValueError(f"operation {at} waits for a message that no rank sends")
     if any(waiting.values()):

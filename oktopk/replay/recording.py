@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
-from collectives.grid import Grid, is_even, place_in_grid, rows_of_grid
+from collectives.grid import Grid, place_in_grid, rows_of_grid
 from oktopk.backend import Backend
 from oktopk.cpu.histograms import LEVELS
 from oktopk.displacement import ShardDisplacement
@@ -22,6 +22,7 @@ from oktopk.regions import equal_boundaries
 from oktopk.replay.valueless import (
     HIGH,
     Extent,
+    Group,
     Record,
     ValuelessBackend,
     ValuelessKernels,
@@ -84,6 +85,11 @@ class Step:
         return levels_taken(self.settings.levels, self.layout, flat_reason)[0] == "hosts"
 
     @property
+    def among(self) -> int:
+        """Ranks that reduce a part with each other."""
+        return self.hosts if self.two_levels else self.ranks
+
+    @property
     def wire(self) -> str:
         """The settings' wire; of "auto" what `GradientAllreduce` takes."""
         return wire_taken(self.settings.wire, self.hosts, METHODS[self.method].coded)
@@ -93,14 +99,8 @@ class Step:
         if self.ranks < 2:
             return "one rank exchanges nothing: give several hosts or several ranks a host"
         density, exchange = self.settings.density, self.settings.exchange
-        among = self.hosts if self.two_levels else self.ranks
         if exchange == "grid" and not METHODS[self.method].over_grid:
             return f"exchange 'grid' is not for {self.method}: it is a way of oktopk"
-        if exchange == "grid" and not is_even(among):
-            return (
-                f"the columns of a grid of {among} have different numbers of ranks, which cannot be "
-                f"replayed: give a multiple of {rows_of_grid(among)}"
-            )
         if not METHODS[self.method].sparse:
             return ""
         if entries_kept(density, self.length) < self.ranks:
@@ -136,16 +136,16 @@ class _Group(HostGroup):
         self,
         step: Step,
         rank: int,
-        connect: Callable[[tuple[int, int]], ValuelessTransport],
+        connect: Callable[[Group], ValuelessTransport],
         backend: ValuelessBackend,
         record: Record,
     ) -> None:
         many = step.ranks_per_host
         self.layout = _Layout(step.layout.hosts, step.length)
         object.__setattr__(self.layout, "record", record)  # it is frozen
-        self.host = connect((1, many))
-        self.holders = connect((1, many))
-        between = connect((many, step.hosts))
+        self.host = connect(Group(1, many))
+        self.holders = connect(Group(1, many))
+        between = connect(Group(many, step.hosts))
         between.shards = self.holders
         self.between = between
         self.shard = rank % many
@@ -170,9 +170,14 @@ def record_step(step: Step, rank: int) -> Record:
     Raises:
         ValueError: the step cannot be replayed.
     """
+    return _recorded(step, rank)[0]
+
+
+def _recorded(step: Step, rank: int) -> tuple[Record, Grid | None]:
+    """As `record_step`, and the rank's connections in the grid."""
     if problem := step.problem():
         raise ValueError(problem)
-    kind, among = METHODS[step.method], step.hosts if step.two_levels else step.ranks
+    kind, among = METHODS[step.method], step.among
     shards = step.ranks_per_host if step.two_levels else 1
     # the same on all ranks: whole entries for each region of each shard
     each = among * shards
@@ -186,14 +191,12 @@ def record_step(step: Step, rank: int) -> Record:
     backend = ValuelessBackend(kernels)
     settings = replace(step.settings, wire=cast(Any, step.wire))
     connect = _connecting(step, rank, record, kernels)
-    whole = connect((1, step.ranks))
+    whole = connect(Group(1, step.ranks))
     host = _Group(step, rank, connect, backend, record) if step.two_levels else None
     transport = whole if host is None else host.between
     assert transport is not None
-    if settings.exchange == "grid" and (rows := rows_of_grid(among)) > 1:
-        place = place_in_grid(transport.rank, among)
-        row, column = (shards * rows, among // rows), (shards, rows)
-        transport.grid = Grid(place, connect(row), connect(column))
+    if settings.exchange == "grid" and rows_of_grid(among) > 1:
+        transport.grid = _grid(step, rank, shards, connect)
     method = kind(length, transport, cast(Any, kernels), settings)
     carried = None if host is None else length
     vectors = ErrorFeedback(cast(Backend, backend), step.length, settings, kind.sparse, carried)
@@ -209,7 +212,22 @@ def record_step(step: Step, rank: int) -> Record:
     executor.begin(given, plan)
     if step.updates and host is not None:  # as `ReplicaResidual.gather`
         host.share_in_place(host.new_shard(), given)
-    return record
+    return record, transport.grid
+
+
+def _grid(step: Step, rank: int, shards: int, connect: Callable[[Group], ValuelessTransport]) -> Grid:
+    """The connections of a rank in the grid; there is one for each of a host's shards."""
+    place = place_in_grid(rank // shards, step.among)
+
+    def joined(places: Iterable[int]) -> ValuelessTransport:
+        return connect(Group.of([shards * other + rank % shards for other in places]))
+
+    row, column = joined(place.members), joined(range(place.first, place.stop))
+    if column.size > rows_of_grid(step.among):  # its last rank has summed nothing that it could send
+        column.silent = column.size - 1
+        if column.rank == column.silent:
+            column.like = cast(Grid, _recorded(step, rank - shards)[1]).column
+    return Grid(place, row, column)
 
 
 def record_mean(step: Step, rank: int) -> Record:
@@ -229,10 +247,10 @@ def record_mean(step: Step, rank: int) -> Record:
 
 def _connecting(
     step: Step, rank: int, record: Record, kernels: ValuelessKernels
-) -> Callable[[tuple[int, int]], ValuelessTransport]:
+) -> Callable[[Group], ValuelessTransport]:
     """What makes the transports of a rank to groups of ranks."""
 
-    def connect(group: tuple[int, int]) -> ValuelessTransport:
+    def connect(group: Group) -> ValuelessTransport:
         return ValuelessTransport(rank, group, record, kernels, step.ranks_per_host)
 
     return connect

@@ -7,6 +7,7 @@ distinct ones a sum has), a `Workload` answers with what is expected. It is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +38,38 @@ HIGH, LOW = 2, 1
 """First digits of the two magnitudes that values have here."""
 
 
+class Group(NamedTuple):
+    """Ranks that exchange with each other: every stride-th of all, or those that are named.
+
+    Attributes:
+        stride, size: rank r has the place (r // stride) % size among them, unless they are named.
+        members: their numbers by place; empty where that rule holds.
+    """
+
+    stride: int
+    size: int
+    members: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, members: Sequence[int]) -> Group:
+        """The group of these ranks, by their rule where one holds."""
+        size = len(members)
+        stride = members[1] - members[0] if size > 1 else 1
+        rule = cls(stride, size)
+        numbered = [(rule.place(rank), rule.rank(place, members[0])) for place, rank in enumerate(members)]
+        return rule if numbered == [*enumerate(members)] else cls(1, size, tuple(members))
+
+    def place(self, rank: int) -> int:
+        """The place of one of its ranks."""
+        return self.members.index(rank) if self.members else rank // self.stride % self.size
+
+    def rank(self, place: int, rank: int) -> int:
+        """The rank at a place of the group that a rank is in."""
+        if self.members:
+            return self.members[place]
+        return rank + (place - self.place(rank)) * self.stride
+
+
 class Op(NamedTuple):
     """One entry of a record.
 
@@ -45,15 +78,14 @@ class Op(NamedTuple):
         peer: the other rank's place in the group, of a message; the index in WORK, of COMPUTE; else
             0.
         amount: bytes of a message, elements of COMPUTE, or bytes of a row of a control exchange.
-        group: (stride, size) of the ranks that a message or control exchange is among: rank r has
-            the place (r // stride) % size there.
+        group: the ranks that a message or control exchange is among.
         waits: of WAIT, the places in the record of the messages that it waits for.
     """
 
     kind: int
     peer: int
     amount: int
-    group: tuple[int, int] = (1, 1)
+    group: Group = Group(1, 1)
     waits: tuple[int, ...] = ()
 
 
@@ -183,8 +215,9 @@ class ValuelessKernels:
         return CountedSums(counts, lambda bits, count: Extent(count))
 
     def region_offsets(self, entries: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Every region has as many of a rank's entries, as balanced ones are expected to."""
-        return len(entries) * np.arange(len(boundaries), dtype=np.int64) // (len(boundaries) - 1)
+        """A region has as many of a rank's entries as it has elements, as balanced ones are expected to."""
+        elements = boundaries - boundaries[0]
+        return np.rint(len(entries) * (elements / max(int(elements[-1]), 1))).astype(np.int64)
 
     def equal_count_splits(self, entries: Any, length: int, parts: int) -> NDArray[np.int64]:
         return length * np.arange(1, parts, dtype=np.int64) // parts
@@ -318,28 +351,34 @@ class ValuelessTransport(Transport):
 
     Args:
         rank: this rank's, of all ranks.
-        group: (stride, size), as `Op.group`.
+        group: that it is in.
         record, kernels: of the rank.
         ranks_per_host: consecutive ones share a host.
+
+    Attributes:
+        silent: the place of a rank that has nothing to send; None: all have.
+        like: the connection of the rank that the others send as; None: this one.
+        rows: of the last alltoall, as this rank has sent them.
     """
 
     library = "none"
+    silent: int | None = None
+    like: Any = None
+    rows: NDArray[np.int64]
 
     def __init__(
         self,
         rank: int,
-        group: tuple[int, int],
+        group: Group,
         record: Record,
         kernels: ValuelessKernels,
         ranks_per_host: int = 1,
     ) -> None:
-        stride, self.size = group
-        self.rank = rank // stride % self.size
+        self.rank, self.size = group.place(rank), group.size
         self.kernels = kernels
         self.workspace: Any = ValuelessWorkspace()
         self.traffic = Traffic()
-        first = rank - self.rank * stride
-        self.hosts = [(first + stride * place) // ranks_per_host for place in range(self.size)]
+        self.hosts = [group.rank(place, rank) // ranks_per_host for place in range(self.size)]
         self.ranks = list(range(self.size))
         self.shared: dict[Any, Any] = {}
         self._record, self._group = record, group
@@ -371,7 +410,7 @@ class ValuelessTransport(Transport):
 
     def wait(self, requests: list[Any]) -> None:
         if requests:
-            self._record.add(Op(WAIT, 0, 0, (1, 1), tuple(requests)))
+            self._record.add(Op(WAIT, 0, 0, waits=tuple(requests)))
 
     def _control(self, kind: int, nbytes: int) -> None:
         if self.size > 1:
@@ -379,7 +418,11 @@ class ValuelessTransport(Transport):
 
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         self._control(ALLTOALL, rows[0].nbytes)
-        return np.broadcast_to(rows[self.rank], rows.shape)
+        self.rows = rows
+        theirs = np.repeat((self.like or self).rows[self.rank : self.rank + 1], self.size, axis=0)
+        if self.silent is not None:
+            theirs[self.silent] = 0
+        return theirs
 
     def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         self._control(ALLGATHER, row.nbytes)

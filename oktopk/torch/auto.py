@@ -15,7 +15,7 @@ from oktopk.torch.arguments import levels_of
 if TYPE_CHECKING:
     from oktopk.plan.choice import Wanted
 
-OPEN = "wire", "levels"
+OPEN = "wire", "levels", "exchange"
 """Settings that may be left open."""
 
 

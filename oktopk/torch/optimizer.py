@@ -135,9 +135,10 @@ class DistributedOptimizer(WrappedOptimizer):
             the mean of their gradients. "summed": the same, where gradients are equal inside a host already. "auto": "host" where
             there are several hosts with several ranks each, else "rank".
         settings: "auto": measure the links between hosts for at most 2 s, and take what is predicted to be fastest of the wires
-            "plain" and "float32", and of gradients of the levels, where you give none: see `oktopk.plan.choice.choose`. `chosen`
-            says what and why. Density, and a wire that you give, stay; nothing is rounded. A state that is loaded goes on with
-            its own wire, and of gradients, before the first step, with its own levels. None: the defaults.
+            "plain" and "float32", of the exchanges, and of gradients of the levels, where you give none: see
+            `oktopk.plan.choice.choose`. `chosen` says what and why. Density, and what you give, stay; nothing is rounded. A state
+            that is loaded goes on with its own wire and exchange, and of gradients, before the first step, with its own levels.
+            None: the defaults.
         compute_ms: milliseconds of a dense step on one rank, optimizer included, without communication, for every="auto".
         keywords: those of `oktopk.Settings`.
 
@@ -349,12 +350,18 @@ class DistributedOptimizer(WrappedOptimizer):
         return choice.settings
 
     def _settle(self) -> None:
-        """Keep what the reducer has as arguments, for a copy, and let it load states of any wire, where that was open."""
-        self._arguments |= {"settings": None, "compute_ms": None, "wire": self.reducer.settings.wire}
-        if self._sends == "gradients":
-            self._arguments["levels"] = self.reducer.levels
+        """Keep what the reducer has as arguments, for a copy, and let it load states of any ways that were open."""
+        ways = self._ways()
+        if self._sends == "updates":
+            del ways["levels"]  # they follow from `replica`
+        self._arguments |= {"settings": None, "compute_ms": None} | ways
         for reducer in self._engine.bucketed.buckets:
-            reducer.follows_wire = "wire" in self._open
+            reducer.follows = [name for name in self._open if name != "levels"]
+
+    def _ways(self) -> dict[str, str]:
+        """What the reducer has of OPEN."""
+        settings = self.reducer.settings
+        return {"wire": settings.wire, "levels": self.reducer.levels, "exchange": settings.exchange}
 
     def _follow_levels(self, state: Any) -> None:
         """Before the first step, where levels were open, take those of a state that all ranks are about to load. Collective."""
@@ -565,7 +572,7 @@ class DistributedOptimizer(WrappedOptimizer):
         given: Any = state_dict
         if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
             given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
-        before = self._arguments.get("wire"), self._arguments.get("levels")
+        before = self._ways()
         self._follow_levels(given)
         whose = "a state that was refused"
         try:
@@ -574,9 +581,9 @@ class DistributedOptimizer(WrappedOptimizer):
         finally:
             if self._open:
                 self._settle()
-            if before != (self._arguments.get("wire"), self._arguments.get("levels")):
-                wire, levels = self.reducer.settings.wire, self.reducer.levels
-                self.chosen += f"; then wire={wire!r}, levels={levels!r} of {whose}"
+            if before != (ways := self._ways()):
+                listed = ", ".join(f"{name}={way!r}" for name, way in ways.items())
+                self.chosen += f"; then {listed} of {whose}"
         self._replica.reshard()
 
     def _state(self) -> dict[str, Any]:

@@ -103,11 +103,59 @@ def test_the_wire_of_a_loaded_state_wins(
     optimizer.load_state_dict(copy.deepcopy(state))
     assert torch.equal(step(optimizer, 1), expected)
     assert optimizer.report is not None and optimizer.report.wire == "int4"
-    assert optimizer.chosen.endswith("; then wire='int4', levels='flat' of a loaded state")
+    assert optimizer.chosen.endswith("; then wire='int4', levels='flat', exchange='direct' of a loaded state")
     unknown = copy.deepcopy(state)
     next(iter(unknown["reducer"].values()))[0]["wire"] = "int3"
     with pytest.raises(ValueError, match="wire 'int3' of the state is not one of plain, float32"):
         optimizer.load_state_dict(unknown)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("saved", "chosen", "bucket_mb"), [("grid", "direct", 0.0), ("direct", "grid", 0.008)]
+)
+def test_the_exchange_of_a_loaded_state_wins(
+    comm: MPI.Intracomm, kind: Any, saved: str, chosen: str, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = choice.Choice(f"exchange={chosen!r}, as a test says", {"exchange": chosen})
+    monkeypatch.setattr(choice, "choose", lambda *_: made)
+    bucket_mb *= kind is torch.optim.SGD  # updates have none
+    more: dict[str, Any] = {"method": "oktopk", "wire": "float32", "bucket_mb": bucket_mb}
+    before = make(comm, kind, exchange=saved, **more)
+    step(before, 0)
+    state = copy.deepcopy(before.state_dict())
+    held = before.param_groups[0]["params"][0].detach().clone()
+    expected = step(before, 1)
+    before.close()
+    refusing = make(comm, kind, settings="auto", exchange=chosen, **more)
+    with pytest.raises(ValueError, match=f"state has exchange '{saved}', this reducer '{chosen}'"):
+        refusing.load_state_dict(state)
+    refusing.close()
+    optimizer = make(comm, kind, settings="auto", **more)
+    assert optimizer.reducer.settings.exchange == chosen
+    step(optimizer, 0)
+    optimizer.param_groups[0]["params"][0].detach().copy_(held)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        assert torch.equal(step(each, 1), expected)
+        assert (
+            each.reducer.settings.exchange == saved and f"exchange={saved!r} of a loaded state" in each.chosen
+        )
+    twin.close()
+    unknown = copy.deepcopy(state)
+    saved_part = next(iter(unknown["reducer"].values()))[0]
+    for part in saved_part.get("buckets", {"": saved_part}).values():
+        part["exchange"] = "ring"
+    with pytest.raises(ValueError, match="exchange 'ring' of the state is not one of direct, grid"):
+        optimizer.load_state_dict(unknown)
+    for part in saved_part.get("buckets", {"": saved_part}).values():
+        part["exchange"] = "grid" if comm.rank == 1 else "direct"
+    with pytest.raises(ValueError, match="exchange"):
+        optimizer.load_state_dict(unknown)
+    assert optimizer.reducer.settings.exchange == saved
     optimizer.close()
 
 
@@ -131,7 +179,7 @@ def test_the_levels_of_a_loaded_state_win_before_the_first_step(
     optimizer.load_state_dict(state)
     assert torch.equal(step(optimizer, 1), expected)
     assert optimizer.report is not None and optimizer.report.levels == saved
-    assert f"levels={saved!r} of a loaded state" in repr(optimizer)
+    assert f"levels={saved!r}, exchange='direct' of a loaded state" in repr(optimizer)
     other = make(comm, settings="auto", **more)
     stranger = make(comm, levels=saved, method="union", **more)
     with pytest.raises(ValueError, match="method 'union'"):

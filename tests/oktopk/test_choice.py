@@ -9,6 +9,8 @@ import pytest
 from collectives.codec import WIRES
 from oktopk.plan import choice
 from oktopk.plan.choice import Choice, Wanted, choose, predicted
+from oktopk.plan.rows import LEAST_GRID
+from oktopk.replay.links import LinksError
 from oktopk.settings import Settings
 from tests.links import MODEL, document
 from tests.threads import ThreadTransport, on_threads
@@ -55,6 +57,22 @@ def test_levels_of_gradients_follow_the_links_and_those_of_updates_stay() -> Non
     assert predicted(slow_inside, hosts, wanted()).settings["levels"] == "flat"
     assert "levels" not in predicted(slow_inside, hosts, wanted(updates=True)).settings
     assert predicted(slow_inside, [0, 0, 0, 1], wanted()).settings["levels"] == "flat"  # one rank on one
+
+
+def test_entries_go_over_a_grid_where_that_is_predicted_to_be_faster() -> None:
+    hosts = [*range(37)]
+    fast = predicted(links(37, 1, FAST), hosts, wanted())
+    assert fast.settings == {"wire": "plain", "levels": "flat", "exchange": "grid"}
+    assert ", exchange='grid', as an exchange is predicted" in fast.text
+    for exchange in ("direct", "grid"):
+        given = predicted(links(37, 1, FAST), hosts, wanted(exchange=exchange))
+        assert "exchange" not in given.settings and ("grid" in given.text) == (exchange == "grid")
+    assert "exchange" not in predicted(links(37, 1, SLOW), hosts, wanted()).settings
+    few = predicted(links(LEAST_GRID - 1, 1, FAST), hosts[: LEAST_GRID - 1], wanted())
+    assert "exchange" not in few.settings
+    # of many ranks a grid whose columns differ takes long to replay
+    with pytest.raises(LinksError, match="^a grid of 67, whose columns differ, takes long to predict$"):
+        predicted(links(67, 1, FAST), [*range(67)], wanted(exchange="grid"))
 
 
 def test_steps_are_left_out_only_where_the_user_allows_it_and_it_pays() -> None:

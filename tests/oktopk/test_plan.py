@@ -320,6 +320,27 @@ def test_rows_count_a_step_by_its_parts() -> None:
     assert best_first([dense, rows[0]])[0] is rows[0]
 
 
+def test_entries_go_over_a_grid_where_that_is_faster_and_not_by_calls_of_kernels_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job, none = Job(1_000_000, 0.01, 36, 1), Kernels({}, "made up")
+    fast, slow = (Level.of_rate(rate, 2e-5) for rate in (1.25e10, 1.25e7))
+
+    def rows(link: Level, kernels: Kernels, exchange: str = "auto", method: str = "oktopk") -> list[Row]:
+        more: dict[str, Any] = {"wires": ["float32"], "every": [1], "exchange": exchange}
+        return sparse_rows(job, Network(link, link), kernels, [method], [0.01], **more)
+
+    for link, kernels in ((fast, none), (slow, none), (slow, Kernels({"sum": (1e-2, 0.0)}, "made up"))):
+        (direct,), (grid,), (row,) = (rows(link, kernels, each) for each in ("direct", "grid", "auto"))
+        assert grid.grid and not direct.grid and row == (grid if link is fast else direct)
+    assert grid.seconds < direct.seconds, "calls do not decide"
+    assert not rows(fast, none, method="union")[0].grid
+    words = ["--link", "100gbit", "--latency", "20us", "--methods", "oktopk", "--hosts", "36"]
+    shown = run(capsys, *words, "--parameters", "2e6", "--compute-ms", "0")[1]
+    assert re.search("^grid +1.25 %", shown, re.MULTILINE) and 'exchange="grid")' in shown
+    assert 'grid: oktopk with exchange="grid", whose entries go over a grid of ranks.' in shown
+
+
 def test_memory_is_that_of_the_docstring() -> None:
     settings = Settings(density=0.01, levels="flat")
     assert memory_of(Step("union", 1_000_000, 4, 2, settings)) == 12e6 + 40 * 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ NOTHING: Any = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "-")
 def test_the_line_to_paste_trains(comm: MPI.Intracomm) -> None:
     for row in (
         Row("union", 0.0125, "int4", "hosts", 4, *NOTHING),
-        Row("oktopk", 0.0625, "float32", "flat", 1, *NOTHING),
+        replace(Row("oktopk", 0.0625, "float32", "flat", 1, *NOTHING), grid=True),
     ):
         model = torch.nn.Linear(30, 20)
         names: dict[str, Any] = {
@@ -37,4 +38,5 @@ def test_the_line_to_paste_trains(comm: MPI.Intracomm) -> None:
         report = optimizer.report
         assert (report.method, report.every) == (row.method, row.every)
         assert report.wire == row.wire or comm.size == 1
+        assert (optimizer.reducer.settings.exchange == "grid") == row.grid
         optimizer.close()

@@ -14,11 +14,12 @@ from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
 from oktopk.replay.program import RANK, SHIFT, XOR, Entry, Program, make_program, merged, program_of
 from oktopk.replay.recording import Step
-from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT, WORK, Op
+from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT, WORK, Group, Op
 from oktopk.settings import Settings
 
 LINK = Level(L=5e-6, o=1e-6, g=2e-6, G=1e-9, O=1e-10, S=1 << 16)
 INSIDE = Level(L=1e-6, o=5e-7, g=1e-7, G=1e-11)
+ALONE = Group(1, 1)
 NOTHING = np.zeros((len(WORK), 2))
 SMALL, LARGE = 1000, 1 << 20
 
@@ -32,11 +33,11 @@ def run(program: Program, where: Network | None = None) -> Replayed:
 
 
 def message(kind: int, other: int, nbytes: float, rule: int = RANK, size: int = 1) -> Entry:
-    return Entry(kind, rule, other, nbytes, (1, size))
+    return Entry(kind, rule, other, nbytes, Group(1, size))
 
 
 def wait(*numbers: int) -> Entry:
-    return Entry(WAIT, RANK, 0, 0, (1, 1), numbers)
+    return Entry(WAIT, RANK, 0, 0, ALONE, numbers)
 
 
 def rounds(count: int, ranks: int, partners: list[tuple[int, int, int]], nbytes: list[float]) -> Program:
@@ -106,7 +107,7 @@ def test_a_late_receiver_holds_up_long_messages_alone() -> None:
     rates = NOTHING.copy()
     rates[0] = 0, 1e-3  # a second for 1,000 elements
     for nbytes, late in ((SMALL, False), (LARGE, True)):
-        late_one = [Entry(COMPUTE, RANK, 0, 1000, (1, 1)), message(RECEIVE, 0, nbytes), wait(1)]
+        late_one = [Entry(COMPUTE, RANK, 0, 1000, ALONE), message(RECEIVE, 0, nbytes), wait(1)]
         made = make_program([[message(SEND, 1, nbytes), wait(0)], late_one], 2)
         done = replay(made, network(), rates)
         assert bool(done.ended[0] > 1) is late
@@ -247,13 +248,13 @@ def test_a_wait_takes_messages_as_they_come(each_alone: bool) -> None:
     rates[0, 1] = 1.0  # seconds of an element
     received = [message(RECEIVE, r, 8) for r in range(1, count + 1)]
     waits = [wait(i) for i in range(count)] if each_alone else [wait(*range(count))]
-    late = [[Entry(COMPUTE, RANK, 0, r, (1, 1)), message(SEND, 0, 8), wait(1)] for r in range(1, count + 1)]
+    late = [[Entry(COMPUTE, RANK, 0, r, ALONE), message(SEND, 0, 8), wait(1)] for r in range(1, count + 1)]
     made = make_program([[*received, *waits], *late], count + 1)
     done = replay(made, Network(link, link), rates)
     assert done.ended[0] == pytest.approx(count + overhead + link.L + overhead)
     assert done.overhead[0] == pytest.approx(count * overhead)
     # and messages that came before the wait follow each other
-    at_last = [Entry(COMPUTE, RANK, 0, 20, (1, 1)), *received, wait(*range(1, count + 1))]
+    at_last = [Entry(COMPUTE, RANK, 0, 20, ALONE), *received, wait(*range(1, count + 1))]
     made = make_program([at_last, *late], count + 1)
     assert replay(made, Network(link, link), rates).ended[0] == pytest.approx(20 + count * overhead)
 

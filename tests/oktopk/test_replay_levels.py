@@ -66,9 +66,7 @@ def of_record(ops: list[Op], rank: int) -> list[tuple[Any, ...]]:
     places = {number: place for place, number in enumerate(kept)}
     found: list[tuple[Any, ...]] = []
     for op in (ops[number] for number in kept):
-        stride, size = op.group
-        first = rank - rank // stride % size * stride
-        members = tuple(first + stride * place for place in range(size))
+        members = tuple(op.group.rank(place, rank) for place in range(op.group.size))
         if op.kind == WAIT:
             found.append((WAIT, tuple(places[number] for number in op.waits), 0))
         elif op.kind in (SEND, RECEIVE):
@@ -79,16 +77,21 @@ def of_record(ops: list[Op], rank: int) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "wire", "updates"),
-    [("oktopk", "float32", False), ("union", "int4", False), ("oktopk", "int4", True)],
+    ("method", "wire", "updates", "exchange"),
+    [
+        ("oktopk", "float32", False, "direct"),
+        ("oktopk", "float32", False, "grid"),
+        ("union", "int4", False, "direct"),
+        ("oktopk", "int4", True, "direct"),
+    ],
 )
 def test_a_step_in_two_levels_is_recorded_as_it_runs(
-    comm: MPI.Intracomm, recorded: list[tuple[Any, ...]], method: str, wire: str, updates: bool
+    comm: MPI.Intracomm, recorded: list[tuple[Any, ...]], method: str, wire: str, updates: bool, exchange: str
 ) -> None:
     if comm.size % 2:
         pytest.skip("hosts of two ranks")
     length, density = 1 << 18, 0.02  # blocks that shards share equally
-    chosen: dict[str, Any] = {"density": density, "wire": wire, "levels": "hosts"}
+    chosen: dict[str, Any] = {"density": density, "wire": wire, "levels": "hosts", "exchange": exchange}
     reducer = GradientAllreduce(comm, length, method, ranks_per_host=2, **chosen)
     drawn = np.random.default_rng(comm.rank)
     whole = np.zeros(length, np.float32)

@@ -86,8 +86,9 @@ def test_a_picture_of_them_names_its_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.long("exchanges of 1,024 ranks and of 4,096; `make test` has up to 256")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_so_are_those_of_thousands() -> None:
     for ranks in script.RANKS[3:]:
         assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
     assert f"\n\n{script.efficiency_table()}\n\n" in PAGE
+    assert script.prime_line() in PAGE and script.long_line() in PAGE
