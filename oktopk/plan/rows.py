@@ -29,6 +29,9 @@ MOST_FLAT = 1024
 LEAST_GRID = 16
 """Ranks below which an exchange over a grid was the faster one of no replay, see docs/results/replayed.md."""
 
+WORTH_GRID = 1.1
+"""How many times as fast an exchange over a grid must be: what its kernels sum twice is not counted."""
+
 _BACKWARD = 2 / 3
 """Of the time of computation, in which gradients come: dense sums in buckets can hide behind it."""
 
@@ -152,9 +155,9 @@ def sparse_rows(
 
 
 def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Prediction:
-    """What a step takes directly, or over a grid where that is faster and the setting is "auto".
+    """What a step takes directly, or over a grid where that is faster by a tenth and the setting is "auto".
 
-    It must be faster without times of calls, too: on GPUs these are of whole stages, of which a
+    It must be so without times of calls, too: on GPUs these are of whole stages, of which a
     direct exchange among many ranks has many.
     """
     found, among = predict(step, network, kernels), step.among
@@ -163,9 +166,9 @@ def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Predi
         return found
     grid = replace(step, settings=replace(step.settings, exchange="grid"))
     over_grid = predict(grid, network, kernels)
-    faster, bare = over_grid.seconds < found.seconds, kernels.without_calls()
+    faster, bare = WORTH_GRID * over_grid.seconds < found.seconds, kernels.without_calls()
     if faster and bare != kernels:
-        faster = predict(grid, network, bare).seconds < predict(step, network, bare).seconds
+        faster = WORTH_GRID * predict(grid, network, bare).seconds < predict(step, network, bare).seconds
     return over_grid if faster else found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,12 +38,12 @@ class LocalShare:
     def renew(self, groups: Sequence[Mapping[str, Any]]) -> float:
         """The share by the largest learning rate of the groups as they are now; a rate on a GPU is waited for.
 
-        Equal on ranks whose groups are.
+        Where none is above 0 and finite it stays. Equal on ranks whose groups are.
         """
-        if self._grows:
-            rate = max((float(group["lr"]) for group in groups if group.get("lr") is not None), default=0.0)
+        rate = max((float(group["lr"]) for group in groups if group.get("lr") is not None), default=0.0)
+        if 0 < rate < math.inf:
             self._top = max(self._top, rate)
-            if rate > 0:
+            if self._grows:
                 self.now = min(1.0, self._first * min(_GROWS, self._top / rate))
         return self.now
 
@@ -51,14 +52,20 @@ class LocalShare:
         return [self._first, self.now, self._top]
 
     def load(self, state: Sequence[float]) -> None:
-        """Go on from a state that was checked; a share that does not grow, or began as another one, stays as it is here."""
+        """Go on from a state that was checked; a share that does not grow stays, one that began elsewhere has grown as far."""
+        first, now, self._top = state
         if self._grows:
-            first, now, self._top = state
-            self.now = now if first == self._first else self._first
+            self.now = (
+                now if first == self._first else min(1.0, self._first * (now / first if first else 1.0))
+            )
+
+    def begin(self) -> None:
+        """As when it was built."""
+        self.now, self._top = self._first, 0.0
 
     @staticmethod
     def check_state(state: Any) -> None:
         """Raise StateError for what `load` does not take."""
         first, now, top = map(float, state)
-        if not (0 <= first <= now <= 1 and top >= 0):
+        if not (0 <= first <= now <= 1 and 0 <= top < math.inf):
             raise StateError(f"the share of the state is {now} of first {first}, at a largest rate of {top}")

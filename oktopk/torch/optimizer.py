@@ -126,8 +126,8 @@ class DistributedOptimizer(WrappedOptimizer):
             predicted to be a fifth shorter by that, which may cost loss; a `method` of None is "union" then.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
-            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number,
-            which grows as the learning rate falls, to six times as much.
+            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number; up to 4 it grows as
+            the learning rate falls, to six times as much.
         residual_decay: with updates, how fast a residual forgets, >= 0: after t exchanges what joined it before exchange s counts
             ((s + 29) / (t + 29))^residual_decay of itself. 0: nothing is lost. None: 2 with Adam's kind, `every` of 1 and several
             replicas, else 0.

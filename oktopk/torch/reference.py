@@ -136,7 +136,7 @@ class Reference:
             self._reducer.subtract_update(self._array)
 
     def set_share(self, share: float) -> None:
-        """Set what share of the residual the next `show` leaves in the parameters; to be called right before it."""
+        """Set what share of the residual the next `show` leaves in the parameters; to be called between a step and it."""
         if share != self.share:
             self.share = share
             with self._memory.stream_scope():

@@ -71,9 +71,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     So a rank's own parameters hold a share of what it has not sent yet, and differ a little from
     those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
     of them did. By default the share is 1/P, as much as the rank's updates will count; with several
-    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, of more than
-    four replicas 0.1 over the root of their number, and grows as the learning rate falls, to six times
-    as much, see `LocalShare`.
+    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, and up to four
+    replicas grows as the learning rate falls, to six times as much, see `LocalShare`; of more it is at
+    most 0.1 over the root of their number.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     With several replicas, an optimizer of Adam's kind and an exchange in each step residuals forget
@@ -164,7 +164,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
         share, power = self._arguments["local_share"], self._arguments["residual_decay"]
-        grows = share is None and often
+        grows = share is None and often and equal_replicas <= SHARED_BY
         if share is None:
             share = min(ranks_here / size, most_share(equal_replicas) if often else 1.0)
         if power is None:
@@ -175,8 +175,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        share /= ranks_here  # the residual is in sums over ranks
-        self._reference = Reference(self._parameters, self.reducer, self._memory, share, self._as_wrapped)
+        self._reference = Reference(
+            self._parameters, self.reducer, self._memory, share / ranks_here, self._as_wrapped
+        )
         self._selecting = self._new_selecting_step()
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
@@ -490,7 +491,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             factor = self._forgetting.count(any(self._local.moved(parameters, anywhere)))
             reference.residual.scale(factor, self._local.moved(parameters, anywhere))
             if new:
-                reference.set_share(self._share.renew(self.param_groups) / self._ranks_here)
+                self._share.renew(self.param_groups)
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
@@ -505,9 +506,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
         self._reference.residual.gather()
+        self._set_share()
         self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
+
+    def _set_share(self) -> None:
+        """Let the next `Reference.show` leave the share of now in the parameters; the residual is in sums over a host's ranks."""
+        self._reference.set_share(self._share.now / self._ranks_here)
 
     # what users write
 
@@ -646,9 +652,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._selecting.forget()
             self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
             self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
+            self._share.begin()
             if own is not None:
                 self._share.load(own["local_share"])
-                self._reference.set_share(self._share.now / self._ranks_here)
+            self._set_share()
             if self._ratio is not None:
                 self._ratio.measured = 0  # ranks number their averages by it
                 if own is not None and own["ratio"] is not None:
@@ -723,7 +730,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             copied._exchanges = self._exchanges
             copied._forgetting.load(own["forgetting"])
             copied._share.load(own["local_share"])
-            copied._reference.set_share(self._reference.share)
+            copied._set_share()
             if copied._ratio is not None:
                 copied._ratio.load(own["ratio"])
             copied._go_on(own)

@@ -60,14 +60,14 @@ def test_levels_of_gradients_follow_the_links_and_those_of_updates_stay() -> Non
 
 
 def test_entries_go_over_a_grid_where_that_is_predicted_to_be_faster() -> None:
-    hosts = [*range(37)]
-    fast = predicted(links(37, 1, FAST), hosts, wanted())
+    hosts = [*range(64)]
+    fast = predicted(links(64, 1, FAST), hosts, wanted())
     assert fast.settings == {"wire": "plain", "levels": "flat", "exchange": "grid"}
     assert ", exchange='grid', as an exchange is predicted" in fast.text
     for exchange in ("direct", "grid"):
-        given = predicted(links(37, 1, FAST), hosts, wanted(exchange=exchange))
+        given = predicted(links(64, 1, FAST), hosts, wanted(exchange=exchange))
         assert "exchange" not in given.settings and ("grid" in given.text) == (exchange == "grid")
-    assert "exchange" not in predicted(links(37, 1, SLOW), hosts, wanted()).settings
+    assert "exchange" not in predicted(links(64, 1, SLOW), hosts, wanted()).settings
     few = predicted(links(LEAST_GRID - 1, 1, FAST), hosts[: LEAST_GRID - 1], wanted())
     assert "exchange" not in few.settings
     # of many ranks a grid whose columns differ takes long to replay
