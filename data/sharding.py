@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from data import DataError
 
 # Streams of random numbers within one (seed, epoch), so that order and augmentation are independent.
-ORDER, AUGMENTATION, MASKING, TEMPO, SYNTHETIC = 0, 1, 2, 4, 5
+ORDER, AUGMENTATION, MASKING, TEMPO = 0, 1, 2, 4
 
 
 def epoch_draws(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
     """uint64[count]: a random number for each sample of an epoch, the same on every rank and every machine.
 
     Raw 64-bit output of Philox: NumPy promises that stream across its versions, and not that of its
-    distributions. stream: ORDER, AUGMENTATION, MASKING, TEMPO or SYNTHETIC.
+    distributions. stream: ORDER, AUGMENTATION, MASKING or TEMPO.
     """
     sequence = np.random.SeedSequence(seed, spawn_key=(stream, epoch))
     return np.random.Philox(sequence).random_raw(count)

@@ -127,23 +127,19 @@ def _is_json(value: Any) -> bool:
 
 
 class DataConfig(Section):
-    """What is trained on. `digits` and `synthetic` need no file; the others are read from `path`, written by data.prepare.
+    """What is trained on. `digits` need no file; the others are read from `path`, written by data.prepare.
 
     `an4` is for lstm, `text` for bert and gpt, all others are images.
     """
 
-    name: Literal["digits", "synthetic", "cifar10", "prepared", "an4", "text"] = "digits"
-    """The data set to train on; `synthetic` is made up, `prepared` any file of images that data.prepare wrote"""
+    name: Literal["digits", "cifar10", "prepared", "an4", "text"] = "digits"
+    """The data set to train on; `prepared` is any file of images that data.prepare wrote"""
     path: str = ""
-    """File that data.prepare wrote; empty for digits and synthetic images"""
+    """File that data.prepare wrote; empty for digits"""
     size: int = Field(default=32, ge=32, le=512)
-    """For digits and synthetic: pixels per side"""
+    """For digits: pixels per side"""
     held_out: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """For digits and synthetic: share of the images that is never trained on"""
-    classes: int = Field(default=1000, ge=2)
-    """For synthetic: number of classes"""
-    samples: int = Field(default=50_000, ge=4)
-    """For synthetic: number of images, those held out included; 3 size² bytes each"""
+    """For digits: share of the images that is never trained on"""
     resize: int = Field(default=0, ge=0, le=1024)
     """For images: pixels per side that they are scaled to, bilinearly, on the device; 0: as they are"""
     crop: int = Field(default=0, ge=0)
@@ -165,18 +161,15 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        has_no_file = self.name in ("digits", "synthetic")
-        if not has_no_file and not self.path:
+        if self.name != "digits" and not self.path:
             raise ValueError(
                 f"path is empty, but the data set {self.name!r} is read from a file: "
                 "write one with data.prepare"
             )
-        if has_no_file and self.path:
-            what = "digits" if self.name == "digits" else "synthetic images"
+        if self.name == "digits" and self.path:
             raise ValueError(
-                f"path is {self.path!r}, but {what} are read from no file: set data.name to 'prepared'"
+                f"path is {self.path!r}, but digits are read from no file: set data.name to 'prepared'"
             )
-        self._check_owners(dict.fromkeys(("classes", "samples"), ("synthetic",)), self.name)
         kind = self.name if self.name in ("an4", "text") else "images"
         owners = {
             **dict.fromkeys(("crop", "flip", "resize"), ("images",)),

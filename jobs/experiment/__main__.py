@@ -3,7 +3,7 @@
     python -m jobs.experiment vgg --data cifar10.h5 -o vgg --budget 540
     python -m jobs.experiment bert --data text.h5 -o bert --steps 2000
     python -m jobs.experiment gpt --data gpt.h5 -o gpt --steps 3000
-    python -m jobs.experiment vit -o vit --steps 500
+    python -m jobs.experiment vit --data cifar10.h5 -o vit --steps 500
 
 Trains every method, some with several seeds, and times all of them on several numbers of ranks or at several sizes of
 batches; vit also trains DDP with its bfloat16 hook, gpt also updates.
@@ -50,7 +50,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("experiment", choices=EXPERIMENTS, help="Network that the table is about, with the paper's settings")
-    text = "Data set that data.prepare wrote; required unless --set data.path names it, or for vit, whose images are made up"
+    text = "Data set that data.prepare wrote; required unless --set data.path names it"
     add("--data", type=Path, metavar="FILE.h5", help=text)
     text = "Folder of the runs and of their report"
     add("-o", "--output", type=Path, required=True, metavar="DIR", help=text)

@@ -12,7 +12,6 @@ from data.images.cifar10 import open_cifar10
 from data.images.digits import load_digits
 from data.images.file import ImageSet, open_image_file
 from data.images.loader import Augment, Batch, Pixels
-from data.images.synthetic import load_synthetic
 from jobs.config.config import Config
 from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
@@ -80,10 +79,6 @@ def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
         raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
     if config.name == "digits":
         return load_digits(size=config.size, held_out=config.held_out)
-    if config.name == "synthetic":
-        return load_synthetic(
-            config.size, classes=config.classes, samples=config.samples, held_out=config.held_out
-        )
     return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
 
 

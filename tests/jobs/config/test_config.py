@@ -210,7 +210,6 @@ def test_a_malformed_override_is_named(override: str) -> None:
         ("model.patch=8", "[model] patch is for vit, not for vgg16"),
         ("model.layers=3", "[model] layers is for bert and gpt and vit, not for vgg16"),
         ("data.tempo=[0.9,1.1]", "[data] tempo is for an4, not for images"),
-        ("data.classes=9", "[data] classes is for synthetic, not for digits"),
         ("schedule.name=step", "[schedule] the schedule 'step' needs milestones"),
         ("data.path=x.h5", "[data] path is 'x.h5', but digits are read from no file"),
         ("data.name=cifar10", "[data] path is empty, but the data set 'cifar10' is read from a file"),

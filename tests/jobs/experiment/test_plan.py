@@ -27,9 +27,9 @@ PLANS = {
     "bert, two kinds": "--steps 2000 --kinds speed train --speed-batches 8 --methods oktopk",
     "gpt": "--steps 2000 --seeds 2",
     "gpt without GPUs": "--steps 2000 --no-gpu-methods --seeds 1 --speed-steps 0",
-    "vit": "--steps 500 --set data.name=cifar10",
-    "vit, chosen": "--steps 500 --methods dense ddp-bfloat16 --speed-steps 0 --set data.name=cifar10",
-    "vit without GPUs": "--steps 500 --no-gpu-methods --seeds 1 --set data.name=cifar10",
+    "vit": "--steps 500",
+    "vit, chosen": "--steps 500 --methods dense ddp-bfloat16 --speed-steps 0",
+    "vit without GPUs": "--steps 500 --no-gpu-methods --seeds 1",
 }
 """Name, of which the first word is the experiment's -> the command line."""
 
@@ -97,11 +97,6 @@ def test_runs_are_chosen_by_name_and_none_is_there_yet(tmp_path: Path) -> None:
     assert planned_files(planned) == {kind: [] for kind in KINDS}
     with pytest.raises(ConfigError, match="--runs dense-7: not in the plan"):
         plan(VGG, parse([*words, "--runs", "dense-7", "dense-0"]))
-
-
-def test_images_that_are_made_up_need_no_data(tmp_path: Path) -> None:
-    planned = plan(EXPERIMENTS["vit"], parse(["vit", "-o", str(tmp_path), "--steps", "500"]))
-    assert {validate(each.document).data.path for each in planned} == {""}
 
 
 def test_an_unfinished_run_is_not_taken_for_done(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "digits": ("model.width=0.0625", "training.batch_size=4", "training.eval_every=100", "data.crop=4"),
     "vit": (
         *("model.layers=2", "model.hidden=64", "model.patch=8", CPU, "training.batch_size=16"),
-        *("data.classes=4", "data.samples=320", "data.resize=48"),
+        *("data.name=digits", "data.resize=48"),
     ),
     "lstm": ("model.width=0.0625", CPU, "data.path=SPEECH"),
     "bert": (

@@ -25,12 +25,11 @@ def images(height: int, width: int, classes: int = 10) -> ImageSet:
 
 
 def test_the_shipped_file_is_of_the_published_network() -> None:
-    config = load(CONFIGS / "vit.toml")
-    assert (config.data.name, config.data.classes, config.data.resize) == ("synthetic", 1000, 224)
+    config = load(CONFIGS / "vit.toml", ["data.path=x.h5"])
+    assert (config.data.name, config.data.resize) == ("cifar10", 224)
     with torch.device("meta"):
-        network = make_network(config, images(32, 32, config.data.classes))
-    assert sum(p.numel() for p in network.parameters()) == 306_535_400
-    assert load(CONFIGS / "vit.toml", ["data.name=cifar10", "data.path=x.h5"]).data.resize == 224
+        network = make_network(config, images(32, 32))
+    assert sum(p.numel() for p in network.parameters()) == 305_520_650
 
 
 def test_images_that_are_no_squares_are_refused(configured: Configured) -> None:
@@ -52,9 +51,10 @@ def test_images_are_enlarged_where_the_network_is(configured: Configured) -> Non
     assert torch.isfinite(loss)
 
 
-def test_a_small_one_learns_images_that_are_made_up(tmp_path: Path, words: Words) -> None:
-    given = words("vit", f"run.file={tmp_path / 'run.h5'}", "training.steps=60", "training.eval_every=60")
-    assert main([*given, "optimizer.lr=3e-3", "reduction.density=0.1"], comm=MPI.COMM_SELF) == 0
+def test_a_small_one_learns_digits(tmp_path: Path, words: Words) -> None:
+    given = words("vit", f"run.file={tmp_path / 'run.h5'}", "training.steps=100", "training.eval_every=100")
+    assert main([*given, "optimizer.lr=1e-3", "reduction.density=0.2"], comm=MPI.COMM_SELF) == 0
     (run,) = read_runs([tmp_path / "run.h5"])
-    assert run.evaluations["accuracy"][-1] > 0.5
-    assert run.evaluations["samples"].tolist() == [64]
+    assert run.steps["loss"][-5:].mean() < 0.9 * run.steps["loss"][:5].mean()
+    assert run.evaluations["accuracy"][-1] > 0.2
+    assert run.evaluations["samples"].tolist() == [898]
