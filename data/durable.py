@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data import DataError
-
 
 def sync(path: Path) -> None:
     """Bring a file, or a folder's entries, to the disk."""
@@ -118,30 +116,6 @@ def replaced(path: Path) -> Iterator[Path]:
                 draft.unlink()
         raise
     finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def exclusive(output: Path) -> Iterator[None]:
-    """Hold the right to write `output` within it, by a hidden file beside it that is gone afterwards.
-
-    Args:
-        output: about to be written; need not exist.
-
-    Raises:
-        DataError: another process holds the right, or the folder does not exist.
-        OSError: the folder cannot be written.
-    """
-    if not output.parent.is_dir():
-        raise DataError(f"{output.parent}: no such directory")
-    path = output.with_name(f".{output.name}.lock")
-    descriptor = take_lock(path)
-    if descriptor is None:
-        raise DataError(f"{output}: another process is writing it")
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 

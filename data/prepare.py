@@ -9,11 +9,9 @@ import argparse
 import hashlib
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +19,13 @@ from tqdm import tqdm
 
 from data import DataError
 from data.command import command_parser, show
-from data.durable import exclusive
 from data.images import cifar10
 from data.images.file import ImageSet, open_image_file, write_image_file
-from data.prepared_file import already_there
 from data.speech import an4
 from data.speech.file import RATE, SpeechSet, open_speech_file, write_speech_file
 from data.text.file import MOST_WORDS, SPECIAL, open_text_file
 from data.text.prepare import Recipe, prepare_text
 from data.text.prepare import description as text_description
-from data.text.prepare import origin as text_origin
 
 
 def prepare_cifar10(source: Path, output: Path) -> None:
@@ -52,22 +47,18 @@ def prepare_cifar10(source: Path, output: Path) -> None:
                 yield part
                 bar.update(len(part[-1]))
 
+        words = f"{source.name}, not compared with the official archive"
+        if source.is_file() and md5_of(source) == cifar10.MD5:
+            words = f"official archive, md5 {cifar10.MD5}"
         write_image_file(
             output,
             parts(),
-            **cifar10_origin(source),
+            name="cifar10",
+            source=f"CIFAR-10 binary version, {words}",
             classes=cifar10.CLASSES,
             shape=cifar10.SHAPE,
             counts=counts,
         )
-
-
-def cifar10_origin(source: Path) -> dict[str, str]:
-    """Name and source, in words, of what `prepare_cifar10` writes."""
-    words = f"{source.name}, not compared with the official archive"
-    if source.is_file() and md5_of(source) == cifar10.MD5:
-        words = f"official archive, md5 {cifar10.MD5}"
-    return {"name": "cifar10", "source": f"CIFAR-10 binary version, {words}"}
 
 
 def md5_of(path: Path) -> str:
@@ -97,25 +88,18 @@ def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> None:
                 f"{source}: {len(found[split])} utterances in split {split!r} are not AN4's {count}; "
                 "--partial accepts fewer"
             )
+    counts = " + ".join(str(len(found[split])) for split in an4.COUNTS)
+    total = sum(each.length for utterances in found.values() for each in utterances)
+    content = f"{counts} utterances of {total} samples"
     write_speech_file(
         output,
-        **an4_origin(source, found),
+        name="an4",
+        source=f"CMU AN4, {source.name}, {content}, not compared with the published archive",
         names={split: [each.name for each in found[split]] for split in found},
         lengths={split: [each.length for each in found[split]] for split in found},
         labels={split: [each.labels for each in found[split]] for split in found},
         samples=lambda split: an4.read_utterances(found[split]),
     )
-
-
-def an4_origin(source: Path, found: Mapping[str, Sequence[an4.Utterance]]) -> dict[str, str]:
-    """Name and source, in words, of what `prepare_an4` writes of these utterances."""
-    counts = " + ".join(str(len(found[split])) for split in an4.COUNTS)
-    samples = sum(each.length for utterances in found.values() for each in utterances)
-    content = f"{counts} utterances of {samples} samples"
-    return {
-        "name": "an4",
-        "source": f"CMU AN4, {source.name}, {content}, not compared with the published archive",
-    }
 
 
 def speech_description(train: SpeechSet, test: SpeechSet) -> str:
@@ -181,34 +165,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     options = parse(arguments)
+    source, output = options.source, options.output
     try:
-        with exclusive(options.output):
-            line = _prepared(options)
+        if output.exists() and not options.force:
+            raise DataError(f"{output} exists; --force replaces it")
+        if options.set == "cifar10":
+            prepare_cifar10(source, output)
+            line = description(*open_image_file(output))
+        elif options.set == "an4":
+            prepare_an4(source, output, partial=options.partial)
+            line = speech_description(*open_speech_file(output))
+        else:
+            prepare_text(
+                source, output, Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
+            )
+            line = text_description(*open_text_file(output))
     except (ValueError, OSError) as error:
         show(f"error: {error}", file=sys.stderr)
         return 1
-    show(line)
+    show(f"{output}: wrote {line}")
     return 0
-
-
-def _prepared(options: argparse.Namespace) -> str:
-    """Write what the command line names, unless it is there; returns what was done, in a line."""
-    source, output = options.source, options.output
-    if options.set == "cifar10":
-        parts: Any = open_image_file, description, cifar10_origin(source)
-        prepare = partial(prepare_cifar10, source, output)
-    elif options.set == "an4":
-        parts = open_speech_file, speech_description, an4_origin(source, an4.find_utterances(source))
-        prepare = partial(prepare_an4, source, output, partial=options.partial)
-    else:
-        recipe = Recipe(**{key.name: getattr(options, key.name) for key in fields(Recipe)})
-        parts = open_text_file, text_description, text_origin(source, recipe)
-        prepare = partial(prepare_text, source, output, recipe)
-    if output.exists() and not options.force:
-        return already_there(output, *parts)
-    prepare()
-    opened, described, _ = parts
-    return f"{output}: wrote {described(*opened(output))}"
 
 
 if __name__ == "__main__":

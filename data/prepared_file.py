@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -18,9 +19,11 @@ from data.durable import replaced
 
 Split = TypeVar("Split")
 SPLITS = ("train", "test")
-WRITE_IT = "; write the file with python -m data.prepare"
-"""What is advised where a file is of another kind."""
 _BLOCK = 1 << 22  # bytes that a checksum reads at once
+
+Build = Callable[[h5py.Group, dict[str, Any]], Split]
+Part = tuple[str, int | None, Mapping[str, NDArray[Any]]]
+"""Split, position of the first row, None behind what came before, and rows of some columns."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Layout:
     Attributes:
         what: it holds, in a word.
         format, version: attributes of the file.
-        columns: name -> little-endian type, in the order of the checksum.
+        columns: name -> little-endian type, in the order of the checksum; the first one is the large one, which readers map.
     """
 
     what: str
@@ -39,12 +42,14 @@ class Layout:
     columns: Mapping[str, str]
 
     @contextmanager
-    def created(self, path: Path, counts: Mapping[str, int], **attributes: Any) -> Iterator[h5py.File]:
+    def created(
+        self, path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]], **attributes: Any
+    ) -> Iterator[h5py.File]:
         """A new file, filled within the block; it replaces `path` when the block ends, and is removed on an error.
 
         Args:
             path: of the file.
-            counts: samples of each split.
+            shapes: split -> column -> shape.
             attributes: of the file.
 
         Raises:
@@ -53,58 +58,69 @@ class Layout:
         if not path.parent.is_dir():
             raise DataError(f"{path.parent}: no such directory")
         for split in SPLITS:
-            if counts[split] < 1:
-                raise DataError(f"{path}: {counts[split]} samples in split {split!r}, not at least 1")
+            if (count := min(shape[0] for shape in shapes[split].values())) < 1:
+                raise DataError(f"{path}: {count} samples in split {split!r}, not at least 1")
         with replaced(path) as draft, h5py.File(draft, "w") as file:
             file.attrs.update(format=self.format, version=self.version, **attributes)
+            for split in SPLITS:
+                for name, shape in shapes[split].items():
+                    file.create_dataset(f"{split}/{name}", shape, self.columns[name])
             yield file
             for split in SPLITS:
                 file[split].attrs["crc32"] = self._checksum(file[split])
 
-    @contextmanager
-    def opened(self, path: Path) -> Iterator[h5py.File]:
-        """The file, open for reading; whatever HDF5 finds wrong with it becomes a DataError that names it."""
+    def fill(self, file: h5py.File, parts: Iterable[Part]) -> None:
+        """Write all rows of a file that was created. Raises DataError: some are missing."""
+        done: Counter[tuple[str, str]] = Counter()
+        for split, start, columns in parts:
+            for name, rows in columns.items():
+                first = done[split, name] if start is None else start
+                file[split][name][first : first + len(rows)] = rows
+                done[split, name] += len(rows)
+        for split in SPLITS:
+            for name in self.columns:
+                if missing := len(file[split][name]) - done[split, name]:
+                    raise DataError(f"{missing} {name} of split {split!r} were never written")
+
+    def read(self, path: Path, build: Build[Split]) -> tuple[Split, Split]:
+        """The training and the test split. The large column is mapped, not read: the ranks of one host share the page cache.
+
+        Args:
+            path: of the file.
+            build: group, its columns and the file's `name` and `source` -> split; its DataErrors need not name the file.
+
+        Raises:
+            DataError: no such file, or whatever is wrong with it; the message names it.
+        """
         if not path.is_file():
             raise DataError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
         try:
             # A prepared file never changes in place, and some cluster file systems have no locks.
             with h5py.File(path, "r", locking=False) as file:
-                found = file.attrs.get("format")
-                if not isinstance(found, str) or found != self.format:
-                    raise DataError(f"{path}: format {found!r} is not {self.format!r}{WRITE_IT}")
-                if (found := file.attrs.get("version")) != self.version:
-                    raise DataError(
-                        f"{path}: version {found} of the layout is not {self.version}; prepare the file again"
-                    )
-                yield file
-        except DataError:
-            raise
+                for name, wanted in (("format", self.format), ("version", self.version)):
+                    found = file.attrs.get(name)
+                    if str(found) != str(wanted):
+                        raise DataError(
+                            f"{name} {found} is not {wanted}; write the file with python -m data.prepare"
+                        )
+                train, test = (self._built(file[split], build) for split in SPLITS)
+                return train, test
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: not a whole HDF5 file of {self.what}: {error}") from error
 
-    def read(
-        self, file: h5py.File, path: Path, read: Callable[[h5py.Group], Split], *, verify: bool
-    ) -> tuple[Split, Split]:
-        """The training and the test split.
-
-        Args:
-            file: as `opened` gives it.
-            path: of the file.
-            read: group -> split; its DataErrors need not name the file.
-            verify: compare checksums first.
-        """
-        splits = []
-        for split in SPLITS:
-            group = file[split]
-            if verify and (found := self._checksum(group)) != (written := int(group.attrs["crc32"])):
-                raise DataError(
-                    f"{path}: checksum {found:08x} of split {split!r} is not {written:08x}: bytes were changed"
-                )
-            try:
-                splits.append(read(group))
-            except DataError as error:
-                raise DataError(f"{path}, split {split!r}: {error}") from error
-        return splits[0], splits[1]
+    def _built(self, group: h5py.Group, build: Build[Split]) -> Split:
+        large, *others = self.columns
+        columns = {large: _mapped(group[large]), **{name: group[name][:] for name in others}}
+        try:
+            for name, kind in self.columns.items():
+                if columns[name].dtype != kind:
+                    raise DataError(f"{name} are {columns[name].dtype}, not {np.dtype(kind)}")
+            named = {name: str(group.file.attrs[name]) for name in ("name", "source")}
+            return build(group, {**columns, **named})
+        except DataError as error:
+            raise DataError(f"split {group.name.strip('/')!r}: {error}") from error
 
     def _checksum(self, group: h5py.Group) -> int:
         """CRC-32 of the bytes of all columns, one after the other."""
@@ -118,12 +134,12 @@ class Layout:
         return checksum
 
 
-def mapped(column: h5py.Dataset, mode: Literal["r", "c"] = "r") -> NDArray[Any]:
-    """A column mapped into memory ("c": copied where written), read where HDF5 does not store it in one piece."""
+def _mapped(column: h5py.Dataset) -> NDArray[Any]:
+    """A column mapped into memory and copied where it is written, as torch wants it; read if HDF5 stores it in pieces."""
     offset = column.id.get_offset()
     if offset is None or column.file.userblock_size:
         return np.asarray(column[:])
-    return np.asarray(np.memmap(column.file.filename, column.dtype, mode, offset, column.shape))
+    return np.asarray(np.memmap(column.file.filename, column.dtype, "c", offset, column.shape))
 
 
 def data_checksum(path: str | Path) -> str:
@@ -137,34 +153,3 @@ def data_checksum(path: str | Path) -> str:
             return "-".join(f"{int(file[split].attrs['crc32']):08x}" for split in SPLITS)
     except (OSError, KeyError, TypeError, ValueError, RuntimeError):
         return ""
-
-
-def already_there(
-    output: Path,
-    opened: Callable[..., tuple[Any, Any]],
-    description: Callable[[Any, Any], str],
-    wanted: Mapping[str, object],
-) -> str:
-    """Keep an output that is there.
-
-    Args:
-        output: HDF5 file to be written, which exists.
-        opened: (path, verify=) -> its splits.
-        description: splits -> in words.
-        wanted: attributes of the splits to be written.
-
-    Returns:
-        A line that says so, where it has them and is whole, checksums included.
-
-    Raises:
-        DataError: it is another one, or damaged.
-    """
-    try:
-        splits = opened(output, verify=True)
-    except DataError as error:
-        advice = "; --force replaces it" if output.is_file() else ""
-        raise DataError(f"{str(error).removesuffix(WRITE_IT)}{advice}") from error
-    found = f"{description(*splits)} ({splits[0].source})"
-    if any(getattr(splits[0], name) != value for name, value in wanted.items()):
-        raise DataError(f"{output}: exists and holds {found}; --force replaces it")
-    return f"{output}: already there, {found}"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.images.file import ImageSet, check_labels, open_image_file
+from data.images.file import check_labels
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
@@ -25,20 +25,6 @@ BATCH_RECORDS = 10_000
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
-
-
-def open_cifar10(path: str | Path) -> tuple[ImageSet, ImageSet]:
-    """Open the file that `python -m data.prepare cifar10` wrote: the training and the test split.
-
-    Raises:
-        DataError: no such file, truncated, of another layout, or another data set.
-    """
-    train, test = open_image_file(path)
-    if train.name != "cifar10" or train.shape != SHAPE or train.classes != CLASSES:
-        raise DataError(
-            f"{path}: holds {train.name!r}, images of shape {train.shape}, not 'cifar10' of {SHAPE}"
-        )
-    return train, test
 
 
 def read_batches(source: Path) -> Iterator[tuple[str, int, NDArray[np.uint8], NDArray[np.uint8]]]:

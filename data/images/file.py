@@ -6,9 +6,10 @@
     labels      int64[N]
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from data import DataError
-from data.prepared_file import SPLITS, Layout, mapped
+from data.prepared_file import Layout, Part
 
 LAYOUT = Layout("images", "oktopk-images", 1, {"images": "|u1", "labels": "<i8"})
 
@@ -125,56 +126,36 @@ def write_image_file(
         counts: samples of "train" and of "test", each at least 1.
 
     Raises:
-        DataError: no such directory; a split without samples, or with fewer than said; a label out of range. The place is then
-            as it was.
+        DataError: no such directory; a split without samples, or with fewer than said; a label out of range. The place is
+            then as it was.
     """
-    missing = dict(counts)
-    with LAYOUT.created(path, counts, name=name, source=source, classes=list(classes)) as file:
-        for split in SPLITS:
-            file.create_dataset(f"{split}/images", (counts[split], *shape), np.uint8)
-            file.create_dataset(f"{split}/labels", (counts[split],), np.int64)
+    shapes = {split: {"images": (count, *shape), "labels": (count,)} for split, count in counts.items()}
+
+    def checked() -> Iterator[Part]:
         for split, start, images, labels in parts:
             check_labels(labels, len(classes), f"{path} ({split}, from sample {start})")
-            file[f"{split}/images"][start : start + len(images)] = images
-            file[f"{split}/labels"][start : start + len(images)] = labels
-            missing[split] -= len(images)
-        for split in SPLITS:
-            if missing[split]:
-                raise DataError(f"{path}: {missing[split]} samples of split {split!r} were never written")
+            yield split, start, {"images": images, "labels": labels}
+
+    with LAYOUT.created(path, shapes, name=name, source=source, classes=list(classes)) as file:
+        LAYOUT.fill(file, checked())
         mean, std = channel_statistics(file["train/images"])
         file.attrs.update({"mean": mean, "std": std})
 
 
-def open_image_file(path: str | Path, *, verify: bool = False) -> tuple[ImageSet, ImageSet]:
+def open_image_file(path: str | Path) -> tuple[ImageSet, ImageSet]:
     """Open an image set that data.prepare wrote: the training and the test split.
 
-    The images are mapped, not read: the ranks of one host share one copy, in the page cache.
-
-    Args:
-        path: of the HDF5 file.
-        verify: read everything and compare checksums; else only what is small is checked.
-
     Raises:
-        DataError: no such file, truncated, of another layout, contents that do not fit it, or (with verify) changed bytes.
+        DataError: no such file, truncated, of another layout, or contents that do not fit it.
     """
-    path = Path(path)
 
-    def read(group: h5py.Group) -> ImageSet:
+    def build(group: h5py.Group, columns: dict[str, Any]) -> ImageSet:
         attributes = group.file.attrs
-        return ImageSet(
-            images=mapped(
-                group["images"], "c"
-            ),  # torch wants what it wraps to be writable, and the file stays as it is
-            labels=group["labels"][:].astype(np.int64, casting="safe"),
-            mean=tuple(float(value) for value in attributes["mean"]),
-            std=tuple(float(value) for value in attributes["std"]),
-            classes=tuple(str(name) for name in attributes["classes"]),
-            name=str(attributes["name"]),
-            source=str(attributes["source"]),
-        )
+        mean, std = (tuple(map(float, attributes[name])) for name in ("mean", "std"))
+        classes = tuple(map(str, attributes["classes"]))
+        return ImageSet(**columns, mean=mean, std=std, classes=classes)
 
-    with LAYOUT.opened(path) as file:
-        train, test = LAYOUT.read(file, path, read, verify=verify)
+    train, test = LAYOUT.read(Path(path), build)
     if train.shape != test.shape:
         raise DataError(
             f"{path}: test images of shape {test.shape} are not of {train.shape} as the training images"

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.speech.file import RATE, SpeechSet, encoded, open_speech_file
+from data.speech.file import RATE, encoded
 
 COUNTS = {"train": 948, "test": 130}
 LINE = re.compile(r"^\s*(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)\s*$")
@@ -40,18 +40,6 @@ class Utterance:
     path: Path
     labels: NDArray[np.uint8]
     length: int
-
-
-def open_an4(path: str | Path) -> tuple[SpeechSet, SpeechSet]:
-    """Open the file that `python -m data.prepare an4` wrote: the training and the test split.
-
-    Raises:
-        DataError: no such file, truncated, of another layout, or another data set.
-    """
-    train, test = open_speech_file(path)
-    if train.name != "an4":
-        raise DataError(f"{path}: holds {train.name!r}, not 'an4'")
-    return train, test
 
 
 def find_utterances(source: Path) -> dict[str, tuple[Utterance, ...]]:

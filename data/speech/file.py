@@ -12,13 +12,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from data import DataError
-from data.prepared_file import SPLITS, Layout, mapped
+from data.prepared_file import SPLITS, Layout, Part
 
 ALPHABET = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
 """Label -> character; label 0 is CTC's blank, which no transcript has."""
@@ -144,42 +145,41 @@ def write_speech_file(
         DataError: no such directory; a split without utterances; an utterance of another length than said. The place
             is then as it was.
     """
-    counts = {split: len(names[split]) for split in SPLITS}
-    with LAYOUT.created(path, counts, name=name, source=source, alphabet=ALPHABET) as file:
+    offsets = {split: np.cumsum([0, *lengths[split]], dtype=np.int64) for split in SPLITS}
+    label_offsets = {split: np.cumsum([0, *map(len, labels[split])], dtype=np.int64) for split in SPLITS}
+    shapes = {
+        split: {
+            "samples": (int(offsets[split][-1]),),
+            "offsets": (len(names[split]) + 1,),
+            "labels": (int(label_offsets[split][-1]),),
+            "label_offsets": (len(names[split]) + 1,),
+        }
+        for split in SPLITS
+    }
+
+    def parts() -> Iterator[Part]:
         for split in SPLITS:
-            group, own = file.create_group(split), labels[split]
-            offsets = np.concatenate([[0], np.cumsum(lengths[split], dtype=np.int64)])
-            written = group.create_dataset("samples", (int(offsets[-1]),), LAYOUT.columns["samples"])
-            places = zip(names[split], offsets[:-1], offsets[1:], samples(split), strict=True)
-            for utterance, start, stop, wave in places:
-                if len(wave) != stop - start:
-                    raise DataError(
-                        f"{path}: {len(wave)} samples of utterance {utterance} are not {stop - start}"
-                    )
-                written[start:stop] = wave
-            group["offsets"], group["labels"] = offsets, np.concatenate(list(own))
-            group["label_offsets"] = np.cumsum([0, *map(len, own)], dtype=np.int64)
-            group.create_dataset("names", data=list(names[split]), dtype=h5py.string_dtype())
+            yield split, 0, {"offsets": offsets[split], "label_offsets": label_offsets[split]}
+            yield split, 0, {"labels": np.concatenate(list(labels[split]))}
+            for utterance, length, wave in zip(names[split], lengths[split], samples(split), strict=True):
+                if len(wave) != length:
+                    raise DataError(f"{path}: {len(wave)} samples of utterance {utterance} are not {length}")
+                yield split, None, {"samples": wave}
+
+    with LAYOUT.created(path, shapes, name=name, source=source, alphabet=ALPHABET) as file:
+        LAYOUT.fill(file, parts())
+        for split in SPLITS:
+            file[split].create_dataset("names", data=list(names[split]), dtype=h5py.string_dtype())
 
 
-def open_speech_file(path: str | Path, *, verify: bool = False) -> tuple[SpeechSet, SpeechSet]:
-    """Open a speech set that data.prepare wrote; arguments, result and errors as data.images.file.open_image_file's."""
-    path = Path(path)
+def open_speech_file(path: str | Path) -> tuple[SpeechSet, SpeechSet]:
+    """Open a speech set that data.prepare wrote; result and errors as data.images.file.open_image_file's."""
 
-    def read(group: h5py.Group) -> SpeechSet:
-        return SpeechSet(
-            samples=mapped(group["samples"], "c").astype(np.int16, casting="safe", copy=False),
-            offsets=group["offsets"][:].astype(np.int64, casting="safe"),
-            labels=group["labels"][:].astype(np.uint8, casting="safe"),
-            label_offsets=group["label_offsets"][:].astype(np.int64, casting="safe"),
-            names=tuple(group["names"].asstr()[:]),
-            name=str(group.file.attrs["name"]),
-            source=str(group.file.attrs["source"]),
-        )
-
-    with LAYOUT.opened(path) as file:
-        if (alphabet := file.attrs.get("alphabet")) != ALPHABET:
+    def build(group: h5py.Group, columns: dict[str, Any]) -> SpeechSet:
+        if (alphabet := group.file.attrs.get("alphabet")) != ALPHABET:
             raise DataError(
-                f"{path}: alphabet {alphabet!r} is not {ALPHABET!r}; write the file with python -m data.prepare"
+                f"alphabet {alphabet!r} is not {ALPHABET!r}: write it with python -m data.prepare"
             )
-        return LAYOUT.read(file, path, read, verify=verify)
+        return SpeechSet(**columns, names=tuple(group["names"].asstr()[:]))
+
+    return LAYOUT.read(Path(path), build)

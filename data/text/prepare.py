@@ -125,11 +125,9 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> None:
             counts=counts,
             length=recipe.length,
             parts=(
-                {
-                    split: Sequences(**{column: np.load(packed) for column in LAYOUT.columns})
-                    for split in SPLITS
-                }
+                (split, Sequences(**{column: np.load(packed) for column in LAYOUT.columns}))
                 for _ in range(blocks)
+                for split in SPLITS
             ),
         )
 

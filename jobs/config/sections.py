@@ -133,7 +133,7 @@ class DataConfig(Section):
     """
 
     name: Literal["digits", "cifar10", "prepared", "an4", "text"] = "digits"
-    """The data set to train on; `prepared` is any file of images that data.prepare wrote"""
+    """The data set to train on; `cifar10` and `prepared` are any file of images that data.prepare wrote"""
     path: str = ""
     """File that data.prepare wrote; empty for digits"""
     size: int = Field(default=32, ge=32, le=512)

@@ -12,7 +12,6 @@ import pytest
 
 from data import DataError
 from data.prepare import main
-from data.speech.an4 import open_an4
 from data.speech.file import open_speech_file
 from tests.utterances import spoken, write_an4, write_wave
 
@@ -24,7 +23,7 @@ def prepare(source: Path, output: Path, *options: str) -> int:
 
 
 def assert_holds_the_texts(path: Path) -> None:
-    for split, texts in zip(open_an4(path), (TRAIN, TEST), strict=True):
+    for split, texts in zip(open_speech_file(path), (TRAIN, TEST), strict=True):
         assert [split.transcript(number) for number in range(len(split))] == texts
         for number, text in enumerate(texts):
             heard = split.samples[split.offsets[number] : split.offsets[number + 1]]

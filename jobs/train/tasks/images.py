@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from data.images.cifar10 import open_cifar10
 from data.images.digits import load_digits
 from data.images.file import ImageSet, open_image_file
 from data.images.loader import Augment, Batch, Pixels
@@ -79,7 +78,7 @@ def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
         raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
     if config.name == "digits":
         return load_digits(size=config.size, held_out=config.held_out)
-    return open_cifar10(config.path) if config.name == "cifar10" else open_image_file(config.path)
+    return open_image_file(config.path)
 
 
 def make_network(config: Config, images: ImageSet) -> nn.Module:

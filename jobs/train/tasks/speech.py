@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from data import DataError
-from data.speech.an4 import open_an4
-from data.speech.file import ALPHABET, SpeechSet, decoded
+from data.speech.file import ALPHABET, SpeechSet, decoded, open_speech_file
 from data.speech.loader import SpeechBatch, Utterances
 from data.speech.spectrogram import change_tempo, frame_count, log_spectrograms, played
 from jobs.config.config import Config
@@ -77,7 +76,7 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         )
     if config.training.channels_last:
         raise WorkloadError(f"training.channels_last True is not for model.name {config.model.name!r}")
-    train, held_out = open_an4(config.data.path)
+    train, held_out = open_speech_file(config.data.path)
     for split, speech in (("train", train), ("test", held_out)) if not config.model.factory else ():
         fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
         # batch normalization takes no single frame
