@@ -20,23 +20,24 @@ asked for cannot be done.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data.command import command_parser, show
-from jobs.config.file import ConfigError, add_overrides
-from jobs.experiment.experiments import EXPERIMENTS, KINDS, launches
-from jobs.experiment.plan import RUNS, Planned, describe, plan, planned_files
+from data.durable import replaced
+from jobs.config.file import ConfigError, add_overrides, commented_toml, validate
+from jobs.experiment.experiments import EXPERIMENTS, KINDS
+from jobs.experiment.plan import Planned, describe, plan, planned_files
 from jobs.experiment.report import write_report
 from jobs.launch import run_job
+from jobs.restart.signals import EXIT_STATUS
+from jobs.restart.start import checkpoint_folder
 from jobs.run.file import RunFileError
+from oktopk import METHODS
 from oktopk.launch import LaunchError, end_on_sigterm
 
 
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(describe(planned), flush=True)
         if options.plan:
             return 0
-        failed = run_trials(planned, deadline, options.output)
+        failed = run_trials(planned, deadline)
         planned = plan(experiment, options)
         command = shlex.join(["python", "-m", "jobs.experiment", *words])
         left = [each.trial.name for each in planned if not each.done]
@@ -144,69 +145,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     for name, reason in failed.items():
         show(f"jobs.experiment: {name} failed: {reason}", file=sys.stderr)
-    if any("needs GPUs" in reason for reason in failed.values()):
+    if any(each.trial.method not in METHODS for each in planned if each.trial.name in failed):
         show("jobs.experiment: --no-gpu-methods leaves out what needs GPUs", file=sys.stderr)
     if left:
         show(f"{len(planned) - len(left)} of {len(planned)} runs are complete; the same command goes on")
     return 1 if failed else LEFT if left else 0
 
 
-def run_trials(planned: Sequence[Planned], deadline: float | None, folder: Path) -> dict[str, str]:
-    """Launch what is not done until all is or the time is spent.
+def run_trials(planned: Sequence[Planned], deadline: float | None) -> dict[str, str]:
+    """Train what is not done, one job for each run, until all is or the time is spent.
+
+    A run's configuration stays beside its file, as NAME.toml, to be trained or continued by hand.
 
     Returns:
         name -> why, of the runs that failed; the others went on without them.
     """
     failed: dict[str, str] = {}
-    runs = folder / RUNS
-    runs.mkdir(parents=True, exist_ok=True)
-    by_name = {each.trial.name: each for each in planned}
-    for launch in launches([each.trial for each in planned if not each.done]):
-        waiting = [trial.name for trial in launch]
-        while waiting:
-            left = None if deadline is None else deadline - time.time()
-            if left is not None and left <= 0:
-                return failed
-            outcome = _launch([by_name[name] for name in waiting], left, runs)
-            failed.update(outcome["failed"])
-            if outcome["stopped"]:
-                return failed
-            if not outcome["current"]:
-                break
-            # the job died in this run: the ones after it are tried without it
-            failed[outcome["current"]] = outcome["error"]
-            waiting = waiting[waiting.index(outcome["current"]) + 1 :]
+    waiting = [each for each in planned if not each.done]
+    for number, each in enumerate(waiting, start=1):
+        left = None if deadline is None else deadline - time.time()
+        if left is not None and left <= 0:
+            break
+        show(f"[{number}/{len(waiting)}] {each.trial.name}", file=sys.stderr, flush=True)
+        settings = each.file.with_suffix(".toml")
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(settings) as draft:
+            draft.write_text(commented_toml(each.document), encoding="utf-8")
+        words = ["-m", "jobs.train", str(settings)]
+        status = run_job(each.trial.ranks, words, patience=PATIENCE, seconds=left)
+        if status == EXIT_STATUS or (deadline is not None and time.time() >= deadline):
+            break
+        if status:
+            failed[each.trial.name] = f"jobs.train {settings} ended with status {status}"
+        else:
+            # a complete run needs no checkpoint
+            shutil.rmtree(checkpoint_folder(validate(each.document)), ignore_errors=True)
     return failed
-
-
-def _launch(planned: Sequence[Planned], seconds: float | None, runs: Path) -> dict[str, Any]:
-    """One mpiexec that trains these runs, for so long at most; what its outcome file says."""
-    entries = [{"name": each.trial.name, "document": each.document} for each in planned]
-    began = time.time()
-    ranks = planned[0].trial.ranks
-    # a folder of its own: another job may be at other runs of this table
-    folder = Path(tempfile.mkdtemp(prefix="launch-", dir=runs))
-    plan_file, outcome_file = folder / "plan.json", folder / "outcome.json"
-    plan_file.write_text(json.dumps({"trials": entries}))
-    words = ["-m", "jobs.experiment.worker", str(plan_file), str(outcome_file)]
-    outcome: dict[str, Any] = {"failed": {}, "current": "", "stopped": ""}
-    late = False
-    try:
-        status = run_job(ranks, words, patience=PATIENCE, seconds=seconds)
-        spent = time.time() - began
-        late = seconds is not None and spent >= seconds
-        if outcome_file.exists():
-            outcome = json.loads(outcome_file.read_text())
-        elif not late:
-            raise LaunchError(
-                f"the job of {ranks} ranks ended with status {status} before its first run of {plan_file}"
-            )
-    finally:
-        if late or outcome_file.exists():  # else the plan is kept, to be tried by hand
-            shutil.rmtree(folder, ignore_errors=True)
-    if late:
-        outcome["stopped"] = outcome["stopped"] or outcome["current"] or "before a run"
-    return outcome | {"error": f"the job ended with status {status} after {spent:.0f} s"}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -207,11 +207,3 @@ def _trial(name: str, kind: str, method: str, ranks: int, seed: int, settings: M
     if method not in METHODS:
         every["run.measure_every"] = 0  # a way of summing all gradients has nothing of the kind
     return Trial(name, kind, method, ranks, seed, every)
-
-
-def launches(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """The trials by their number of ranks, in order of appearance: those of one launch together."""
-    by_ranks: dict[int, list[Trial]] = {}
-    for trial in trials:
-        by_ranks.setdefault(trial.ranks, []).append(trial)
-    return list(by_ranks.values())

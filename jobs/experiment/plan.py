@@ -13,7 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from jobs.config.file import ConfigError, apply_overrides, read_toml, validate
-from jobs.experiment.experiments import CONFIGS, KINDS, Experiment, Trial, launches, trials
+from jobs.experiment.experiments import CONFIGS, KINDS, Experiment, Trial, trials
 from jobs.restart.start import differing_run
 from jobs.run.file import RunFileError
 from jobs.run.reader import DAMAGE, RunReader
@@ -148,15 +148,13 @@ def is_done(file: Path, document: Mapping[str, Any], trial: Trial) -> bool:
 
 def describe(planned: Sequence[Planned]) -> str:
     """The plan as a table: what is complete, then what is to do, in its order."""
-    names = [trial.name for launch in launches([e.trial for e in planned if not e.done]) for trial in launch]
-    by_name = {each.trial.name: each for each in planned}
-    ordered = [*(each for each in planned if each.done), *(by_name[name] for name in names)]
+    ordered = sorted(planned, key=lambda each: not each.done)
     rows = [
         [trial.name, trial.method, trial.ranks, trial.seed, trial.kind, "complete" if done else ""]
         for trial, done in ((each.trial, each.done) for each in ordered)
     ]
     table = tabulate(rows, ["run", "method", "ranks", "seed", "kind", "state"])
-    return f"{table}\n\n{len(names)} of {len(planned)} runs to do"
+    return f"{table}\n\n{sum(not each.done for each in planned)} of {len(planned)} runs to do"
 
 
 def planned_files(planned: Sequence[Planned]) -> dict[str, list[Path]]:

@@ -55,7 +55,7 @@ def render(
         facts=facts(runs),
         runs=table(_RUNS, [(group, run) for group in everything for run in group.runs], "Runs"),
         differing=_differences_table(groups),
-        commands="\n".join(f"{run.stem}: {_command(run)}" for run in runs),
+        commands="\n".join(f"{run.stem}: {run.info.command or 'not on record'}" for run in runs),
         shared=_shared(groups),
     )
 
@@ -121,12 +121,6 @@ def task(run: Run) -> str:
         f"{optimizer.get('name')} at {optimizer.get('lr')} with the schedule {schedule.get('name')}; "
         f"{training.get('precision', 'float32')}{', CUDA graphs' if training.get('cuda_graph') else ''}"
     )
-
-
-def _command(run: Run) -> str:
-    """The command of a run; of an experiment's run its name alone, since its plan file is gone."""
-    command = run.info.command or "not on record"
-    return f"jobs.experiment --runs {run.stem}" if command.startswith("jobs.experiment.worker ") else command
 
 
 def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:

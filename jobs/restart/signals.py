@@ -45,12 +45,6 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def heed_again() -> None:
-    """Let a signal that asks to stop end this process again, for one that goes on after a run."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_DFL)
-
-
 def show_when_asked() -> None:
     """From here on SIGUSR2 prints the stacks of all threads and changes nothing; again is allowed."""
     if sys.__stderr__ is not None:

@@ -16,26 +16,22 @@ from jobs.train.optimizers import build_optimizer
 from jobs.train.placement import Placement, find_placement
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import ReducingOptimizer, build_reduction
-from jobs.train.tasks.images import Load, build_images
+from jobs.train.tasks.images import build_images
 from jobs.train.tasks.speech import build_speech
 from jobs.train.tasks.task import Workload, WorkloadError
 from jobs.train.tasks.text import build_language
 from oktopk import broadcast_parameters
 
 
-def build_workload(config: Config, *, rank: int, size: int, load: Load | None = None) -> Workload[Any]:
+def build_workload(config: Config, *, rank: int, size: int) -> Workload[Any]:
     """The workload that a configuration describes, as one rank sees it; the weights are equal on all ranks.
-
-    Args:
-        load: gives the training and the held-out images, where images are trained on; default: load_images.
 
     Raises:
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    if config.task == "images":
-        return build_images(config, rank=rank, size=size, load=load)
-    return {"speech": build_speech, "text": build_language}[config.task](config, rank=rank, size=size)
+    builds: dict[str, Build] = {"images": build_images, "speech": build_speech, "text": build_language}
+    return builds[config.task](config, rank=rank, size=size)
 
 
 Build = Callable[..., Workload[Any]]

@@ -13,7 +13,6 @@ import pytest
 from data.durable import create, replaced, take_lock
 from data.images.file import LAYOUT
 from jobs.bench.document import BenchError, Output
-from jobs.experiment.worker import Outcome
 from jobs.render.table import write_columns
 from jobs.report.write import report
 from jobs.restart.start import folder_lock
@@ -48,7 +47,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     ".bench.json.part": lambda folder: Output(folder / "bench.json"),
     "bench.json": lambda folder: Output(folder / "bench.json"),
     "line.png": lambda folder: sys.exit(draw([PUBLISHED, "--output", str(folder / "line.png")])),
-    "outcome.json": lambda folder: Outcome().write(folder / "outcome.json"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,8 +16,6 @@ from jobs.train.placement import Placement
 from jobs.train.tasks.task import Workload, WorkloadError, naming
 from models.vgg import REDUCTION, VGG16
 from models.vit import ViT
-
-Load = Callable[[DataConfig], tuple[ImageSet, ImageSet]]
 
 
 class Classification(Workload[Batch]):
@@ -52,19 +49,18 @@ class Classification(Workload[Batch]):
         return loss, (logits.argmax(dim=1) == labels).sum(), len(labels)
 
 
-def build_images(config: Config, *, rank: int, size: int, load: Load | None = None) -> Classification:
+def build_images(config: Config, *, rank: int, size: int) -> Classification:
     """The images, network and batches that a configuration describes, as one rank sees them; the weights are equal on all ranks.
 
     Args:
         config: a run's.
         rank, size: this rank's place.
-        load: gives the training and the held-out images; default: load_images.
 
     Raises:
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    training, held_out = (load or load_images)(config.data)
+    training, held_out = load_images(config.data)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
         pixels = Pixels(training, augment)

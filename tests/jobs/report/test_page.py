@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
-import h5py
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -233,19 +232,6 @@ def test_a_logarithmic_axis_of_losses_has_plain_numbers(tmp_path: Path, decades:
     groups = group_runs(read_runs([write_run(tmp_path / "a.h5", loss=loss)]))
     ticks = drawn_ticks(pictures.chart(groups, pictures.LOSS), "y")
     assert len(ticks) >= 2 and all(float(tick) > 0 for tick in ticks)
-
-
-def test_the_run_of_an_experiment_is_told_by_its_name(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "oktopk-0.h5")
-    with h5py.File(path, "r+") as file:
-        file.attrs["command"] = (
-            "jobs.experiment.worker vgg/runs/launch-x/plan.json vgg/runs/launch-x/outcome.json"
-        )
-    report([path, write_run(tmp_path / "by-hand.h5")], tmp_path / "out")
-    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert "oktopk-0: jobs.experiment --runs oktopk-0" in page
-    assert "by-hand: jobs.train by-hand.toml" in page
-    assert "plan.json" not in page
 
 
 def test_without_tokens_of_all_steps_are_compared(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from jobs.restart.signals import EXIT_STATUS, SignalNote, heed_again
+from jobs.restart.signals import EXIT_STATUS
 from oktopk.launch import launch_environment
 
 STOP_TWICE = """
@@ -39,11 +38,3 @@ def test_a_second_signal_does_not_kill_a_stopped_run(name: str) -> None:
     assert done.returncode == EXIT_STATUS, done.stderr
     # the third one showed the stacks
     assert "most recent call first" in done.stderr
-
-
-def test_a_process_can_be_ended_after_a_run() -> None:
-    with SignalNote():
-        pass
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    heed_again()
-    assert [signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGTERM)] == [signal.SIG_DFL] * 2

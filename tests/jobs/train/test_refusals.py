@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from jobs.config.config import Config
-from jobs.restart.signals import heed_again
+from jobs.restart.signals import STOPPING
 from jobs.run.file import RunFile
 from jobs.train.__main__ import main
 from jobs.train.tasks.task import Workload
@@ -28,7 +29,8 @@ def train(path: Path, *settings: str) -> int:
     try:
         return main(words, comm=MPI.COMM_SELF, build=build)
     finally:
-        heed_again()
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def test_what_cannot_be_read_or_replaced_is_refused_before_training(
