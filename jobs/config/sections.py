@@ -278,7 +278,7 @@ def _setting(name: str) -> Any:
 class ReductionConfig(Section):
     """How gradients are summed over the ranks: `method` is one of oktopk.METHODS or of TRAINING_MODES.
 
-    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap`, `bucket_mb` and `nccl_p2p` are those of
+    The keys besides `method`, `sends`, `every`, `gradient_type`, `overlap` and `bucket_mb` are those of
     oktopk.Settings, and for oktopk.METHODS.
     """
 
@@ -316,9 +316,6 @@ class ReductionConfig(Section):
     """For methods of oktopk: reduce gradients in buckets behind the backward pass"""
     bucket_mb: float = Field(default=0.0, ge=0.0)
     """For overlap and ddp: size of a bucket of gradients, in 1e6 bytes; 0: as oktopk.DistributedOptimizer, others 25"""
-    nccl_p2p: bool = True
-    """For nccl and ddp: let NCCL copy from GPU to GPU; false: through host memory (NCCL_P2P_DISABLE=1), a stand-in for hosts
-    without NVLink"""
 
     @field_validator("method")
     @classmethod

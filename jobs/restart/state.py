@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 
 from jobs.cluster.agreement import decide_together
 from jobs.restart import files
 from jobs.restart.files import BadCheckpointError, Found
-from jobs.train.optimizers import kept_by
 from jobs.train.reduce.reduction import ReducingOptimizer
 from oktopk import MissingRanksError
 from oktopk.elastic import check_redistributed, redistribute
@@ -107,7 +106,6 @@ def restore(
             residuals = redistribute(saved_residuals, found.ranks, rank, comm.size, optimizer.hosts)
             check_redistributed(residuals)
             state = {**common["optimizer"], **residuals}
-            _check_kind({**common, **own, **state}, _own_kind(model, optimizer.inner, state["state"]))
             position, saved = Position(**own["position"]), common["model"] | own["buffers"]
             if not all(0 <= number < 2**53 for number in position):
                 raise ValueError(f"{position} is no place in the data")
@@ -142,58 +140,6 @@ def _refusing_what_is_damaged(where: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise BadCheckpointError(f"{where}: {type(error).__name__} {error}") from error
-
-
-def _own_kind(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Iterable[int]) -> dict[str, Any]:
-    """Of what kind a state of this run is that has what the optimizer keeps of the parameters with these numbers."""
-    numbered = enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
-    parameters = dict(numbered)
-    kept, single = kept_by(optimizer), torch.tensor(0.0)
-    return {
-        "model": dict(model.named_parameters()),
-        "buffers": dict(model.named_buffers()),
-        "position": Position()._asdict(),
-        "reducer": {},
-        "param_groups": optimizer.state_dict()["param_groups"],
-        "state": {
-            number: {name: single if alone else parameters[number] for name, alone in kept.items()}
-            for number in saved
-        },
-    }
-
-
-def _check_kind(saved: Any, own: Any, where: str = "") -> None:
-    """Raise ValueError where a nested state is not of the kind of this run's own, which would end a step later on.
-
-    Keys that only the saved one has do not count. A switch may be another one, or none.
-    """
-    inner: Iterable[tuple[Any, Any]] = ()
-    if isinstance(own, Tensor):
-        alike = isinstance(saved, Tensor) and saved.shape == own.shape
-        alike = alike and saved.is_floating_point() == own.is_floating_point()
-    elif isinstance(own, Mapping):
-        alike = isinstance(saved, Mapping)
-        inner = own.items()
-    elif isinstance(own, list | tuple):
-        alike = type(saved) is type(own) and len(saved) == len(own)
-        inner = enumerate(own)
-    elif own is None or isinstance(own, bool):
-        alike = saved is None or isinstance(saved, bool)
-    else:
-        alike = type(saved) is type(own) and (isinstance(own, str) or bool(np.isfinite(saved)))
-    if not alike:
-        raise ValueError(f"{where} is {_kind(saved)}, not like {_kind(own)}")
-    for key, value in inner:
-        place = f"{where}/{key}" if where else str(key)
-        if isinstance(own, Mapping) and key not in saved:
-            raise ValueError(f"{place} is missing")
-        _check_kind(saved[key], value, place)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype}{list(value.shape)}"
-    return type(value).__name__ if isinstance(value, Mapping) else repr(value)[:80]
 
 
 def model_digest(model: nn.Module) -> str:

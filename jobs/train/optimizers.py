@@ -79,21 +79,6 @@ class UncorrectedAdam(torch.optim.AdamW):
             }
 
 
-def kept_by(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
-    """Names of what an optimizer keeps for each parameter -> whether it is one number, not one for each element."""
-    while isinstance(optimizer, WrappedOptimizer):
-        optimizer = optimizer.inner
-    group = optimizer.param_groups[0]
-    parameter = nn.Parameter(torch.zeros(2, dtype=group["params"][0].dtype, device=group["params"][0].device))
-    parameter.grad = torch.zeros_like(parameter)
-    kind: Any = type(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as in `CapturedOptimizer.step`
-        like = kind([{**group, "params": [parameter]}])
-        like.step()
-    return {name: kept.ndim == 0 for name, kept in like.state[parameter].items() if kept is not None}
-
-
 class CapturedOptimizer(WrappedOptimizer):
     """Steps of an optimizer replayed as one CUDA graph: no GPU stands still while Python walks through all parameters.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 
@@ -20,26 +19,6 @@ class WireError(RuntimeError):
 def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:
     """What a ring would send per rank for so many words in so many pieces: what a library sends is not to be seen."""
     return Traffic(WORD_BYTES * (2 * words * (ranks - 1) // ranks), 2 * pieces * (ranks - 1))
-
-
-_p2p_allowed: list[bool] = []
-
-
-def allow_p2p(allowed: bool) -> None:
-    """Before NCCL starts: let it copy from GPU to GPU, or only through host memory (NCCL_P2P_DISABLE=1).
-
-    NCCL reads that variable once in a process.
-
-    Raises:
-        WireError: it was asked otherwise in this process.
-    """
-    if _p2p_allowed and _p2p_allowed[0] != allowed:
-        raise WireError(
-            f"reduction.nccl_p2p was {_p2p_allowed[0]} in an earlier run of this process, and NCCL keeps it"
-        )
-    _p2p_allowed[:] = [allowed]
-    if not allowed:
-        os.environ["NCCL_P2P_DISABLE"] = "1"
 
 
 def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str, unit: str) -> None:

@@ -13,7 +13,7 @@ from jobs.cluster.agreement import Refused
 from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
-from jobs.train.reduce.process_group import WireError, allow_p2p, start_process_group
+from jobs.train.reduce.process_group import WireError, start_process_group
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.updates import UpdatesOptimizer
@@ -93,15 +93,13 @@ def _build_mode(
 ) -> DenseTraining:
     """As build_reduction, of TRAINING_MODES. Raises WireError."""
     settings, clip_norm = config.reduction, config.optimizer.clip_norm
-    method, kind, on_gpus = settings.method, settings.gradient_type, placement.on_gpu
-    if method == "nccl" and not on_gpus:
+    method, kind = settings.method, settings.gradient_type
+    if method == "nccl" and not placement.on_gpu:
         raise WireError(
             f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
         )
     if method == "ddp" and kind not in ("", "float32", "bfloat16"):
         raise WireError(f"reduction.gradient_type {kind!r} is not for 'ddp': float32 or bfloat16")
-    if on_gpus:
-        allow_p2p(settings.nccl_p2p)
     start_process_group(comm, placement.device, placement.process_group, placement.unit)
     dtype = getattr(torch, kind or "float32")
     if method == "nccl":
