@@ -67,29 +67,6 @@ def create(path: Path) -> int:
 
 
 @contextmanager
-def own_folder(path: Path) -> Iterator[Path]:
-    """A folder that only this program makes, created if need be, under a name that leads to it whatever becomes of `path`.
-
-    Raises:
-        OSError: a link or a file is at `path`, or the folder around it is missing; errors of the block name `path`, too.
-    """
-    with suppress(FileExistsError):
-        path.mkdir()
-    if path.is_symlink():
-        raise OSError(f"{path} is a symbolic link")
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    name = f"/proc/self/fd/{descriptor}"
-    try:
-        yield Path(name)
-    except Exception as error:
-        if name not in str(error):
-            raise
-        raise OSError(str(error).replace(name, str(path))) from error
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A draft to write within the block; at its end the draft replaces `path`, on an error it is removed.
 

@@ -10,11 +10,9 @@ than reducing them.
 
 from __future__ import annotations
 
-import re
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,14 +171,6 @@ class Device:
 
     def finish(self) -> None:
         """Return when all work that was asked for has completed; called inside the timed region."""
-
-    def free_bytes(self) -> int | None:
-        """Memory that is still to be had, None if unknown."""
-        try:
-            found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        except OSError:
-            return None
-        return int(found[1]) * 1024 if found else None
 
     def release(self) -> None:
         """Give back what nobody uses any more."""

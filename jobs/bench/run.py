@@ -54,7 +54,6 @@ def _measure(
     options: Options, comm: MPI.Intracomm, device: Device, present: list[Contestant], left_out: dict[str, str]
 ) -> dict[str, Any]:
     length = options.length
-    _check_memory(comm, device, length, present)
     source = decide_together(
         comm, lambda: device.source(options.gradients, length, comm.rank, options.seed), FAULTS, BenchError
     )
@@ -98,22 +97,6 @@ def _measure(
         },
         "methods": [summarize(one, samples[one.name], length) for one in present if one.name in samples],
     }
-
-
-def _check_memory(comm: MPI.Intracomm, device: Device, length: int, present: list[Contestant]) -> None:
-    """Refuse, on all ranks, what would bring the machine down: update, residual and scratch of each contestant."""
-    vectors = 2 + sum(2.2 if one.sparse else 2.5 for one in present)
-    needed = int(4 * length * vectors * device.sharers)
-    free = device.free_bytes()
-
-    def check() -> None:
-        if free is not None and needed > free:
-            raise BenchError(
-                f"about {needed / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free: "
-                f"try fewer methods or a length below {length}"
-            )
-
-    decide_together(comm, check, FAULTS, BenchError)
 
 
 def open_device(name: str, gradient_type: str, comm: MPI.Intracomm) -> Device:

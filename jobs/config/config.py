@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from jobs.config.modes import TRAINING_MODES
 from jobs.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -24,7 +23,6 @@ from jobs.config.sections import (
     TrainingConfig,
 )
 from oktopk import METHODS
-from oktopk.settings import DEFAULT_BUCKET_MB
 
 _OF_MODES = {
     "reduction.sends": "gradients",
@@ -99,29 +97,14 @@ class Config(Section):
         return self.model_dump_json()
 
 
-def _bucket_mb(config: Mapping[str, Any]) -> float | None:
-    """The size of the buckets of a run, in 1e6 bytes of float32; 0: as GPUs have them by default; None: it has none."""
-    reduction = config.get("reduction", {})
-    method, given = reduction.get("method"), reduction.get("bucket_mb", 0.0)
-    if method != "ddp" and not reduction.get("overlap"):
-        return None
-    if method in TRAINING_MODES or config.get("training", {}).get("device") == "cpu":
-        return given or DEFAULT_BUCKET_MB
-    return given
-
-
 def differences(saved: str, own: str, ignored: frozenset[str]) -> list[str]:
     """What differs between two configurations in JSON, as "section.key: saved there, own here".
-
-    A size of buckets differs only where the run has other buckets.
 
     Args:
         saved, own: objects of objects.
         ignored: "section" or "section.key" that may differ.
     """
     there, here = json.loads(saved), json.loads(own)
-    if _bucket_mb(there) == _bucket_mb(here):
-        ignored |= {"reduction.bucket_mb"}
     found = []
     for section in sorted({*there, *here} - ignored):
         a, b = there.get(section, {}), here.get(section, {})

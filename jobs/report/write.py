@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.command import escaped
-from data.durable import own_folder, replaced
+from data.durable import replaced
 from jobs.render.table import Table, write_columns, write_rows
 from jobs.report.groups import Group, group_runs
 from jobs.report.page import render
@@ -73,10 +73,9 @@ def report(
     pictures, folder = sections(groups["train"], target), Path(folder)
     shown_tables = [*first(groups), *tables(groups, target)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with own_folder(folder / SERIES) as series:
-            for run in (run for found in runs.values() for run in found):
-                _write_series(run, series)
+        (folder / SERIES).mkdir(parents=True, exist_ok=True)
+        for run in (run for found in runs.values() for run in found):
+            _write_series(run, folder / SERIES)
         write_rows([figures(run) for found in runs.values() for run in found], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
         for panel in (panel for panels in pictures.values() for panel in panels):

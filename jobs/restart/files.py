@@ -25,7 +25,7 @@ import safetensors.torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
-from data.durable import create, own_folder, sync
+from data.durable import create, sync
 from jobs.restart.packing import Snapshot, unpack
 
 FORMAT = "oktopk checkpoint 1"
@@ -100,15 +100,13 @@ def write_part(path: Path, snapshot: Snapshot) -> Part:
     """
     snapshot.wait()
     # no parents: what a lost file system leaves is no place to write to
-    with own_folder(path.parent) as draft:
-        part = draft / path.name
-        os.close(create(part))  # the library may follow a link
-        safetensors.torch.save_file(snapshot.tensors, part, metadata={"state": snapshot.tree})
-        # the library makes it its owner's alone; the folder has what this user's umask leaves
-        part.chmod(draft.stat().st_mode & 0o666)
-        written = _measure(part)
-        sync(part)
-    return written
+    path.parent.mkdir(exist_ok=True)
+    os.close(create(path))  # the library may follow a link
+    safetensors.torch.save_file(snapshot.tensors, path, metadata={"state": snapshot.tree})
+    # the library makes it its owner's alone; the folder has what this user's umask leaves
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    sync(path)
+    return _measure(path)
 
 
 def read_part(path: Path) -> dict[str, Any]:
@@ -158,11 +156,10 @@ def seal(folder: Path, manifest: Manifest, keep: int) -> None:
         seen = (draft / name).stat().st_size
         if seen != part.bytes:
             raise OSError(f"{draft / name} has {seen} bytes, but {part.bytes} were written")
-    with own_folder(draft) as whole:
-        with open(create(whole / MANIFEST), "w", encoding="utf-8") as file:
-            file.write(manifest.model_dump_json(indent=1) + "\n")
-        sync(whole / MANIFEST)
-        sync(whole)
+    with open(create(draft / MANIFEST), "w", encoding="utf-8") as file:
+        file.write(manifest.model_dump_json(indent=1) + "\n")
+    sync(draft / MANIFEST)
+    sync(draft)
     if final.exists():  # of the same step, and refused when the run resumed from an older one
         _discard(final)
     draft.rename(final)

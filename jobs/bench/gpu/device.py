@@ -112,9 +112,6 @@ class Cuda(Device):
         """Wait for all streams, so for NCCL's too."""
         cupy.cuda.runtime.deviceSynchronize()
 
-    def free_bytes(self) -> int:
-        return int(cupy.cuda.runtime.memGetInfo()[0])
-
     def release(self) -> None:
         gc.collect()
         cupy.get_default_memory_pool().free_all_blocks()

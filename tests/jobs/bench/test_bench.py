@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -136,15 +135,6 @@ def test_gradients_that_are_not_finite_end_the_bench(
     assert bench(*words) == 2
     assert "is NaN or Inf on rank(s) 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_more_memory_than_there_is_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--length", str(2**31 - 1), "--methods", *METHODS]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if free > 4 * 2**31 * 12:
-        pytest.skip(f"this machine has {free / 2**30:.0f} GiB")
-    assert bench(*words) == 2
-    assert "GiB are free: try fewer methods or a length below 2147483647" in capsys.readouterr().err
 
 
 def test_the_library_sums_and_says_what_was_not_counted() -> None:
