@@ -8,7 +8,6 @@ from data import DataError
 
 # A full stop, or one and a closing quote, before a space and what can begin a sentence.
 _SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]]))\s+(?=["'“‘(\[]?[^\W_a-z])""")
-_BLOCK = 1 << 16
 
 
 def text_files(source: Path) -> list[Path]:
@@ -48,9 +47,6 @@ def read_documents(path: Path) -> Iterator[tuple[str, int]]:
     """
     try:
         with open(path, "rb") as file:
-            if (zero := file.read(_BLOCK).find(b"\0")) >= 0:
-                raise DataError(f"{path}: byte {zero} is zero: a binary file, not plain text")
-            file.seek(0)
             start, reported, lines, found = 0, 0, list[str](), False
             for line in file:
                 text = _decoded(line, path, start).strip()

@@ -8,7 +8,6 @@ All contestants live in one process, so that a ratio is within one run.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,9 +35,6 @@ FIELDS = (
     "bytes_between",
 )
 """What is kept of each step: "seconds" is this rank's time, the rest is as in StepReport."""
-
-WHOLE_STEP = "gather and apply"
-"""A stage that only a step has that runs on a device as a whole."""
 
 DENSE_WARMUP = 2
 """Steps discarded of a contestant that leaves nothing behind; the first one sets up its requests."""
@@ -151,14 +147,12 @@ class Samples:
     Attributes:
         fields: each of FIELDS, float64[ranks, steps].
         stages: seconds by stage, float64[ranks, steps].
-        on_device: seconds on the device by stage, the median over some steps of each rank; empty where nothing tells.
         agreed: the last update was bit-identical on all ranks.
     """
 
     fields: dict[str, NDArray[np.float64]]
     stages: dict[str, NDArray[np.float64]]
     agreed: bool
-    on_device: dict[str, list[float]] = field(default_factory=dict)
 
 
 class _Log:
@@ -168,7 +162,6 @@ class _Log:
         self._sparse = contestant.sparse
         self.rows: list[list[float]] = []
         self.stages: list[dict[str, float]] = []
-        self.on_device: dict[str, float] = {}
         self.checksum = 0
 
     def add(self, seconds: float, report: StepReport, finish: dict[str, float]) -> None:
@@ -214,8 +207,6 @@ def measure(
     finally:
         gc.enable()
     for contestant, reducer in contestants:
-        if device.asynchronous and isinstance(reducer, GradientAllreduce):
-            logs[contestant.name].on_device = stages_on_device(reducer, source, device)
         logs[contestant.name].checksum = device.digest(reducer.update)
     everyone = comm.gather(logs)
     if everyone is None:
@@ -272,31 +263,4 @@ def _combine(logs: list[_Log]) -> Samples:
         fields={name: table[:, :, i] for i, name in enumerate(FIELDS)},
         stages=stages,
         agreed=len({log.checksum for log in logs}) == 1,
-        on_device={stage: [log.on_device[stage] for log in logs] for stage in logs[0].on_device},
     )
-
-
-_STAGE_STEPS = (
-    24  # after all others: an event between two kernels, and launches one by one, make a step slower
-)
-
-
-def stages_on_device(reducer: GradientAllreduce, source: GradientSource, device: Device) -> dict[str, float]:
-    """Seconds on this rank's device by stage, the median of some regular steps. Collective.
-
-    Empty where no stage is timed on the device, as over messages and in two levels.
-    """
-    if reducer.p2p_unavailable_reason or reducer.gradient_buffer is not None:
-        return {}
-    reducer.time_stages = True
-    found: dict[str, list[float]] = {}
-    for _ in range(_STAGE_STEPS):
-        report = reducer.step(device.to_device(source.next()))
-        device.finish()
-        if report.local_exact or report.global_exact or WHOLE_STEP not in report.seconds:
-            continue
-        for stage, seconds in report.seconds.items():
-            if stage != "step":
-                found.setdefault(stage, []).append(seconds)
-    reducer.time_stages = False
-    return {stage: statistics.median(seconds) for stage, seconds in found.items()}

@@ -6,7 +6,6 @@ most, both averaged over the steps. Control traffic is apart.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import numpy as np
@@ -44,10 +43,6 @@ def summarize(contestant: Contestant, samples: Samples, length: int) -> dict[str
         "agreed": samples.agreed,
         "seconds": {kind: _times(slowest[chosen]) for kind, chosen in which.items()},
         "stages": {kind: _stages(samples, chosen) for kind, chosen in which.items()},
-        "device_stages": {
-            stage: {"seconds": statistics.fmean(seconds), "slowest": max(seconds)}
-            for stage, seconds in samples.on_device.items()
-        },
         **{name: _traffic(fields[name]) for name in TRAFFIC},
         "formulas": formulas(contestant.method, k, length, ranks),
         "nnz": _nnz(fields, k, contestant.method),

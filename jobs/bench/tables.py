@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from jobs.bench.document import BENCHES, BenchError, Run, ordered
-from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, shown, table, text
+from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, table, text
 
 REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
@@ -92,28 +92,17 @@ def traffic_table(methods: list[Run]) -> Table:
 def stages_tables(methods: list[Run], digits: int = 2) -> list[Table]:
     """Milliseconds of each stage: mean over the ranks / the rank that took least."""
 
-    def ms(seconds: float | None) -> str:
-        return shown(seconds, f"{{:.{digits}f}}", 1e3)
+    def cell(kind: str, method: Run, stage: str) -> str:
+        mean, least = (at(method, f"stages.{kind}.{stage}.{end}") for end in ("mean", "least"))
+        return MISSING if mean is None else f"{1e3 * mean:.{digits}f} / {1e3 * least:.{digits}f}"
 
-    def on_device(method: Run, stage: str) -> str:
-        return ms(at(method, f"device_stages.{stage}.seconds"))
-
-    def on_host(kind: str, method: Run, stage: str) -> str:
-        found = at(method, f"stages.{kind}.{stage}")
-        return MISSING if found is None else f"{ms(found['mean'])} / {ms(found['least'])}"
-
-    def by_method(title: str, cell: Callable[[Run, str], str], each: list[Run], path: str) -> list[Table]:
-        stages = dict.fromkeys(stage for method in each for stage in at(method, path) or {})
-        columns = [Column(title, str)]
-        columns += [Column(method["name"], functools.partial(cell, method)) for method in each]
-        return [table(columns, ordered(stages))] if stages else []
-
-    timed = [method for method in methods if method.get("device_stages")]
-    blocks = by_method("regular steps on the device, ms", on_device, timed, "device_stages")
+    tables = []
     for kind in ("regular", "exact"):
-        title = f"{kind} steps, ms: mean / least rank"
-        blocks += by_method(title, functools.partial(on_host, kind), methods, f"stages.{kind}")
-    return blocks
+        stages = dict.fromkeys(stage for method in methods for stage in at(method, f"stages.{kind}") or {})
+        columns = [Column(f"{kind} steps, ms: mean / least rank", str)]
+        columns += [Column(method["name"], functools.partial(cell, kind, method)) for method in methods]
+        tables += [table(columns, ordered(stages))] if stages else []
+    return tables
 
 
 _OF_SCRIPTS = {

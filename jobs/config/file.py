@@ -184,6 +184,8 @@ def type_name(annotation: Any) -> str:
         return _either([json.dumps(value) for value in arguments])
     if origin in (typing.Union, UnionType):
         return _either([type_name(each) for each in arguments])
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
     if origin is tuple:
         return f"list of {type_name(arguments[0])}s"
     return "table" if origin is dict else _TYPES[annotation]

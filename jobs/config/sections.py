@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -45,9 +44,6 @@ class Section(BaseModel):
                 raise ValueError(f"{key} is for {' and '.join(names)}, not for {kind}")
 
 
-_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
 class ModelConfig(Section):
     """The network. Keys of another network than `name` are refused.
 
@@ -70,7 +66,7 @@ class ModelConfig(Section):
     """For bert and gpt: words that the text file must have; 0: as many as it has"""
     positions: int = Field(default=0, ge=0)
     """For gpt: tokens that the sequences of the text file must have; 0: as many as they have"""
-    factory: str = ""
+    factory: str = Field(default="", pattern=r"^([\w.]+:[\w.]+)?$")
     """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keywords that `factory` is called with, a table [model.arguments]"""
@@ -92,13 +88,6 @@ class ModelConfig(Section):
         if isinstance(values, Mapping) and values.get("factory"):
             return {"name": "own", **values}
         return values
-
-    @field_validator("factory")
-    @classmethod
-    def _names_a_callable(cls, value: str) -> str:
-        if value and not _FACTORY.fullmatch(value):
-            raise ValueError('it is not of the form "my_package.my_module:build"')
-        return value
 
     @field_validator("arguments")
     @classmethod
@@ -232,7 +221,7 @@ class ScheduleConfig(Section):
     """Unit of warmup and milestones; `run` counts in shares of the whole run"""
     warmup: float = Field(default=0.0, ge=0.0)
     """Length of the rise at the start, in `unit`"""
-    warmup_start: float | Literal["1/ranks"] = 0.0
+    warmup_start: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["1/ranks"] = 0.0
     """Factor that the rise starts from, in [0, 1]"""
     milestones: tuple[float, ...] = Field(default=(), strict=False)
     """For step: where the rate is multiplied by gamma, ascending, in `unit`"""
@@ -240,13 +229,6 @@ class ScheduleConfig(Section):
     """For step and exponential: factor that the rate is multiplied by"""
     final: float = Field(default=0.0, ge=0.0, le=1.0)
     """For cosine, linear and one-cycle: factor at the last step"""
-
-    @field_validator("warmup_start")
-    @classmethod
-    def _is_a_fraction(cls, value: float | str) -> float | str:
-        if not isinstance(value, str) and not 0.0 <= value <= 1.0:
-            raise ValueError(f"{value} is not in [0, 1]")
-        return value
 
     @model_validator(mode="after")
     def _milestones_ascend(self) -> Self:
@@ -386,7 +368,7 @@ class TrainingConfig(Section):
 class RunConfig(Section):
     """The run file."""
 
-    file: str = "runs/run.h5"
+    file: str = Field(default="runs/run.h5", min_length=1)
     """Run file to write; its folder is made if need be"""
     overwrite: bool = False
     """Replace the run file of another run; else an interrupted run continues"""
@@ -415,13 +397,6 @@ class RunConfig(Section):
     def in_timeline(self, step: int) -> bool:
         """Whether a step, counted from 1, is in the timeline."""
         return self.timeline and 0 < step - self.timeline_after <= (self.timeline_steps or math.inf)
-
-    @field_validator("file")
-    @classmethod
-    def _is_a_name(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("the run file's name is empty")
-        return value
 
 
 class CheckpointConfig(Section):

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jobs.render.chart import Chart
 from jobs.render.draw import svg
 from jobs.render.table import MISSING, Cell, Column, Table, table
-from jobs.report.groups import Group, differences, in_words, settings_of
+from jobs.report.groups import Group, differences, settings_of
 from jobs.report.summary import Run
 
 COMMIT = 10  # characters of it that are shown
@@ -48,7 +48,6 @@ def render(
     runs = [run for group in everything for run in group.runs]
     return environment.get_template("template.html").render(
         title=title,
-        subtitle=_subtitle(everything),
         notes=notes,
         tables=tables,
         sections={heading: list(map(_picture, panels)) for heading, panels in sections.items()},
@@ -70,20 +69,6 @@ def _picture(panel: Chart) -> dict[str, str]:
         "alt": f"{panel.title}: {panel.note}. The {rows} points drawn are in {panel.name}.csv.",
         "source": f"data:image/svg+xml;base64,{encoded}",
     }
-
-
-def _subtitle(groups: Sequence[Group]) -> str:
-    runs = [run for group in groups for run in group.runs]
-    methods = list(dict.fromkeys(group.method for group in groups))
-    ranks = sorted({run.info.ranks for run in runs})
-    config = runs[0].config
-    lengths = {f"n\u00a0=\u00a0{run.info.length:,}" for run in runs}  # not to be broken over lines
-    task = f"{config.get('model', {}).get('name', '?')} on {config.get('data', {}).get('name', '?')}"
-    return (
-        f"{in_words(len(runs), 'run')} of {in_words(len(methods), 'method')} · {task} · "
-        f"{', '.join(map(str, ranks))} {'rank' if ranks == [1] else 'ranks'} · "
-        f"{', '.join(sorted(lengths))}"
-    )
 
 
 def hardware(run: Run) -> str:

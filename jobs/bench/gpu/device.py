@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
 import sys
 import zlib
@@ -15,6 +14,7 @@ import cupy
 import numpy as np
 from mpi4py import MPI
 
+from collectives.cuda.environment import driver_version
 from collectives.cuda.launch import compiled
 from collectives.mpi_cuda import select_device
 from jobs.bench.device import Device, GradientSource
@@ -132,7 +132,7 @@ def gpu_facts() -> dict[str, Any]:
     return {
         "name": properties["name"].decode(),
         "count": count,
-        "driver": _driver(),
+        "driver": driver_version(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "ucx": next((version for name, version in versions(UCX).items() if name in UCX), None),
@@ -141,12 +141,6 @@ def gpu_facts() -> dict[str, Any]:
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_TUNING)
         },
     }
-
-
-def _driver() -> str | None:
-    path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", path.read_text() if path.exists() else "")
-    return found[1] if found else None
 
 
 def _torch_facts() -> dict[str, Any]:
