@@ -22,7 +22,7 @@ from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import list_sets
 from jobs.restart.signals import SignalNote, Watchdog, leave
 from jobs.restart.state import Position, capture, model_digest
-from jobs.train.batches import BatchStream
+from jobs.train.loop import BatchStream
 from jobs.train.setup import set_up
 
 

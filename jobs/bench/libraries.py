@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import socket
 import sys
 from collections.abc import Iterator
@@ -100,18 +99,12 @@ def _loaded_library() -> ctypes.CDLL | None:
 def torch_problem() -> str:
     """Why NCCL cannot be used in this process, and what to do; "" if it can. Talks to no other rank."""
     needed = "NCCL's rows need a torch with CUDA"
-    if importlib.util.find_spec("torch") is None:
-        return f"{needed}, and no torch is installed: install one, or name other --methods"
     try:
         import torch
     except (ImportError, OSError) as error:
-        return f"{needed}, and the one installed cannot be imported: {error}"
-    if not torch.cuda.is_available():
-        return (
-            f"{needed}, and torch {torch.__version__} sees no GPU: install another, or name other --methods"
-        )
-    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
-        return f"{needed} and NCCL, and torch {torch.__version__} is built without NCCL"
+        return f"{needed}, and none can be imported: {error}: install one, or name other --methods"
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return f"{needed}, and torch {torch.__version__} sees no GPU or has no NCCL: name other --methods"
     return ""
 
 

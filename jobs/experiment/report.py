@@ -17,8 +17,7 @@ from data.durable import replaced
 from jobs.experiment.experiments import Experiment, Target, Value
 from jobs.render.table import Column, Table, table
 from jobs.report.groups import Group, divided, timed_by_stage
-from jobs.report.page import facts
-from jobs.report.write import PAGE, report
+from jobs.report.write import PAGE, facts, report
 from jobs.run.file import RunFileError
 
 _OPERATORS: dict[str, Callable[[float, float], float]] = {"/": np.divide, "-": operator.sub}

@@ -174,18 +174,13 @@ class Watchdog:
 
     def _end(self, seconds: float) -> None:
         seen = self._moves
-        # whatever there is no telling with, the job must end: stderr may be what hangs
-        telling = threading.Thread(target=self._tell, args=(seconds,), daemon=True)
-        telling.start()
-        telling.join(GRACE)
+        # stderr may be what hangs, and Abort may wait for a lock that the hanging call holds: the job must end all the same
+        faulthandler.dump_traceback_later(3 * GRACE, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        self._tell(seconds)
         if self._leaving.wait(GRACE) or self._moves != seen:
+            faulthandler.cancel_dump_traceback_later()
             return  # it moved after all: it was slow
-        try:
-            # Abort may itself wait, for a lock that the hanging call holds or for stderr, and keep the interpreter meanwhile
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            faulthandler.dump_traceback_later(GRACE, exit=True, file=nowhere)
-        finally:
-            MPI.COMM_WORLD.Abort(HUNG_STATUS)
+        MPI.COMM_WORLD.Abort(HUNG_STATUS)
 
     def _tell(self, seconds: float) -> None:
         if sys.__stderr__ is None:

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,62 @@ from collectives.dense_allreduce import dense_words
 from jobs.cluster.agreement import decide_on_root, say
 from jobs.config.config import Config
 from jobs.restart.checkpoint import Checkpointer
-from jobs.restart.state import Progress, capture
+from jobs.restart.state import Position, Progress, capture
 from jobs.run import provenance
 from jobs.run.columns import Gathered, Span, Step, gather
 from jobs.run.file import RunFile, RunFileError
 from jobs.train.agreement import NonFiniteLossError, check_same_parameters
-from jobs.train.batches import BatchStream
 from jobs.train.optimizers import learning_rate_factor
 from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import apply, reduce
 from jobs.train.setup import Setup
+from jobs.train.tasks.task import Workload
 from jobs.train.timeline import Trace, clock_ahead, events
 from jobs.train.timing import PhaseTimer, TimedStep, measure
 from oktopk import average_buffers
+
+
+class BatchStream:
+    """This rank's batches from a position on, epoch after epoch.
+
+    Args:
+        workload: whose batches.
+        samples_per_batch: of all ranks together.
+        start: where; the first batch that begins there or after.
+        per_epoch: batches of an epoch, at most the workload's: with several to a step some may be left over.
+    """
+
+    def __init__(
+        self, workload: Workload[Any], samples_per_batch: int, start: Position, per_epoch: int
+    ) -> None:
+        self._workload, self._samples, self._per_epoch = workload, samples_per_batch, per_epoch
+        self._epoch, self._taken = start.epoch, -(-start.samples // samples_per_batch)
+        self._batches = self._rest_of_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        left = max(0, self._per_epoch - self._taken)
+        return islice(self._workload.batches(self._epoch, self._taken), left)
+
+    @property
+    def position(self) -> Position:
+        return Position(self._epoch, self._taken * self._samples)
+
+    @property
+    def count(self) -> int:
+        """Batches from the first epoch's first to here, had all been as large."""
+        return self._epoch * self._per_epoch + self._taken
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            for batch in self._batches:
+                self._taken += 1
+                return batch
+            self._epoch, self._taken = self._epoch + 1, 0
+            self._batches = self._rest_of_epoch()
 
 
 def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:

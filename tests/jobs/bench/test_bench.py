@@ -13,12 +13,12 @@ import pytest
 from mpi4py import MPI
 
 from collectives.dense_allreduce import dense_words
-from jobs.bench import contestants
-from jobs.bench.contestants import Contestant, make_reducer
+from jobs.bench import run as bench_run
 from jobs.bench.device import Device, DrawnGradients
 from jobs.bench.document import HOST_ROWS, BenchError, read
 from jobs.bench.libraries import ALGORITHMS, MpiAllreduce
 from jobs.bench.options import parse
+from jobs.bench.run import Contestant, make_reducer
 from jobs.bench.run import main as run
 from oktopk import METHODS, Settings
 from tests.launched import PATIENCE, run_ranks
@@ -205,7 +205,7 @@ def test_ranks_may_share_a_gpu_in_two_levels(
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             asked.append(keywords.get("peer_memory"))
 
-    monkeypatch.setattr(contestants, "GradientAllreduce", Reducer)
+    monkeypatch.setattr(bench_run, "GradientAllreduce", Reducer)
     options = parse(["--length", "1000"])
     for name in ("oktopk-flat-int8", "oktopk-hosts-int8"):
         one = Contestant(name=name, method="oktopk", settings=dict(HOST_ROWS[name]))

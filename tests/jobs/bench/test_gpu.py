@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jobs.bench.contestants import contestant, takes_part
 from jobs.bench.device import Device, DrawnGradients
 from jobs.bench.document import BenchError, read
 from jobs.bench.libraries import torch_problem
+from jobs.bench.run import contestant, measure_run, open_device, run_all, takes_part
 from jobs.bench.run import main as run
-from jobs.bench.run import measure_run, open_device, run_all
 from tests.devices import gpus
 from tests.jobs.bench.test_gpu_table import script
 

@@ -89,6 +89,6 @@ def test_all_cells_are_measured_and_end_in_one_table(
 
 def test_the_bench_starts_where_only_its_own_needs_are_installed() -> None:
     missing = ("matplotlib", "sklearn", "pydantic", "h5py", "torch", "cupy")
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.contestants"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import jobs.bench.__main__, jobs.bench.run"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.restart.state import Position
-from jobs.train.batches import BatchStream
+from jobs.train.loop import BatchStream
 
 
 class Numbers:
