@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data.batches import ORDER, epoch_draws
 from data.images.file import ImageSet, channel_statistics
-from data.sharding import ORDER, epoch_draws
 
 CLASSES = tuple(str(digit) for digit in range(10))
 ORIGINAL_SIZE = 8

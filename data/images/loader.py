@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import Draws, HeldOut, HeldOutPlace, Samples, Source
+from data.batches import AUGMENTATION, Draws, HeldOut, HeldOutPlace, Samples, Source, evaluation_batches
 from data.images.file import ImageSet
-from data.sharding import AUGMENTATION, evaluation_batches
 
 BLOCK = 4096
 """Samples that are cut together on a GPU: all batches among them share the launches."""

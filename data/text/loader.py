@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import Batch, Draws, Samples, Source
-from data.sharding import MASKING
+from data.batches import MASKING, Batch, Draws, Samples, Source
 from data.text.file import TextSet
 
 IGNORED = -100

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from data.command import attribute_texts
 from jobs.config.modes import DENSE_OVLP, TRAINING_MODES
@@ -68,7 +68,7 @@ class ModelConfig(Section):
     """For gpt: tokens that the sequences of the text file must have; 0: as many as they have"""
     factory: str = Field(default="", pattern=r"^([\w.]+:[\w.]+)?$")
     """Your own network, "my_package.my_module:build": a callable that returns a torch.nn.Module"""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Keywords that `factory` is called with, a table [model.arguments]"""
 
     _OWNERS: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -89,14 +89,6 @@ class ModelConfig(Section):
             return {"name": "own", **values}
         return values
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_on_record_as_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key, argument in value.items():
-            if not _is_json(argument):
-                raise ValueError(f"{key} is not made of strings, finite numbers, booleans, lists and tables")
-        return value
-
     @model_validator(mode="after")
     def _keys_are_its_own(self) -> Self:
         if self.factory and self.name != "own":
@@ -107,12 +99,6 @@ class ModelConfig(Section):
         if self.name == "own" and not self.factory:
             raise ValueError("name 'own' needs a factory")
         return self
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, dict | list):
-        return all(map(_is_json, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 class DataConfig(Section):

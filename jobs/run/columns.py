@@ -26,7 +26,7 @@ class Span(NamedTuple):
     """A span of a rank's time.
 
     Attributes:
-        name: a phase of PHASES, a stage of the reduction, or what jobs.train.timeline names.
+        name: a phase of PHASES, a stage of the reduction, or what jobs.train.timing names.
         start: seconds, by time.perf_counter() of this rank.
         seconds: that it took.
     """

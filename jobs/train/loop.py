@@ -31,8 +31,7 @@ from jobs.train.reduce.baselines import DdpTraining
 from jobs.train.reduce.reduction import apply, reduce
 from jobs.train.setup import Setup
 from jobs.train.tasks.task import Workload
-from jobs.train.timeline import Trace, clock_ahead, events
-from jobs.train.timing import PhaseTimer, TimedStep, measure
+from jobs.train.timing import PhaseTimer, TimedStep, Trace, clock_ahead, events, measure
 from oktopk import average_buffers
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataError
-from data.sharding import (
+from data.batches import (
     AUGMENTATION,
     ORDER,
     ShardedBatches,

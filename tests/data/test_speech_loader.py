@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from data.speech.loader import LengthBuckets
-from data.speech.spectrogram import BINS, HOP, WINDOW, change_tempo, log_spectrograms
+from data.speech.loader import BINS, HOP, WINDOW, LengthBuckets, change_tempo, log_spectrograms
 from tests.data.test_loaders import utterances
 from tests.utterances import spoken
 

@@ -12,11 +12,10 @@ import torch
 from data import DataError
 from data.prepare import main
 from data.text import prepare as text
-from data.text.corpus import read_documents, split_sentences
 from data.text.file import SPECIAL, TextSet, open_text_file
 from data.text.loader import IGNORED, MaskedText, NextTokens
 from data.text.packing import FOLLOWS, Frame, Packer, Sequences, contiguous
-from data.text.prepare import Recipe, prepare_text
+from data.text.prepare import Recipe, prepare_text, read_documents, split_sentences
 from tests.data.test_loaders import WORDS, text_set
 
 FRAME = Frame(16, pad=0, cls=2, sep=3)

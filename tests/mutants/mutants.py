@@ -254,11 +254,11 @@ MUTANTS = (
     ),
     Mutant(
         "prepared-checksum",
-        "data/prepared_file.py",
-        "            if verify and (found",
-        "            if not verify and (found",
-        "the checksum of prepared data is not checked",
-        f"{_ALONE} tests/data",
+        "jobs/restart/start.py",
+        "elif checksum and info.data and checksum != info.data:",
+        "elif not checksum and info.data:",
+        "a run continues with other data of the same name",
+        f"{_ALONE} tests/jobs/restart/test_start.py",
     ),
     Mutant(
         "warmup-step",
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     Mutant(
         "evaluation-remainder",
-        "data/sharding.py",
+        "data/batches.py",
         "range(used * rank // size, used * (rank + 1) // size)",
         "range(used // size * rank, used // size * (rank + 1))",
         "dropped remainder: some held-out samples are on no rank",

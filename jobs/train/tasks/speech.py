@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from data.speech.file import ALPHABET, decoded, open_speech_file
-from data.speech.loader import SpeechBatch, Utterances
-from data.speech.spectrogram import change_tempo, log_spectrograms
+from data.speech.loader import SpeechBatch, Utterances, change_tempo, log_spectrograms
 from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.tasks.task import Workload, WorkloadError

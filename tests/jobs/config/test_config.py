@@ -135,11 +135,11 @@ def test_without_a_file_the_defaults_are_shown() -> None:
         (["model.arguments.width=3"], "arguments is for own, not for vgg16"),
         (
             ["model.factory=my.nets:build", "model.arguments.day=2026-01-01"],
-            "day is not made of strings, finite",
+            "not a valid JSON value",
         ),
         (
             ["model.factory=my.nets:build", "model.arguments.x=nan"],
-            "x is not made of strings, finite numbers",
+            "should be a finite number",
         ),
         (["training.steps.more=3"], "--set training.steps.more=3: steps is not a table"),
     ],

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from jobs.run.columns import PHASES, Span
 from jobs.run.file import RunFileError
-from jobs.train.timeline import BUCKET, Event, Trace, clock_ahead, exposed
+from jobs.train.timing import BUCKET, Event, Trace, clock_ahead, exposed
 from oktopk.results import StageTimer
 from tests.launched import PATIENCE, outcome
 from tests.tiny_job import run
@@ -69,7 +69,7 @@ def test_a_trace_names_threads_once_and_grows(tmp_path: Path) -> None:
 def test_clocks_are_compared_with_rank_0s(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(clock_ahead(comm)) < 0.05
     perf_counter = __import__("time").perf_counter
-    monkeypatch.setattr("jobs.train.timeline.time.perf_counter", lambda: perf_counter() + 100.0 * comm.rank)
+    monkeypatch.setattr("jobs.train.timing.time.perf_counter", lambda: perf_counter() + 100.0 * comm.rank)
     assert clock_ahead(comm) == pytest.approx(100.0 * comm.rank, abs=0.05)
 
 
