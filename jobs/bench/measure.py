@@ -106,7 +106,7 @@ class Contestant:
 
     Attributes:
         name: unique in a run.
-        method: a name in oktopk.METHODS, jobs.bench.libraries.ALGORITHMS or jobs.bench.document.NCCL_ROWS.
+        method: "mpi", or a name in oktopk.METHODS or jobs.bench.document.NCCL_ROWS.
         settings: keywords of oktopk.Settings in which it differs from the others.
         arguments: keywords of oktopk.GradientAllreduce itself, likewise.
         sparse: leaves entries behind, so that it must settle before it is measured.

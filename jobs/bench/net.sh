@@ -163,10 +163,10 @@ AGENT
 
 bench() {
     cd "$here" || exit 1
-    # what the MPI of this machine is told would reach the ranks
+    # what the MPI of this machine is told would reach the ranks; which algorithm a collective takes is to be measured
     local name
     for name in $(compgen -e); do
-        [[ $name != OMPI_MCA_* && $name != PRTE_MCA_* && $name != PMIX_MCA_* ]] || unset "$name"
+        [[ $name == OMPI_MCA_coll_tuned_* || $name != OMPI_MCA_* && $name != PRTE_MCA_* && $name != PMIX_MCA_* ]] || unset "$name"
     done
     export TMPDIR=/run/tmp OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -200,7 +200,6 @@ bench() {
             [ "$ranks" -le "$hosts" ] || transports=self,sm,tcp  # shared memory inside a host
             launch+=(--mca pml ob1 --mca btl "$transports" --mca btl_tcp_if_include 10.77.0.0/24)
         fi
-        methods+=(mpi-ring mpi-rabenseifner)
         ;;
     mpich)
         [ "$device" = cpu ] || refuse "--device cuda needs Open MPI, and $mpiexec is MPICH's"

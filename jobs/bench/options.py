@@ -15,7 +15,6 @@ from collectives.sparse import check_length
 from data.command import attribute_texts
 from jobs.bench.device import DEVICES, PROFILES
 from jobs.bench.document import HOST_ROWS, NCCL_ROWS, BenchError
-from jobs.bench.libraries import ALGORITHMS
 from oktopk import METHODS, Settings
 from oktopk.devices import GRADIENT_TYPES
 from oktopk.settings import DENSE_ABOVE
@@ -23,7 +22,7 @@ from oktopk.settings import DENSE_ABOVE
 OVER_MPI = "oktopk-mpi"
 """On a GPU: Ok-Topk kept to MPI where it could do without."""
 KNOWN = {
-    "cpu": (*METHODS, *ALGORITHMS, *HOST_ROWS),
+    "cpu": (*METHODS, "mpi", *HOST_ROWS),
     "cuda": (*METHODS, OVER_MPI, *NCCL_ROWS, *HOST_ROWS),
 }
 """device -> what `--methods` takes."""
@@ -69,7 +68,7 @@ class Options:
     """What is measured, and how; equal on all ranks. The text of an attribute is the help of its option.
 
     Attributes:
-        methods: Methods to measure, of {cpu}; default: all but mpi-ring, mpi-rabenseifner and those that begin with oktopk-.
+        methods: Methods to measure, of {cpu}; default: all but those that begin with oktopk-.
             On --device cuda of {cuda}; default: all but those that begin with oktopk-. Rows such as oktopk-hosts-int4 name
             levels and wire
         lengths: Number of elements of the gradient, or several such as 14728266,133547324, measured one after another;

@@ -18,7 +18,7 @@ from collectives.traffic import lower_bound, step_limit, upper_bound
 from data.command import show
 from jobs.bench.device import Device
 from jobs.bench.document import BASELINES, HOST_ROWS, NCCL_ROWS, BenchError, Output, document
-from jobs.bench.libraries import ALGORITHMS, MpiAllreduce, NcclAllreduce, leave_nccl, torch_problem
+from jobs.bench.libraries import MpiAllreduce, NcclAllreduce, leave_nccl, torch_problem
 from jobs.bench.measure import Contestant, Course, Reducer, measure
 from jobs.bench.options import OVER_MPI, Options, parse, parser
 from jobs.bench.summary import summarize
@@ -37,7 +37,7 @@ def contestant(name: str) -> Contestant:
         settings=dict(HOST_ROWS.get(name, {})),
         arguments={"peer_memory": False} if name == OVER_MPI else {},
         sparse=method in METHODS and METHODS[method].sparse,
-        counted=name not in ALGORITHMS and name not in NCCL_ROWS,
+        counted=name not in ("mpi", *NCCL_ROWS),
     )
 
 
@@ -71,8 +71,8 @@ def make_reducer(
     Raises:
         BenchError, ValueError: it cannot be made; on every rank alike.
     """
-    if contestant.method in ALGORITHMS:
-        return MpiAllreduce(comm, length, contestant.method)
+    if contestant.method == "mpi":
+        return MpiAllreduce(comm, length)
     if contestant.method in NCCL_ROWS:
         return NcclAllreduce(comm, length, contestant.method)
     settings: dict[str, Any] = {**options.settings, **contestant.settings, "density": options.density}

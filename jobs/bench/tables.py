@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jobs.bench.document import BENCHES, BenchError, Run, ordered
 from jobs.render.table import MISSING, Block, Column, Table, at, figure, over, table, text
 
-REFERENCES = ("mpi", "mpi-rabenseifner", "mpi-ring", "dense", "full")
+REFERENCES = ("mpi", "mpi-ring", "dense", "full")
 """What times are compared with: the first of these that takes part; "full" is an ablation's Ok-Topk as it is."""
 
 NAME = figure("name", "{}")

@@ -61,7 +61,7 @@ def test_stages_are_means_over_ranks_and_the_rest_is_between() -> None:
 
 def test_summaries_and_formulas_are_those_of_the_golden_file(tmp_path: Path) -> None:
     summaries = {name: summary(name) for name in ("oktopk", "topka", "union", "mpi")}
-    methods = (*METHODS, "mpi", "mpi-ring", "mpi-rabenseifner", "nccl", "nccl-bf16")
+    methods = (*METHODS, "mpi", "nccl", "nccl-bf16")
     # a hundred entries of ten thousand on four ranks
     words = {name: formulas(name, 100, 10_000, 4) for name in methods}
     found = {"summaries": summaries, "formulas": words}
