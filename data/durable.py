@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ def draft_of(path: Path) -> Path:
 def obstacle(path: Path) -> str:
     """Why no file of this program may replace what is at `path`, for a sentence about it; "" where nothing prevents it.
 
-    Links, directories, devices, pipes, sockets and other users' files are left alone.
+    Links, directories, devices, pipes and sockets are left alone.
     """
     try:
         status = path.lstat()
@@ -39,11 +38,6 @@ def obstacle(path: Path) -> str:
         return "is a symbolic link"
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
-    if status.st_uid != os.geteuid():
-        # some file systems give all files one owner
-        with tempfile.TemporaryFile(dir=path.parent) as probe:
-            if status.st_uid != os.fstat(probe.fileno()).st_uid:
-                return f"belongs to user {status.st_uid}"
     return ""
 
 
@@ -53,7 +47,7 @@ def _refuse_obstacle(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """Create a file in place of one of this user's that may be there.
+    """Create a file in place of one that may be there.
 
     Returns:
         Its descriptor, to read and write.
@@ -74,7 +68,7 @@ def replaced(path: Path) -> Iterator[Path]:
     written on afterwards is. Its name is valid within the block alone, and has no suffix.
 
     Raises:
-        OSError: a link, a device or another user's file is at `path` or where the draft goes, another process writes the
+        OSError: a link or a device is at `path` or where the draft goes, another process writes the
             same file, or the disk is full or broken.
     """
     _refuse_obstacle(path)
@@ -107,16 +101,13 @@ def take_lock(path: Path, patience: float = 0.0) -> int | None:
         Its descriptor; None while another process holds it. Where the file system has no locks nobody does.
 
     Raises:
-        OSError: a link, a device or another user's file is at `path`, or the file cannot be opened.
+        OSError: a link or a device is at `path`, or the file cannot be opened.
     """
     deadline = time.monotonic() + patience
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         _refuse_obstacle(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        if os.fstat(descriptor).st_nlink > 1:
-            os.close(descriptor)
-            raise OSError(f"{path} has a second name: it is no lock of this program")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open_at(descriptor, path):

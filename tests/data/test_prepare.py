@@ -14,7 +14,7 @@ from data import DataError
 from data.images import cifar10
 from data.images.cifar10 import CLASSES, FILES, RECORD_BYTES
 from data.images.file import open_image_file
-from data.prepare import main, md5_of, prepare_cifar10
+from data.prepare import main, prepare_cifar10
 
 RECORDS = 20
 
@@ -79,16 +79,7 @@ def test_an_archive_in_any_order_becomes_the_same_file(folder: Path, tmp_path: P
     assert prepare(archive, tmp_path / "c.h5") == 0
     assert_is_cifar10(tmp_path / "c.h5")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.h5", "c.tar", "cifar-10-batches-bin"]
-    assert open_image_file(tmp_path / "c.h5")[0].source.endswith("not compared with the official archive")
-
-
-def test_the_official_archive_is_known_by_its_checksum(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = pack(folder, tmp_path / "c.tar.gz")
-    monkeypatch.setattr(cifar10, "MD5", md5_of(archive))
-    assert prepare(archive, tmp_path / "c.h5") == 0
-    assert "official archive" in open_image_file(tmp_path / "c.h5")[0].source
+    assert open_image_file(tmp_path / "c.h5")[0].source == "CIFAR-10 binary version, c.tar"
 
 
 def test_an_output_that_exists_is_replaced_only_if_forced(
