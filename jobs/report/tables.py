@@ -15,9 +15,6 @@ from jobs.run.columns import PHASES
 
 ERROR_RATES = {"word_error_rate": "WER", "character_error_rate": "CER"}
 """Figures of speech -> their heads."""
-STAGES: tuple[str, ...] = ("step", "select", "boundaries", "clear", "exchange", "reduce")
-STAGES += ("threshold", "allgather", "gather and apply", "allreduce", "apply", "finish", "between")
-"""Stages of a reduction in the order of their columns; others come behind, then the rest."""
 _REDUCTION = (
     "Reduction: from the gradients that backward left to the mean that the optimizer sees, selection, exact thresholds and "
     "conversions included"
@@ -232,12 +229,10 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
     def cell(stage: str, group: Group) -> str:
         return shown(spent(stage, group), milliseconds)
 
-    timed = dict.fromkeys(stage for group in groups for run in group.runs for stage in run.stages)
-    order = [
-        *(stage for stage in STAGES if stage in timed),
-        *(stage for stage in timed if stage not in STAGES),
-    ]
-    stages = [stage for stage in (*order, REST) if any(spent(stage, group) for group in groups)]
+    # as they ran, those of the group with the most stages first
+    longest = sorted(groups, key=lambda group: -max(len(run.stages) for run in group.runs))
+    timed = dict.fromkeys(stage for group in longest for run in group.runs for stage in run.stages)
+    stages = [stage for stage in (*timed, REST) if any(spent(stage, group) for group in groups)]
     columns = [
         Column("One stream" if stage == "step" else stage.capitalize(), partial(cell, stage), "ms")
         for stage in stages

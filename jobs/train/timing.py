@@ -110,9 +110,6 @@ def measure(steps: Sequence[TimedStep], began: float) -> list[Step]:
     return measured
 
 
-BETWEEN = ("between", "evaluation", "record")
-"""What a rank does between two steps, checkpoints and waiting for others included; of that measuring held-out samples, and
-writing the run file, with what it waits for."""
 BUCKET = "bucket"
 """All of the reduction of one bucket, as the host saw it: behind the backward pass, after it, or both."""
 THREADS = ("steps", "between steps", "stages")
@@ -149,7 +146,8 @@ def events(
 
     Args:
         steps: as it measured them.
-        between: step before -> what was done then.
+        between: step before -> what was done then: "between" is all of it, checkpoints and waiting for others included; of that
+            "evaluation" measures held-out samples and "record" writes the run file.
         rank: its number.
         began: when training began on rank 0, by this rank's clock.
 
