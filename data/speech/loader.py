@@ -130,6 +130,11 @@ HOP = RATE // 100
 BINS = WINDOW // 2 + 1
 
 
+def frame_count(samples: torch.Tensor) -> torch.Tensor:
+    """Frames of recordings of so many samples: one every 10 ms, the first around sample 0."""
+    return samples // HOP + 1
+
+
 def log_spectrograms(samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Standardised logarithms of the magnitudes of 20 ms Hamming windows every 10 ms.
 
@@ -148,7 +153,7 @@ def log_spectrograms(samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torc
         samples.float(), WINDOW, HOP, window=window, center=True, pad_mode="constant", return_complex=True
     )
     logs = torch.log1p(spectrum.abs())
-    frames = lengths // HOP + 1  # one every 10 ms, the first around sample 0
+    frames = frame_count(lengths)
     places = torch.arange(logs.shape[2], device=logs.device)
     inside = (places < frames.to(logs.device)[:, None])[:, None, :]
     counts = (BINS * frames).to(logs.device)[:, None, None]
@@ -174,7 +179,7 @@ def change_tempo(
     """
     least, most = tempo
     counts = [
-        max(1, int(count / (least + (most - least) * (draw & 0xFFFF) / 2**16)))
+        played(count, least + (most - least) * (draw & 0xFFFF) / 2**16)
         for draw, count in zip(draws.tolist(), frames.tolist(), strict=True)
     ]
     changed = spectrograms.new_zeros((*spectrograms.shape[:2], max(counts)))
@@ -183,3 +188,8 @@ def change_tempo(
             spectrograms[row : row + 1, :, :before], size=after, mode="linear"
         )[0]
     return changed, torch.tensor(counts)
+
+
+def played(frames: int, factor: float) -> int:
+    """Frames of a recording of so many at another tempo."""
+    return max(1, int(frames / factor))

@@ -170,8 +170,8 @@ EAGER_STEPS = 11
 class DdpTraining(DenseTraining):
     """torch's DistributedDataParallel around a model; its hooks reduce in the backward pass.
 
-    DistributedDataParallel forms its buckets anew after its first backward pass, so that the first step of a run that continues
-    may add in another order than the run before.
+    DistributedDataParallel forms its buckets anew after its first backward pass. On CPUs it does so here at once, for parameters
+    that become ready in the reverse of their order, so that a run that continues has the buckets of the one before.
 
     A CUDA graph of a backward pass holds what the hooks have launched while it was captured, collectives included, and a replay
     runs no hook.
@@ -223,6 +223,21 @@ class DdpTraining(DenseTraining):
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
+        if not self._parameters[
+            0
+        ].is_cuda:  # where sums have no fixed order, and parameters may become ready in another one
+            self._form_buckets()
+
+    def _form_buckets(self) -> None:
+        """Backward passes of zeros, in the buckets before and in the final ones. Collective."""
+        reducer = self.network.reducer
+        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        for _ in range(2):
+            reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
+            for parameter in reversed(parameters):
+                parameter.backward(torch.zeros_like(parameter))
+        self.zero_grad()
 
     @property
     def eager_start(self) -> EagerStart | None:

@@ -11,20 +11,27 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from data.speech.file import ALPHABET, decoded, open_speech_file
-from data.speech.loader import SpeechBatch, Utterances, change_tempo, log_spectrograms
+from data import DataError
+from data.speech.file import ALPHABET, SpeechSet, decoded, open_speech_file
+from data.speech.loader import (
+    SpeechBatch,
+    Utterances,
+    change_tempo,
+    frame_count,
+    log_spectrograms,
+    played,
+)
 from jobs.config.config import Config
 from jobs.train.placement import Placement
 from jobs.train.tasks.task import Workload, WorkloadError
-from models.lstm import LSTM
+from models.lstm import LSTM, output_lengths
 
 
 class Speech(Workload[SpeechBatch]):
     """Recordings into characters by CTC.
 
-    The loss of a batch is the mean over its utterances of the sum over their frames; one with fewer frames than its transcript
-    needs counts 0. A score counts words: its loss is per word and its accuracy 1 - word error rate, which is negative where more
-    words are inserted than heard right. The model takes
+    The loss of a batch is the mean over its utterances of the sum over their frames. A score counts words: its loss is per word
+    and its accuracy 1 - word error rate, which is negative where more words are inserted than heard right. The model takes
     spectrograms and frames, and returns logits and output frames.
     """
 
@@ -51,9 +58,7 @@ class Speech(Workload[SpeechBatch]):
         return logits.float().log_softmax(dim=2).transpose(0, 1), outputs
 
     def _ctc(self, scores: torch.Tensor, frames: torch.Tensor, batch: SpeechBatch) -> torch.Tensor:
-        return nn.functional.ctc_loss(
-            scores, batch.targets, frames, batch.target_lengths, reduction="sum", zero_infinity=True
-        )
+        return nn.functional.ctc_loss(scores, batch.targets, frames, batch.target_lengths, reduction="sum")
 
 
 def spectrograms_of(batch: SpeechBatch, tempo: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +73,7 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     """The workload that a configuration with a network for speech describes; the weights are equal on all ranks.
 
     Raises:
-        DataError: data that is missing, broken, or too little for the ranks.
+        DataError: data that is missing, broken, too little for the ranks, or an utterance too short for its transcript.
         WorkloadError: settings and data that do not go together.
     """
     if config.data.name != "an4":
@@ -78,8 +83,46 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
     if config.training.channels_last:
         raise WorkloadError(f"training.channels_last True is not for model.name {config.model.name!r}")
     train, held_out = open_speech_file(config.data.path)
+    for split, speech in (("train", train), ("test", held_out)) if not config.model.factory else ():
+        fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
+        # batch normalization takes no single frame
+        least = 2 if split == "train" else 1
+        check_lengths(speech, f"{config.data.path}, split {split!r}", fastest, least)
     make = partial(LSTM, labels=len(ALPHABET), width=config.model.width)
     return Speech(make, Utterances(train), Utterances(held_out), config, rank=rank, size=size)
+
+
+def check_lengths(speech: SpeechSet, where: str, tempo: float = 1.0, least: int = 1) -> None:
+    """Refuse what CTC cannot align: each label takes a frame, and so does a blank between two that are equal.
+
+    Args:
+        speech: a split.
+        where: names it in messages.
+        tempo: the fastest that it is played.
+        least: frames that the network needs of any utterance.
+
+    Raises:
+        DataError: the network gives an utterance fewer frames than its transcript, or the network itself, needs.
+    """
+    spectrograms = frame_count(torch.from_numpy(speech.lengths)).tolist()
+    frames = output_lengths(torch.tensor([played(count, tempo) for count in spectrograms])).numpy()
+    repeated = np.zeros(len(speech.labels), np.int64)
+    repeated[1:] = speech.labels[1:] == speech.labels[:-1]
+    firsts = speech.label_offsets[:-1]
+    repeated[firsts] = 0
+    needed = speech.label_lengths + np.add.reduceat(repeated, firsts)
+    short = np.flatnonzero(frames < np.maximum(needed, least))
+    if len(short):
+        which = int(short[0])
+        wanted = (
+            f"{needed[which]} that CTC needs for {speech.transcript(which)!r}"
+            if frames[which] < needed[which]
+            else f"{least} that batch normalization needs"
+        )
+        raise DataError(
+            f"{where}, utterance {speech.names[which]}: {frames[which]} frames of the network"
+            f"{f' at a tempo of {tempo:g}' if tempo != 1.0 else ''} are fewer than the {wanted}"
+        )
 
 
 BLANK = 0

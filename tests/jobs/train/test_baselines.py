@@ -118,9 +118,12 @@ def test_a_second_process_group_and_unknown_backends_are_refused(comm: MPI.Intra
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("done", [1, 5])
-def test_a_state_goes_on_bit_for_bit(gloo: MPI.Intracomm, done: int) -> None:
+@pytest.mark.parametrize("mode", [nccl, ddp])
+def test_a_state_goes_on_bit_for_bit(
+    gloo: MPI.Intracomm, mode: Callable[[nn.Module, int], DenseTraining], done: int
+) -> None:
     model, resumed_model = network(), network()
-    training, resumed = (nccl(each, gloo.size) for each in (model, resumed_model))
+    training, resumed = (mode(each, gloo.size) for each in (model, resumed_model))
     steps(training, gloo.rank, range(done), model)
     taken = Snapshot()
     taken.take({"model": model.state_dict(), "optimizer": training.state_dict()})

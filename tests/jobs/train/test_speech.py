@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import re
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 
+from data import DataError
 from data.prepare import prepare_an4
 from jobs.report.summary import read_runs
 from jobs.train.__main__ import main
-from jobs.train.tasks.speech import build_speech, spectrograms_of
+from jobs.train.tasks.speech import build_speech, check_lengths, spectrograms_of
 from tests.devices import gpus
 from tests.jobs.train.conftest import SPOKEN, Configured, Words
-from tests.utterances import write_an4
+from tests.utterances import speech_set, write_an4
 
 
 def test_training_on_a_few_utterances_lowers_the_loss(tmp_path: Path, words: Words) -> None:
@@ -62,12 +64,43 @@ def test_tempo_changes_training_and_not_evaluation(configured: Configured) -> No
     assert fresh[0] == fresh[1]
 
 
-def test_an_utterance_too_short_for_its_transcript_counts_nothing(configured: Configured) -> None:
-    workload = build_speech(configured("lstm"), rank=0, size=1)
-    batch = next(iter(workload.batches(0)))
-    assert workload.loss(batch).item() > 0
-    short = dataclasses.replace(batch, lengths=torch.full_like(batch.lengths, 600))
-    assert workload.loss(short).item() == 0.0
+def test_an_utterance_too_short_for_its_transcript_is_named() -> None:
+    speech = speech_set(["ABC", "AA BB"])
+    check_lengths(speech, "here")
+    # 5 labels and two blanks need 7 output frames: from 13 frames, from 12 hops
+    offsets = speech.offsets.copy()
+    offsets[2] = offsets[1] + 12 * 160
+    whole = dict(vars(speech), offsets=offsets, samples=speech.samples[: offsets[2]])
+    check_lengths(type(speech)(**whole), "here")
+    with pytest.raises(DataError, match=r"6 frames of the network at a tempo of 1\.1 are fewer than the 7"):
+        check_lengths(type(speech)(**whole), "here", 1.1)
+    offsets[2] -= 1
+    shorter = dict(whole, samples=speech.samples[: offsets[2]])
+    with pytest.raises(DataError, match=r"here, utterance u1: 6 frames .* fewer than the 7 .* for 'AA BB'"):
+        check_lengths(type(speech)(**shorter), "here")
+
+
+def test_an_utterance_of_a_single_frame_is_named() -> None:
+    speech = speech_set(["A", "B"])
+    offsets = np.array([0, 300, 300 + speech.lengths[1]])
+    short = dict(vars(speech), offsets=offsets, samples=speech.samples[: offsets[-1]])
+    check_lengths(type(speech)(**short), "here")
+    with pytest.raises(
+        DataError, match=r"utterance u0: 1 frames .* fewer than the 2 that batch normalization"
+    ):
+        check_lengths(type(speech)(**short), "here", least=2)
+
+
+def test_a_file_that_cannot_be_trained_on_ends_the_run(
+    tmp_path: Path, prepared: Path, words: Words, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.h5"
+    path.write_bytes(prepared.read_bytes())
+    with h5py.File(path, "r+") as file:
+        file["train/offsets"][1] = file["train/offsets"][2] - 200
+    assert main(words("lstm", f"data.path={path}", "training.steps=9"), comm=MPI.COMM_SELF) == 2
+    message = r"split 'train', utterance an4_train/s1/u1-train: \d frames of the network are fewer than .*"
+    assert re.fullmatch(rf"jobs\.train: {path}, {message}\n", capsys.readouterr().err)
 
 
 @pytest.mark.skipif(not gpus(), reason="no GPU")
