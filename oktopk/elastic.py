@@ -312,9 +312,12 @@ def _redistributed(
     if updates := template.get("updates"):
         # of the mean over the ranks, which the reference is still to move by
         changed["residual"] = None if total is None else total * (ranks / saved_ranks)
-        first = [_holder(saved_hosts, saved, length)[0] for saved in inherited or range(before)]
-        optimizer = {**updates["optimizer"], "state": _mean_moments(read, first)}
+        holders = (_holder(saved_hosts, saved, length) for saved in inherited or range(before))
+        moments = (_whole_moments(read, holder, saved_hosts, length) for holder in holders)
+        optimizer = {**updates["optimizer"], "state": _mean_moments(moments)}
         moved = between_exchanges(updates) | {"optimizer": optimizer}
+        if updates.get("sharding") is not None:
+            moved["sharding"] = []  # whole, each in one dimension
         template = {**template, "state": optimizer["state"], "updates": moved}
     return {**template, "reducer": {**template["reducer"], **changed}}
 
@@ -325,15 +328,15 @@ def between_exchanges(updates: dict[str, Any]) -> dict[str, Any]:
     return {**updates, "local": None, "steps": 0, "marked": {}, **nothing}
 
 
-def _mean_moments(read: Callable[[int], dict[str, Any]], ranks: Iterable[int]) -> dict[Any, Any]:
-    """Of each parameter what an optimizer keeps, as the mean over saved ranks; values that are equal on all stay as they are.
+def _mean_moments(replicas: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
+    """Of each parameter what an optimizer keeps, as the mean over saved replicas; values that are equal on all stay as they are.
 
-    Where it is no floating-point tensor with a dimension, as a number of steps or a moment in 8 bits, it is the first rank's.
+    Where it is no floating-point tensor with a dimension, as a number of steps or a moment in 8 bits, it is the first one's.
     """
     means: dict[Any, dict[str, Any]] = {}
     counts: Counter[Any] = Counter()
-    for rank in ranks:
-        for parameter, held in read(rank)["state"].items():
+    for replica in replicas:
+        for parameter, held in replica.items():
             counts[parameter] += 1
             mean = means.setdefault(parameter, dict(held))
             shaped = {name: value for name, value in held.items() if getattr(value, "ndim", 0)}
@@ -341,6 +344,29 @@ def _mean_moments(read: Callable[[int], dict[str, Any]], ranks: Iterable[int]) -
                 for name, value in shaped.items():
                     mean[name] = mean[name].lerp(value, 1 / counts[parameter])
     return means
+
+
+def _whole_moments(
+    read: Callable[[int], dict[str, Any]], holder: list[int], hosts: Sequence[int] | None, length: int
+) -> dict[Any, Any]:
+    """What an optimizer keeps of each parameter of one replica: in one dimension where the ranks have a piece each."""
+    first = read(holder[0])
+    sharding = first["updates"].get("sharding")
+    if not sharding or hosts is None:
+        kept: dict[Any, Any] = first["state"]
+        return kept
+    layout, whole = Layout(tuple(hosts), length), {n: dict(held) for n, held in first["state"].items()}
+    for shard, saved in enumerate(holder):
+        state = read(saved)["state"]
+        for number, (start, stop) in sharding[1].items():
+            begin, end = next(iter(layout.spans_of_shard(((start, stop),), shard)), (0, 0))
+            places = layout.places(shard, begin, end) - start
+            for name, value in state.get(number, {}).items():
+                if name != "step" and getattr(value, "shape", None) == (end - begin,):
+                    if not shard:
+                        whole[number][name] = value.new_zeros(stop - start)
+                    whole[number][name][places] = value
+    return whole
 
 
 def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[int], dict[str, Any]]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oktopk.step import Spans
 
@@ -65,6 +66,11 @@ class Layout:
 
         found = ((before(begin), before(end)) for begin, end in spans)
         return tuple((begin, end) for begin, end in found if begin < end)
+
+    def places(self, shard: int, begin: int, end: int) -> NDArray[np.int64]:
+        """int64[end - begin]: where elements [begin, end) of a shard lie in the vector."""
+        elements = np.arange(begin, end, dtype=np.int64)
+        return elements + (elements // self.block * (self.shards - 1) + shard) * self.block
 
     def extract(self, whole: Any, shard: int, part: Any = None) -> Any:
         """A copy of a shard of float32[n], in float32[shard] where `part` is given; both of NumPy or both of CuPy."""

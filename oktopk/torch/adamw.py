@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import ADAMW_TERMS, AdamWDisplacement, adamw_terms
 from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped, gradient_of
+from oktopk.torch.local_step import has_step_hooks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # of gradients; one that was assigned to a parameter is on its device
@@ -190,16 +190,10 @@ class SelectingStep:
 
     def _is_plain(self) -> bool:
         """Whether the pass computes this step, and no hook reads the parameters behind it."""
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
-        hooks = (
-            torch_optimizer._global_optimizer_pre_hooks,
-            torch_optimizer._global_optimizer_post_hooks,
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-        )
+        groups = self._optimizer.param_groups
         others = any(group.get(name) for group in groups for name in _OTHER_STEPS)
         decays = any(group["weight_decay"] for group in groups)  # here, and not in the exchange
-        return not (any(hooks) or others or decays or self._as_wrapped.relaid)
+        return not (has_step_hooks(self._optimizer) or others or decays or self._as_wrapped.relaid)
 
     def _look(self) -> bool:
         """Whether gradients and moments are of the parameters' type, and laid out as they, as they are now."""

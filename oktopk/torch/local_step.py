@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 LEAST_BETA2 = 0.998
 """Of Adam's second moments of a replica that is not the only one."""
@@ -164,6 +165,18 @@ def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     # before torch 2.7 AdamW is no Adam
     kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam
     return isinstance(optimizer, kinds)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something reads or writes parameters before or after each of an optimizer's steps."""
+    return any(
+        (
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+        )
+    )
 
 
 def is_zero(rate: Any) -> bool:

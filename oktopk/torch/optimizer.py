@@ -178,7 +178,7 @@ class DistributedOptimizer(WrappedOptimizer):
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
-    _replicas = 1  # that have moments of their own
+    _left_out = ""  # by get_optimizer_state_dict, beside residuals
     _open: Sequence[str] = ()  # settings that settings="auto" chose
     _hosts: Sequence[int] = ()  # of the ranks, where it chose
     _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
@@ -603,7 +603,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _load_parts(
         self,
         state: dict[str, Any],
-        check: Callable[[dict[str, Any], dict[str, Any]], None] = lambda given, same: None,
+        check: Callable[[dict[str, Any], dict[str, Any], bool], None] = lambda given, same, lost: None,
         empty: str = "",
     ) -> None:
         """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
@@ -611,7 +611,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Args:
             state: as `_state` returns it.
             check: raises StateError where this rank cannot load what is of a kind; fills in what of it is to be equal on all
-                ranks, and on those of a replica.
+                ranks, and on those of a replica; knows whether all ranks load the state of one, so that the others' is lost.
             empty: why residuals start empty, in a sentence, where the state has none.
 
         Raises:
@@ -630,7 +630,7 @@ class DistributedOptimizer(WrappedOptimizer):
             # the ranks that have another shard must not load theirs either
             with transport.together(ValueError) as given, self._replica.agree(what) as same:
                 check_redistributed(state)
-                check(given, same)
+                check(given, same, bool(not_saved))
                 given |= {"whether the state has residuals": reducer is not None}
                 given |= {"whether the state has tables": tables is not None}
                 self._check_parts(state, reducer, tables)
@@ -643,10 +643,9 @@ class DistributedOptimizer(WrappedOptimizer):
         with self._replica.together(what):  # what raised above has changed no shard
             self._engine.load(reducer, tables)
             if reducer is None and transport.rank == 0:
-                others = " and the moments of all replicas but one" * (self._replicas > 1)
                 empty = empty or (
                     "the state is that of an optimizer that was not wrapped, or came by "
-                    f"get_optimizer_state_dict, which leaves out residuals{others} "
+                    f"get_optimizer_state_dict, which leaves out residuals{self._left_out} "
                     "(docs/checkpoints.md has what keeps them)"
                 )
                 warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)

@@ -52,11 +52,13 @@ class Reference:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
         residual: of the replica.
+        stepped: where an optimizer steps on this rank's shard alone, what it was shown as and what the last step made of it, for
+            the next displacement; None where the parameters hold what steps have made.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
 
     Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more. In
-        two levels 4n for the residual of the host; and in each exchange the parameters once more, and some 20 bytes an element of
-        the shard.
+        two levels 4n for the residual of the host; and in each exchange some 20 bytes an element of the shard, and the parameters
+        once more where the optimizer steps on all of them.
     Traffic: that of `ReplicaResidual.gather` alone.
     """
 
@@ -77,6 +79,7 @@ class Reference:
             self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
         self.residual = ReplicaResidual(reducer, memory, [p.numel() for p in parameters], self.vector.device)
         self.views = dense_views(self.vector, parameters)
+        self.stepped: tuple[Tensor, Tensor] | None = None
         self.marked: dict[int, Tensor] = {}
         # what `reconcile` found: a parameter, places in it, their values, and whether this rank was given them
         self._given: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -110,25 +113,32 @@ class Reference:
 
         Each operation is rounded by itself, as in kernels.
 
-        Memory traffic: twice the parameters, and some 60 bytes an element of the shard.
+        Memory traffic: twice the parameters where the optimizer steps on all of them, and some 60 bytes an element of the shard.
         """
         group = self._reducer.group
         assert group is not None
+        stepped, self.stepped = self.stepped, None
         if group.shard is None or not any(present):  # the vector is zero
             return
-        layout, shard = group.layout, group.shard
-
-        def part(whole: Tensor) -> Tensor:
-            return layout.extract(whole, shard, whole.new_empty(group.shard_length))
-
-        held = part(self.flat())
-        shown = (part(self.vector) - part(self.residual.vector) * self.share).to(held.dtype)
+        shown, held = stepped or (self.shown_shard(), self.of_shard(self.flat()))
         vector = self._memory.tensor(moved.vector)
         torch.sub(shown.float(), held.float(), out=vector)
         vector.mul_(group.host.size)
         absent = missing_spans([view.numel() for view in self.views], present)
-        for begin, end in layout.spans_of_shard(absent, shard):
+        for begin, end in group.layout.spans_of_shard(absent, group.shard):
             vector[begin:end] = 0
+
+    def shown_shard(self) -> Tensor:
+        """round(reference - share · residual) of this rank's shard, of the parameters' type. In two levels."""
+        share = self.of_shard(self.residual.vector).mul_(self.share)
+        return self.of_shard(self.vector).sub_(share).to(self._held[0].dtype)
+
+    def of_shard(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's shard; empty for a rank that has none. In two levels."""
+        group = self._reducer.group
+        assert group is not None
+        part = whole.new_empty(group.shard_length)
+        return part if group.shard is None else group.layout.extract(whole, group.shard, part)
 
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""

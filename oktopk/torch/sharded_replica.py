@@ -23,6 +23,7 @@ from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
 from oktopk.torch.shards import held_tensor, is_sharded, kept_locally, laid_out_as_parameter, local_tensor
+from oktopk.torch.states import by_number
 from oktopk.torch.step_agreement import StepAgreement, groups_difference, numbers_of
 
 
@@ -132,10 +133,10 @@ class ShardedReplica(Replica):
 
     def saved(self, optimizer: dict[str, Any], groups: Groups) -> dict[Any, Any]:
         """As the base class, by plain tensors: the mesh of a DTensor is of these ranks alone."""
-        return _by_number(optimizer, groups, kept_locally)
+        return by_number(optimizer, groups, kept_locally)
 
     def loaded(self, optimizer: dict[str, Any], groups: Groups) -> dict[Any, Any]:
-        return _by_number(optimizer, groups, laid_out_as_parameter)
+        return by_number(optimizer, groups, laid_out_as_parameter)
 
     # what the ranks of a replica tell each other
 
@@ -296,27 +297,6 @@ class _ShardsAsWrapped(AsWrapped):
     def count_write(self) -> None:
         super().count_write()
         torch.autograd.graph.increment_version(self._shards.parameters)
-
-
-def _by_number(
-    optimizer: dict[str, Any], groups: Groups, convert: Callable[[Any, Any], Any]
-) -> dict[Any, Any]:
-    """As `Replica.saved`.
-
-    Args:
-        convert: (value, parameter) -> what becomes of a value that is kept of a parameter, but for its steps.
-    """
-    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    of = dict(zip(numbers, parameters, strict=True))
-    return {
-        number: {
-            name: value if name == "step" else convert(value, of[number]) for name, value in kept.items()
-        }
-        if number in of
-        else kept
-        for number, kept in optimizer["state"].items()
-    }
 
 
 def _unlike(gradient: Any, parameter: Any, tensor: Tensor) -> str:

@@ -57,13 +57,15 @@ class SharedMoments:
         reducer: of the ranks.
         memory: of both.
         slices: of the elements.
+        pieces: where the ranks of a host step on a shard each, what of each parameter is in this rank's, see `ShardStep`.
 
     Memory: 16 bytes for each element of a slice, and what the lists of an exchange take.
     Traffic: of each `average` a barrier; for each of the slice's elements that is not zero 10.25 bits
         to its owner and 10.25 bits from it, each times (P-1)/P, in P - 1 + ceil(log2 P) messages;
         control: an alltoall of 2 int64, and an allgather of 2 and of one for each parameter in the
         slice. With hosts that is between the first ranks of the hosts, which send the others of
-        their host 4 bytes an element.
+        their host 4 bytes an element; with pieces, whose slices are of a shard, between the ranks
+        that have the same shard.
     Source: own, docs/results/updates.md.
     """
 
@@ -74,18 +76,20 @@ class SharedMoments:
         reducer: GradientAllreduce,
         memory: TensorMemory,
         slices: int = SLICES,
+        pieces: Sequence[Tensor] | None = None,
     ) -> None:
         self._slices = slices
+        self._tensors = replica.tensors if pieces is None else pieces
         self._inner, self._replica, self._reducer, self._memory = inner, replica, reducer, memory
         self._host: Transport | None = None
         self._ranks, self._among = 1, reducer.transport
         if (group := reducer.group) is not None:
-            self._host, self._ranks = group.host, group.host.size
+            self._host, self._ranks = group.host if pieces is None else None, group.host.size
             self._among = group.between or self._among
-        self._ends = list(accumulate(tensor.numel() for tensor in replica.tensors))
+        self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
         self._size = -(-self._ends[-1] // slices)
         self._own, self._mean = torch.zeros(
-            2, self._size, dtype=torch.float32, device=replica.tensors[0].device
+            2, self._size, dtype=torch.float32, device=self._tensors[0].device
         )
         among = self._among
         self._codec = make_codec(_WIRE, among.kernels, among.workspace, among.size, among.ranks)
@@ -105,6 +109,8 @@ class SharedMoments:
             ValueError: what was gathered did not decode; on every rank that takes part alike.
         """
         self._reducer.meet("an average of second moments")
+        if not self._size:  # this rank has no shard
+            return
         begin = number % self._slices * self._size
         pieces = list(self._pieces(begin, min(begin + self._size, self._ends[-1])))
         own, mean = self._own.zero_(), self._mean.zero_()
@@ -133,7 +139,7 @@ class SharedMoments:
         """What lies in a slice of the elements; as many pieces on all ranks."""
         number = bisect_right(self._ends, begin)
         while number < len(self._ends) and begin < end:
-            first, last = self._ends[number] - self._replica.tensors[number].numel(), self._ends[number]
+            first, last = self._ends[number] - self._tensors[number].numel(), self._ends[number]
             if last > first:
                 here = slice(max(begin, first) - first, min(end, last) - first)
                 there = slice(here.start + first - begin, here.stop + first - begin)

@@ -41,8 +41,8 @@ def not_saved_of(saved: tuple[int, int] | None, transport: Transport) -> str:
         return ""
     return (
         f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
-        "sends='updates' what the optimizers of the others kept. Save and load each rank's own beside it, see "
-        "docs/frameworks.md"
+        "sends='updates' what the optimizers of the others kept, of shards of a host what all kept. Save and load each rank's "
+        "own beside it, see docs/frameworks.md"
     )
 
 
@@ -123,6 +123,42 @@ def kept_difference(ranks: Sequence[dict[Any, list[str]]]) -> str:
             listed = ", ".join(f"{', '.join(names)} on rank {rank}" for rank, names in lacking.items())
             return f"the optimizer's state of parameter {number} lacks {listed}, which other ranks have: it is damaged"
     return ""
+
+
+def by_number(
+    optimizer: dict[str, Any], groups: Sequence[dict[str, Any]], convert: Callable[[Any, Any], Any]
+) -> dict[Any, Any]:
+    """What an optimizer keeps by the numbers of its parameters, converted.
+
+    Args:
+        optimizer, groups: as `Replica.saved`.
+        convert: (value, parameter) -> what becomes of a value that is kept of a parameter, but for its steps.
+    """
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    of = dict(zip(numbers, parameters, strict=True))
+    return {
+        number: {
+            name: value if name == "step" else convert(value, of[number]) for name, value in kept.items()
+        }
+        if number in of
+        else kept
+        for number, kept in optimizer["state"].items()
+    }
+
+
+def in_shape(value: Any, parameter: Tensor) -> Any:
+    """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension."""
+    if not is_whole(value, parameter) or value.shape == parameter.shape:
+        return value
+    return value.as_strided(parameter.size(), parameter.stride())
+
+
+def is_whole(value: Any, parameter: Tensor) -> bool:
+    """Whether something that is kept of a parameter has its shape, or as many elements in one dimension."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == parameter.shape or value.shape == (parameter.numel(),)
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

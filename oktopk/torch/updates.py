@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,18 +30,21 @@ from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_share import LocalShare
-from oktopk.torch.local_step import SHARED_BY, LocalStep, is_adaptive, most_share
+from oktopk.torch.local_step import SHARED_BY, LocalStep, has_step_hooks, is_adaptive, most_share
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
 from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
+from oktopk.torch.shard_step import ShardStep, is_elementwise
 from oktopk.torch.shared_moments import SharedMoments
 from oktopk.torch.states import (
     NOT_AN_OPTIMIZERS,
+    by_number,
     by_rank,
     check_groups,
+    in_shape,
     kept_difference,
     names_kept,
     on_host,
@@ -105,9 +108,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     - `replica="rank"`: as above, where P is the number of ranks.
     - `replica="host"`: in every step the ranks of a host make each `p.grad` the mean of theirs, the same bits on all of them, and
-      each optimizer steps on that. In an exchange each rank sends one shard of what changed to the ranks of other hosts that have
-      the same shard: a host sends what one rank would. The update comes back to all ranks of the host, whose parameters are then
-      equal, bit for bit. A host counts by its ranks: reference := decay · (reference - sum over hosts of ranks / P · u).
+      each optimizer steps on that: an elementwise one on the rank's shard alone, others on all parameters. In an exchange each
+      rank sends one shard of what changed to the ranks of other hosts that have the same shard: a host sends what one rank would.
+      The update comes back to all ranks of the host, whose parameters are then equal, bit for bit. A host counts by its ranks:
+      reference := decay · (reference - sum over hosts of ranks / P · u).
     - `replica="summed"`: the same, of gradients that are equal on the ranks of a host already, as DDP over them makes them.
     - Parameters that `fully_shard` made: the ranks that shard one model, after FSDP2 has reduced its gradient. `replica` stays
       "auto", and `optimizer.replica` is "shards". Each rank exchanges its shards with the ranks that hold the same ones.
@@ -121,6 +125,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     their gradients, in the first 20 exchanges and in every tenth. A parameter has a gradient where
     any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
+    Elementwise are torch's Adam, AdamW, RAdam, Adamax, SGD, RMSprop and Adagrad, `oktopk.torch.AdamW`, and optimizers with an
+    attribute `elementwise = True`; not where hooks are on their step. What such an optimizer keeps of a parameter is of this
+    rank's elements of it, in one dimension, and in a state under "updates" alone. The smallest host has G ranks: a rank keeps n/G
+    elements of n, and those of larger hosts that have no shard keep none. With `every` > 1 it steps on all parameters, as the
+    ranks of a host would have to tell each other their shards between exchanges.
+
     Ranks that shard one model agree in each step on whether all gradients are finite, else none of them steps; on the norm for
     `clip_norm`, which is that of the whole gradient; on the ratio; and on how an exchange ended: an error of one rank is raised
     on all ranks, and a step that one skips is skipped. See docs/ddp.md.
@@ -133,7 +143,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
-        for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more.
+        for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more. Where the optimizer steps
+        on a shard, not the parameters' size once more, but that of their shard, and while a step runs some 16n/G.
     Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
         the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
         `Reference.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
@@ -178,6 +189,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._reference = Reference(
             self._parameters, self.reducer, self._memory, share / ranks_here, self._as_wrapped
         )
+        self._sharded = self._new_shard_step()
+        self._left_out = " and the moments of all replicas but one" * (self._replicas > 1)
+        if self._sharded is not None:
+            self._left_out = " and all moments"
         self._selecting = self._new_selecting_step()
         self._applied = self._update
         self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
@@ -186,7 +201,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
         self._moments: SharedMoments | None = None
         if self._ratio is not None and self._interval == 1 and self._replicas > SHARED_BY:
-            self._moments = SharedMoments(self.inner, self._replica, self.reducer, self._memory)
+            pieces = None if self._sharded is None else self._sharded.pieces
+            self._moments = SharedMoments(
+                self.inner, self._replica, self.reducer, self._memory, pieces=pieces
+            )
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
         self._failed = False  # the last exchange has, on all ranks
@@ -216,6 +234,18 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def replica(self) -> str:
         """What has a reference of its own: "rank", "host", "summed" or "shards"."""
         return self._replica.name
+
+    def _new_shard_step(self) -> ShardStep | None:
+        """What steps on this rank's shard; None where each rank steps on all parameters. Alike on all ranks. Collective.
+
+        Between two exchanges the ranks of a host would have to tell each other what became of their shards.
+        """
+        transport, reducer = self.reducer.transport, self.reducer
+        if reducer.group is None or self._replicas == transport.size or self._interval > 1:
+            return None
+        if not all(transport.allgather_objects(is_elementwise(self.inner))):
+            return None
+        return ShardStep(self.inner, self._parameters, reducer, self._memory, self._reference)
 
     def _new_selecting_step(self) -> SelectingStep | None:
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Alike on all ranks."""
@@ -255,7 +285,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._reference.look()
             if not self._as_wrapped.problem:  # else the next step says so on all ranks
                 self._take_written()
-            self.inner.step()
+                self._inner_step()
             self._reference.watch()
             return
         self._reference.look()
@@ -294,15 +324,26 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
         if self._beside is None and not self._selected:
-            moved = [
-                p for p, has in zip(self._replica.parameters, self._reference.moved(), strict=True) if has
-            ]
-            if moved:
-                self._beside = own_weights_sentence(self.inner) if keeps_weights(self.inner, moved) else ""
+            with nullcontext() if self._sharded is None else self._sharded.in_place():
+                if moved := self._moved():
+                    self._beside = (
+                        own_weights_sentence(self.inner) if keeps_weights(self.inner, moved) else ""
+                    )
         return self._beside or ""
+
+    def _moved(self) -> list[Tensor]:
+        """The parameters that the optimizer has moved, or their pieces. Waits for a GPU."""
+        if self._sharded is not None:
+            return self._sharded.moved()
+        return [p for p, has in zip(self._replica.parameters, self._reference.moved(), strict=True) if has]
 
     def _unreadable(self) -> str:
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
+        if self._sharded is not None and has_step_hooks(self.inner):
+            return (
+                "the wrapped optimizer has hooks on its step, which takes this rank's shard of the parameters alone: register "
+                "them before it is wrapped, then each rank steps on all of them"
+            )
         gradients = self._gradients()
         if any(map(_is_sparse, gradients)):
             return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
@@ -416,7 +457,14 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _step_wrapped(self) -> None:
         self._selected = self._selecting is not None and self._selecting.run()
         if not self._selected:
-            self.inner.step()
+            self._reference.stepped = self._inner_step()
+
+    def _inner_step(self) -> tuple[Tensor, Tensor] | None:
+        """The wrapped optimizer's own step. Returns `Reference.stepped`."""
+        if self._sharded is not None:
+            return self._sharded.step()
+        self.inner.step()
+        return None
 
     # an exchange
 
@@ -440,7 +488,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._selected and self._selecting is not None and not problem:
             moved: Displacement = self._selecting.displacement
         else:
-            # where there is a problem nothing can be read: this window's moves stay in the parameters
+            # where there is a problem nothing can be read: this window's moves stay in the parameters, but for those of a
+            # shard, which are dropped
             moved = reference.displacement(
                 bytes(len(self._present)) if problem else self._present, flagged=self._broken
             )
@@ -582,8 +631,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
 
         What the wrapped optimizer keeps is this rank's own as well, and is in "updates" once more, by the same tensors, for
-        `torch.distributed.checkpoint`; there of sharded parameters this rank's shards, as plain tensors. All tensors are on the
-        host.
+        `torch.distributed.checkpoint`; there of sharded parameters this rank's shards, as plain tensors. What it keeps of a shard
+        of a host is there alone. All tensors are on the host.
         """
         return super().state_dict()
 
@@ -593,6 +642,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         optimizer = {name: state[name] for name in ("state", "param_groups")}
         optimizer["state"] = self._replica.saved(optimizer, self.param_groups)
         own = self._own_state() | {"optimizer": optimizer}
+        if self._sharded is not None:  # else other ranks, or other optimizers, would take it for theirs
+            state["state"] = {}
         return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
 
     @torch.no_grad()
@@ -609,6 +660,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             "local_share": self._share.state(),
             "ratio": None if self._ratio is None else self._ratio.state(),
             "shard": self._replica.shard,
+            "sharding": None if self._sharded is None else self._sharded.sharding,
         }
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -619,7 +671,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             state.pop("reducer")
             empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
 
-        def check(given: dict[str, Any], same: dict[str, Any]) -> None:
+        def check(given: dict[str, Any], same: dict[str, Any], lost: bool) -> None:
             given["whether the state is of updates"] = own is not None
             if own is not None:
                 self._check_own(own)
@@ -627,9 +679,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._check_replica(saved)
                 # torch's distributed checkpoint has those of one rank beside it
                 state.setdefault("param_groups", own["optimizer"]["param_groups"])
-                check_groups(self.inner, own["optimizer"])
-                with state_errors(what=NOT_AN_OPTIMIZERS):
-                    state["state"] = self._replica.loaded(own["optimizer"], self.param_groups)
+            check_groups(self.inner, state if own is None else own["optimizer"])
+            with state_errors(what=NOT_AN_OPTIMIZERS):
+                state["state"] = self._kept_by(state if own is None else own["optimizer"], own, lost)
             moment = None if own is None else (own["exchanges"], own["steps"])
             same["the exchanges of the state, and steps since"] = moment
             ratio = None if own is None else own["ratio"]
@@ -667,6 +719,36 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None or not all(transport.allgather_objects(unwritten)):
                 self._reference.take_all()
             self._reference.show()
+
+    def _kept_by(self, optimizer: dict[str, Any], own: dict[str, Any] | None, lost: bool) -> dict[Any, Any]:
+        """What the wrapped optimizer is to keep of what a state has, by number.
+
+        Args:
+            optimizer: its "state" and "param_groups".
+            own: what the state has under "updates".
+            lost: as `check` of `_load_parts`: of moments of shards no rank then keeps any, as the others have none.
+
+        Raises:
+            StateError: the state is of shards, and this optimizer keeps moments of all parameters.
+        """
+        sharding = None if own is None else own["sharding"]
+        if self._sharded is not None:
+            return {} if lost and sharding else self._sharded.loaded(optimizer, sharding)
+        if sharding:
+            raise StateError(
+                "the state has moments of one shard, and here each rank steps on all parameters: go on with every=1, the same "
+                "optimizer and no hooks on its step"
+            )
+        if own is None:
+            kept: dict[Any, Any] = optimizer["state"]
+            return kept
+        if sharding is None:
+            return self._replica.loaded(optimizer, self.param_groups)
+        return by_number(optimizer, self.param_groups, in_shape)
+
+    def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
+        with nullcontext() if self._sharded is None else self._sharded.in_place():
+            super()._check_parts(state, reducer, tables)
 
     def _go_on(self, own: dict[str, Any]) -> None:
         """Go on from a state; what this rank's parameters held is put back, where the state is of as many ranks."""
@@ -741,13 +823,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def close(self) -> None:
         """Free what the library holds; the parameters become round(reference). Collective.
 
-        Steps since the last exchange are dropped. Parameters of another type or shape than at construction stay as they are.
+        Steps since the last exchange are dropped, and moments that a rank has of its shard alone. Parameters of another type or
+        shape than at construction stay as they are.
         """
         self._as_wrapped.look()
         if not self._as_wrapped.problem:
             self._take_written()
             self._reference.show_agreed()
         self._kept = None
+        if self._sharded is not None:
+            self._sharded.drop()
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()
@@ -758,6 +843,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
         shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}"
         shown += f", residual_decay={self.residual_decay:.3g}{one_pass}"
+        shown += ", each rank steps on its shard" * (self._sharded is not None)
         return f"{super().__repr__()[:-1]}, {shown})"
 
 

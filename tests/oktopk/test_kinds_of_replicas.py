@@ -339,6 +339,7 @@ def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: 
         case("hosts of 3", 3, "own"),
         case("hosts of 2", 3, "agreed"),
         case("hosts of 2", 1, "a copy"),
+        case("hosts of 2", 1, "torch's distributed checkpoint"),
         *shards(2, "own"),
         *(each for given in ((1, "own"), (1, "agreed"), (2, "agreed")) for each in shards(*given, long=True)),
         *shards(1, "torch's distributed checkpoint", long=True),

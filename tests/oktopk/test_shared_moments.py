@@ -181,6 +181,36 @@ def test_hosts_count_by_their_ranks(comm: MPI.Intracomm) -> None:
     host.Free()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_pieces_are_averaged_among_the_ranks_that_have_the_same_shard(comm: MPI.Intracomm) -> None:
+    """By the ranks of their hosts; a rank without a shard sends and changes nothing."""
+    case = Case(comm, levels="hosts", ranks_per_host=2)
+    group, begin, pieces = case.reducer.group, 0, []
+    assert group is not None
+    for parameter in case.parameters:
+        end = begin + parameter.numel()
+        shard = -1 if group.shard is None else group.shard
+        own = [] if shard < 0 else group.layout.spans_of_shard(((begin, end),), shard)
+        first, last = next(iter(own), (0, 0))
+        pieces.append(case.state[parameter]["exp_avg_sq"].reshape(-1)[: last - first].clone())
+        case.state[parameter]["exp_avg_sq"], begin = pieces[-1], end
+    inner = torch.optim.Adam(case.parameters)
+    inner.state = case.state
+    shared = SharedMoments(
+        inner, Replica(case.parameters), case.reducer, memory_of(torch.device("cpu")), FEW, pieces
+    )
+    mine, weight = torch.cat(pieces), group.host.size
+    every = [] if group.between is None else group.between.allgather_objects((mine.double(), weight))
+    for number in range(FEW):
+        shared.average(number)
+    found = torch.cat([case.moments(number) for number in range(5)])
+    if every:
+        total = sum(values * ranks for values, ranks in every) / sum(ranks for _, ranks in every)
+        assert near(found, total.numpy()) and not torch.equal(found, mine)
+    assert comm.allreduce(len(mine)) == case.reducer.length * len(set(case.reducer.hosts or []))
+    assert bool(every) == bool(case.reducer.take_traffic().bytes)
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_more_than_four_replicas_average_where_they_measure_the_ratio(
     comm: MPI.Intracomm, every: int

@@ -1,0 +1,177 @@
+"""Steps of an elementwise optimizer on this rank's shard of the parameters that the ranks of a host step on together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from oktopk.allreduce import GradientAllreduce
+from oktopk.damage import StateError
+from oktopk.torch.adamw import AdamW
+from oktopk.torch.gradients import dense_views
+from oktopk.torch.interop import TensorMemory
+from oktopk.torch.local_step import has_step_hooks
+from oktopk.torch.reference import Reference
+from oktopk.torch.states import by_number, is_whole
+
+_TORCHS = "Adam", "AdamW", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad"
+_ELEMENTWISE = AdamW, *(getattr(torch.optim, name) for name in _TORCHS)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves each element by its own gradient and state alone: of these classes, or where `elementwise` is True.
+
+    A class that is derived from one of them may do otherwise, and so may hooks.
+    """
+    known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
+    return known and not has_step_hooks(optimizer)
+
+
+class ShardStep:
+    """Steps on this rank's shard of the parameters alone, so that the optimizer keeps moments of its elements alone.
+
+    The *piece* of a parameter is what of it is in the shard, in one dimension, in the order of the vector; it may be empty. The
+    optimizer's state is kept by parameter, as ever, and has the shapes of pieces.
+
+    Args:
+        inner: the wrapped optimizer, see `is_elementwise`. What it keeps of whole parameters is cut to their pieces.
+        parameters: those that the reference is of.
+        reducer: in two levels.
+        memory: of both.
+        reference: of the parameters.
+
+    Attributes:
+        pieces: one a parameter.
+
+    Memory: the shard, in the parameters' type, and while a step runs the same for its gradients.
+    Memory traffic: of a step twice the gradients and float32[n], and some 30 bytes an element of the shard.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        reducer: GradientAllreduce,
+        memory: TensorMemory,
+        reference: Reference,
+    ) -> None:
+        group = reducer.group
+        assert group is not None
+        self._inner, self._parameters, self._reference = inner, parameters, reference
+        self._layout, self._shard = group.layout, group.shard
+        # no other rank reads it between the mean of the gradients and the exchange
+        self._gradients = memory.tensor(reducer.gradient_buffer)
+        self._views = dense_views(self._gradients, reference.views)
+        device = reference.vector.device
+        self._vector = torch.zeros(group.shard_length, dtype=parameters[0].dtype, device=device)
+        ends = accumulate((view.numel() for view in reference.views), initial=0)
+        self._spans, self._numbers = list(pairwise(ends)), {id(p): n for n, p in enumerate(parameters)}
+        self._own = [self._of_shard(span) for span in self._spans]
+        self.pieces = [Parameter(self._vector[begin:end]) for begin, end in self._own]
+        for parameter, kept in inner.state.items():
+            kept |= {name: self._cut(value, parameter) for name, value in kept.items() if name != "step"}
+
+    def _of_shard(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Where the shard has a span of the vector."""
+        spans = () if self._shard is None else self._layout.spans_of_shard((span,), self._shard)
+        return spans[0] if spans else (0, 0)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the optimizer's groups and state have the pieces in place of their parameters."""
+        groups, state = self._inner.param_groups, self._inner.state
+        before = [group["params"] for group in groups]
+        pairs = list(zip(self._parameters, self.pieces, strict=True))
+        for group, held in zip(groups, before, strict=True):
+            numbers = [self._numbers.get(id(parameter)) for parameter in held]
+            group["params"] = [p if n is None else self.pieces[n] for n, p in zip(numbers, held, strict=True)]
+        for parameter, piece in pairs:
+            if parameter in state:
+                state[piece] = state.pop(parameter)
+        try:
+            yield
+        finally:
+            for parameter, piece in pairs:
+                if piece in state:
+                    state[parameter] = state.pop(piece)
+            for group, held in zip(groups, before, strict=True):
+                group["params"] = held
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """Step on the shard, while the parameters stay as they are. Returns `Reference.stepped`."""
+        with torch.no_grad():
+            gradients = [parameter.grad for parameter in self._parameters]
+            copied = [(v, g) for v, g in zip(self._views, gradients, strict=True) if g is not None]
+            if copied:
+                targets, sources = zip(*copied, strict=True)
+                torch._foreach_copy_(targets, sources)
+            own = self._reference.of_shard(self._gradients).to(self._vector.dtype)
+            shown = self._reference.shown_shard()
+            self._vector.copy_(shown)
+        for piece, (begin, end), gradient in zip(self.pieces, self._own, gradients, strict=True):
+            piece.grad = None if gradient is None else own[begin:end]
+        try:
+            with self.in_place():
+                self._inner.step()
+        finally:
+            for piece in self.pieces:
+                piece.grad = None
+        return shown, self._vector
+
+    def moved(self) -> list[Tensor]:
+        """The pieces that the last step has moved. Waits for a GPU."""
+        if self._reference.stepped is None:
+            return []
+        shown, _ = self._reference.stepped
+        moved, pairs = self._vector != shown, zip(self.pieces, self._own, strict=True)
+        return [piece for piece, (begin, end) in pairs if begin < end and bool(moved[begin:end].any())]
+
+    def drop(self) -> None:
+        """Let go of what the optimizer keeps of pieces, which it could not step on parameters with."""
+        for parameter in self._parameters:
+            self._inner.state.pop(parameter, None)
+
+    # states
+
+    @property
+    def sharding(self) -> list[Any]:
+        """[this rank's shard, begin and end of each parameter in the vector by its number in a state], as `loaded` takes it."""
+        owned = enumerate(parameter for group in self._inner.param_groups for parameter in group["params"])
+        numbers = ((number, self._numbers.get(id(parameter))) for number, parameter in owned)
+        return [self._shard, {number: list(self._spans[n]) for number, n in numbers if n is not None}]
+
+    def loaded(self, optimizer: dict[str, Any], sharding: list[Any] | None) -> dict[Any, Any]:
+        """What the optimizer is to keep, by number.
+
+        Args:
+            optimizer: its "state" and "param_groups", as a state has them.
+            sharding: as the attribute, when that was saved; None or empty: it is of whole parameters, which are cut.
+
+        Raises:
+            StateError: it is of another shard.
+        """
+        if not sharding:
+            return by_number(optimizer, self._inner.param_groups, self._cut)
+        if sharding != self.sharding:
+            raise StateError("the state has moments of another shard: each rank saves and loads its own")
+        kept: dict[Any, Any] = optimizer["state"]
+        return kept
+
+    def _cut(self, value: Any, parameter: Tensor) -> Any:
+        """The piece of what an optimizer keeps of a whole parameter; anything else stays as it is."""
+        number = self._numbers.get(id(parameter))
+        if number is None or not is_whole(value, parameter):
+            return value
+        view, (start, _) = self._reference.views[number], self._spans[number]
+        flat = value
+        if value.shape == view.shape:
+            flat = value.new_empty(view.numel())
+            dense_views(flat, [view])[0].copy_(value)
+        places = self._layout.places(self._shard or 0, *self._own[number]) - start
+        return flat[torch.from_numpy(places).to(flat.device)]

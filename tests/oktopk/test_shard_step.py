@@ -1,0 +1,370 @@
+"""Elementwise optimizers step on this rank's shard of its host's parameters, and keep moments of it alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from oktopk import DistributedOptimizer, levels
+from oktopk.elastic import inherited_ranks, redistribute
+from oktopk.torch import updates
+from oktopk.torch.shard_step import is_elementwise
+from oktopk.torch.shared_moments import SLICES
+from tests.replicas import OPTIMIZERS, Replicas
+from tests.training import flat, loss, network, train
+
+pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.also(ranks=4), pytest.mark.also(ranks=5)]
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards that begin and end within parameters."""
+    monkeypatch.setattr(levels, "BLOCK", 64)
+
+
+class Lion(torch.optim.Optimizer):
+    """Steps by signs."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            one, other = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                held = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                sign = (held * one + parameter.grad * (1 - one)).sign()
+                parameter.sub_(sign * group["lr"])
+                held.mul_(other).add_(parameter.grad * (1 - other))
+
+
+def on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on each rank steps on all parameters."""
+    monkeypatch.setattr(updates, "is_elementwise", lambda optimizer: False)
+
+
+def make(comm: MPI.Intracomm, per_host: int = 2, kind: Any = "", **settings: Any) -> tuple[nn.Module, Any]:
+    model = settings.pop("model", None) or network()
+    return model, Replicas(comm, per_host).wrap(model, kind, **settings)
+
+
+def elements(optimizer: Any, name: str = "exp_avg") -> int:
+    """What this rank keeps under a name, in elements."""
+    return sum(state[name].numel() for state in optimizer.inner.state.values())
+
+
+def gathered(optimizer: Any, name: str = "exp_avg") -> list[Tensor]:
+    """What the ranks of this host keep of each parameter, flat."""
+    group = optimizer.reducer.group
+    whole = torch.zeros(optimizer.length)
+    mine = torch.cat([optimizer.inner.state[p][name].float().reshape(-1) for p in optimizer._parameters])
+    if optimizer._sharded is None:
+        whole = mine
+    else:
+        group.share_values(mine.numpy(), whole.numpy())
+    return list(whole.split([p.numel() for p in optimizer._parameters]))
+
+
+KINDS: dict[str, Any] = {name: OPTIMIZERS[name] for name in ("adamw foreach", "adam tensor rate", "sgd")}
+KINDS |= {"oktopk adamw": OPTIMIZERS["oktopk adamw"], "lion": Lion}
+KINDS |= {
+    name: lambda p, kind=name: getattr(torch.optim, kind)(p, lr=1e-3)
+    for name in ("RAdam", "Adamax", "RMSprop", "Adagrad")
+}
+
+
+@pytest.mark.parametrize(
+    ("per_host", "kind", "settings"),
+    [
+        *((2, kind, {}) for kind in KINDS),
+        (3, "adamw foreach", {"clip_norm": 0.05, "method": "oktopk"}),
+        (2, "sgd", {"replica": "summed", "local_share": 1.0}),
+    ],
+    ids=str,
+)
+def test_steps_on_shards_are_those_on_all_parameters(
+    comm: MPI.Intracomm, per_host: int, kind: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; of each number that the optimizer keeps of an element one rank of a host has it."""
+    found = []
+    for _ in range(2):
+        model, optimizer = make(comm, per_host, KINDS[kind], density=0.2, **settings)
+        rank = optimizer.hosts[comm.rank] if optimizer.replica == "summed" else comm.rank
+        for step in range(6):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            if step in (2, 3):
+                model[3].weight.grad = None
+            optimizer.step()
+        names = sorted(optimizer.inner.state[model[0].weight])
+        kept = [torch.cat(gathered(optimizer, name)) for name in names if name != "step"]
+        found.append((flat(model).tobytes(), optimizer._reference.vector, *kept))
+        for name in names:
+            if name != "step":
+                mine = optimizer.length if len(found) == 2 else optimizer.reducer.group.shard_length
+                assert elements(optimizer, name) == mine
+        assert ("steps on its shard" in repr(optimizer)) == (len(found) == 1)
+        Replicas(comm, per_host).check_agreed(model, optimizer)
+        on_all(monkeypatch)
+    sharded, whole = found
+    assert sharded[0] == whole[0]
+    assert all(torch.equal(one, other) for one, other in zip(sharded[1:], whole[1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_step_on_shards_as_on_all(
+    comm: MPI.Intracomm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of whole vectors of a CPU: torch rounds 16 bits otherwise in the elements that are left at the end of a tensor."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        layers = nn.Sequential(nn.Linear(20, 32, bias=False), nn.Linear(32, 64, bias=False))
+        model, optimizer = make(comm, kind="sgd", model=layers.to(dtype))
+        for step in range(5):
+            optimizer.zero_grad()
+            batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(9 * step + comm.rank))
+            model(batch.to(dtype)).float().square().mean().backward()
+            optimizer.step()
+        found.append((flat(model).tobytes(), torch.cat(gathered(optimizer, "momentum_buffer"))))
+        on_all(monkeypatch)
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert {state["momentum_buffer"].dtype for state in optimizer.inner.state.values()} == {dtype}
+
+
+def test_a_host_with_a_nan_on_one_rank_steps_on_no_shard(comm: MPI.Intracomm) -> None:
+    model, optimizer = make(comm, nonfinite="skip")
+    train(model, optimizer, comm.rank, range(2))
+    optimizer.zero_grad()
+    loss(model, comm.rank, 2).backward()
+    if comm.rank == 1:
+        model[0].weight.grad[0, 0] = math.nan
+    before = torch.cat(gathered(optimizer))
+    optimizer.step()
+    here = optimizer.hosts[comm.rank] == optimizer.hosts[1]
+    assert torch.equal(torch.cat(gathered(optimizer)), before) == here
+    train(model, optimizer, comm.rank, range(3, 5))
+    Replicas(comm, 2).check_agreed(model, optimizer)
+
+
+def test_second_moments_are_averaged_among_the_holders_of_a_shard(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As among more than four replicas: of each shard the slice with the number of the measurement."""
+    monkeypatch.setattr(updates, "SHARED_BY", 1)
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(1))
+    group = optimizer.reducer.group
+    mine = torch.cat([optimizer.inner.state[p]["exp_avg_sq"] for p in optimizer._parameters])
+    size = -(-len(mine) // SLICES)
+    if group.between is not None:
+        held = [each.numpy() for each in group.between.allgather_objects(mine)]
+        alike = [
+            all((each[at : at + size] == held[0][at : at + size]).all() for each in held)
+            for at in (size, 3 * size)
+        ]
+        assert alike == [True, False]
+    train(model, optimizer, comm.rank, range(1, 4))
+    Replicas(comm, 2).check_agreed(model, optimizer)
+
+
+# states
+
+
+def states_of(comm: MPI.Intracomm, optimizer: Any) -> list[Any]:
+    every: list[Any] = comm.allgather(copy.deepcopy(optimizer.state_dict()))
+    return every
+
+
+@pytest.mark.parametrize(
+    "to", [{"per_host": 0, "replica": "rank"}, {"per_host": 3}, {"per_host": 3, "every": 2}], ids=str
+)
+def test_redistributed_moments_are_the_mean_of_the_hosts(comm: MPI.Intracomm, to: Any) -> None:
+    """Whatever each rank has of them, before and afterwards."""
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(5))
+    mine = gathered(optimizer)
+    hosts = [comm.bcast(mine, root) for root in range(0, comm.size, 2)]
+    states = states_of(comm, optimizer)
+    assert all(not state["state"] for state in states)  # it is under "updates", and no other rank's
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+    other, loaded = make(comm, **to)
+    other.load_state_dict(weights)
+    ranks = comm.size
+    loaded.load_state_dict(redistribute(states.__getitem__, ranks, comm.rank, ranks, loaded.hosts))
+    now = list(range(ranks)) if loaded.hosts is None else loaded.hosts
+    inherited = inherited_ranks(now[comm.rank], max(now) + 1, len(hosts)) or range(len(hosts))
+    for parameter, found, *parts in zip(other.parameters(), gathered(loaded), *hosts, strict=True):
+        kept = loaded.inner.state[parameter]["exp_avg"]
+        assert loaded._sharded is not None or kept.shape == parameter.shape
+        wanted = torch.stack([parts[host] for host in inherited]).mean(dim=0)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-8) and wanted.any()
+    train(other, loaded, comm.rank, range(5, 7))
+
+
+def test_a_state_of_an_optimizer_alone_is_cut_to_the_shard(comm: MPI.Intracomm) -> None:
+    """One that is loaded, and one that the wrapped optimizer has already."""
+    alone = network()
+    plain = torch.optim.AdamW(alone.parameters(), lr=1e-3)
+    train(alone, plain, 0, range(2))
+    expected = [plain.state[p]["exp_avg"].reshape(-1) for p in alone.parameters()]
+    model, optimizer = make(comm)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    _, wrapped = make(comm, model=alone, kind=lambda parameters: plain)
+    for each in (optimizer, wrapped):
+        assert all(map(torch.equal, gathered(each), expected))
+        assert elements(each) == each.reducer.group.shard_length
+    train(model, optimizer, comm.rank, range(2))
+
+
+def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(3))
+    state = comm.bcast(copy.deepcopy(optimizer.state_dict()))
+    again, loaded = make(comm)
+    loaded.load_state_dict(copy.deepcopy(state))
+    assert not loaded.inner.state
+    for group in loaded.param_groups:
+        group["lr"] = 0.0  # before which all ranks agree on whether there is a state
+    train(again, loaded, comm.rank, range(3, 5))
+    assert any("the state of rank 0" in str(each.message) for each in recwarn) == (comm.rank == 0)
+    Replicas(comm, 2).check_agreed(again, loaded)
+
+
+@pytest.mark.parametrize("flat_names", [False, True])
+def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
+    comm: MPI.Intracomm, flat_names: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """An optimizer without state is set up by a step at a learning rate of 0."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat_names)
+    model, optimizer = make(comm)
+    start = flat(model)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    assert (flat(model) == start).all() and elements(optimizer) == optimizer.reducer.group.shard_length
+    if flat_names:
+        with pytest.raises(ValueError, match="the state is damaged: step {} of a parameter"):
+            set_optimizer_state_dict(model, optimizer, state, options=options)
+    else:
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+        told = [each for each in recwarn if "leaves out residuals and all moments (" in str(each.message)]
+        assert len(told) == (comm.rank == 0)
+    train(model, optimizer, comm.rank, range(2))
+    Replicas(comm, 2).check_agreed(model, optimizer)
+
+
+def test_moments_of_another_shard_or_of_one_are_refused(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(2))
+    states = states_of(comm, optimizer)
+    with pytest.raises(ValueError, match="another shard|is of rank"):
+        optimizer.load_state_dict(states[(comm.rank + 1) % comm.size])
+    on_all(monkeypatch)
+    _, whole = make(comm)
+    with pytest.raises(ValueError, match="here each rank steps on all parameters: go on with every=1"):
+        whole.load_state_dict(states[comm.rank])
+
+
+# which optimizers
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (OPTIMIZERS["oktopk adamw"], True),
+        (Lion, True),
+        (Subclass, False),
+        (torch.optim.NAdam, False),
+        (torch.optim.LBFGS, False),
+        (torch.optim.Adafactor, False),
+    ],
+)
+def test_only_optimizers_that_are_known_or_say_so_are_elementwise(
+    kind: Callable[[Any], Any], expected: bool
+) -> None:
+    optimizer = kind(network().parameters())
+    assert is_elementwise(optimizer) == expected
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert not is_elementwise(optimizer)
+
+
+def test_hooks_on_the_step_see_all_parameters_or_are_refused(comm: MPI.Intracomm) -> None:
+    """Also where one rank alone has one."""
+    seen = []
+
+    def hooked(parameters: Any) -> torch.optim.Optimizer:
+        inner = torch.optim.AdamW(parameters, lr=1e-3)
+        if comm.rank == 0:
+            inner.register_step_pre_hook(
+                lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"][0].shape)
+            )
+        return inner
+
+    model, optimizer = make(comm, kind=hooked)
+    train(model, optimizer, comm.rank, range(2))
+    assert elements(optimizer) == optimizer.length
+    assert seen == [(30, 20)] * 2 * (comm.rank == 0)
+    model, optimizer = make(comm)
+    start = flat(model)
+    hook = optimizer.inner.register_step_post_hook(lambda *_: None)
+    with pytest.raises(
+        ValueError, match="the wrapped optimizer has hooks on its step, which takes this rank's shard"
+    ):
+        train(model, optimizer, comm.rank, range(1))
+    assert not optimizer.inner.state and (flat(model) == start).all()
+    hook.remove()
+    train(model, optimizer, comm.rank, range(1))
+
+
+class WithMasters(Lion):
+    """Keeps weights beside the parameters from its first step on, and moves those."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("weights", parameter.detach().clone())
+
+
+def test_weights_beside_a_shard_are_found(comm: MPI.Intracomm) -> None:
+    model, optimizer = make(comm, kind=WithMasters)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="WithMasters keeps weights beside the parameters"):
+            train(model, optimizer, comm.rank, range(1))
+
+
+def test_what_is_closed_steps_on_all_parameters_again(comm: MPI.Intracomm) -> None:
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(2))
+    inner = optimizer.inner
+    optimizer.close()
+    assert not inner.state
+    train(model, inner, comm.rank, range(2))
+    assert inner.state[model[0].weight]["exp_avg"].shape == (30, 20)
+    again = DistributedOptimizer(inner, comm, density=0.05, replica="host", ranks_per_host=2)
+    train(model, again, comm.rank, range(2))
+    assert elements(again) == again.reducer.group.shard_length
