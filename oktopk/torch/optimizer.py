@@ -596,9 +596,12 @@ class DistributedOptimizer(WrappedOptimizer):
         return self.reducer.state_dict()
 
     def _load(self, state: dict[str, Any]) -> None:
-        if state.pop("updates", None) is not None:
+        own, empty = of_rank(state.pop("updates", None)), ""
+        if own is not None:
             state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
-        self._load_parts(state)
+            if own.get("sharding") is not None:
+                empty = "the state has moments of a host's shards, which only updates on the same hosts go on with: none are kept"
+        self._load_parts(state, empty=empty)
 
     def _load_parts(
         self,

@@ -20,17 +20,20 @@ from oktopk.torch.local_step import has_step_hooks
 from oktopk.torch.reference import Reference
 from oktopk.torch.states import by_number, is_whole
 
-_TORCHS = "Adam", "AdamW", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad"
+# these make what they keep in their first step
+_TORCHS = "Adam", "AdamW", "RAdam", "Adamax", "SGD", "RMSprop"
 _ELEMENTWISE = AdamW, *(getattr(torch.optim, name) for name in _TORCHS)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step moves each element by its own gradient and state alone: of these classes, or where `elementwise` is True.
 
-    A class that is derived from one of them may do otherwise, and so may hooks.
+    A class that is derived from one of them may do otherwise, and so may hooks. One that says so and keeps something already,
+    perhaps since it was made, may need it once it is no longer wrapped.
     """
-    known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "elementwise", False) is True
-    return known and not has_step_hooks(optimizer)
+    known = type(optimizer) in _ELEMENTWISE
+    says = getattr(optimizer, "elementwise", False) is True and not optimizer.state
+    return (known or says) and not has_step_hooks(optimizer)
 
 
 class ShardStep:
@@ -49,8 +52,9 @@ class ShardStep:
     Attributes:
         pieces: one a parameter.
 
-    Memory: the shard, in the parameters' type, and while a step runs the same for its gradients.
-    Memory traffic: of a step twice the gradients and float32[n], and some 30 bytes an element of the shard.
+    Memory: the shard, in the parameters' type; while a step runs a copy of the parameters, and some 16 bytes an element of the
+        shard.
+    Memory traffic: of a step twice the gradients, the parameters and float32[n], and some 30 bytes an element of the shard.
     """
 
     def __init__(
@@ -113,7 +117,8 @@ class ShardStep:
                 torch._foreach_copy_(targets, sources)
             own = self._reference.of_shard(self._gradients).to(self._vector.dtype)
             shown = self._reference.shown_shard()
-            self._vector.copy_(shown)
+            # what the parameters hold, and so what was written where nothing watches
+            self._vector.copy_(self._reference.of_shard(self._reference.flat()))
         for piece, (begin, end), gradient in zip(self.pieces, self._own, gradients, strict=True):
             piece.grad = None if gradient is None else own[begin:end]
         try:

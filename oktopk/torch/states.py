@@ -147,13 +147,6 @@ def by_number(
     }
 
 
-def in_shape(value: Any, parameter: Tensor) -> Any:
-    """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension."""
-    if not is_whole(value, parameter) or value.shape == parameter.shape:
-        return value
-    return value.as_strided(parameter.size(), parameter.stride())
-
-
 def is_whole(value: Any, parameter: Tensor) -> bool:
     """Whether something that is kept of a parameter has its shape, or as many elements in one dimension."""
     if not isinstance(value, Tensor):

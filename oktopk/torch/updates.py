@@ -27,7 +27,7 @@ from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
 from oktopk.torch.gradient_norms import GradientNorms, most_norm
-from oktopk.torch.gradients import missing_spans
+from oktopk.torch.gradients import dense_views, missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import SHARED_BY, LocalStep, has_step_hooks, is_adaptive, most_share
@@ -44,7 +44,7 @@ from oktopk.torch.states import (
     by_number,
     by_rank,
     check_groups,
-    in_shape,
+    is_whole,
     kept_difference,
     names_kept,
     on_host,
@@ -125,7 +125,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     their gradients, in the first 20 exchanges and in every tenth. A parameter has a gradient where
     any rank of the host has one. `optimizer.replica` and `repr` say which it is.
 
-    Elementwise are torch's Adam, AdamW, RAdam, Adamax, SGD, RMSprop and Adagrad, `oktopk.torch.AdamW`, and optimizers with an
+    Elementwise are torch's Adam, AdamW, RAdam, Adamax, SGD and RMSprop, `oktopk.torch.AdamW`, and optimizers with an
     attribute `elementwise = True`; not where hooks are on their step. What such an optimizer keeps of a parameter is of this
     rank's elements of it, in one dimension, and in a state under "updates" alone. The smallest host has G ranks: a rank keeps n/G
     elements of n, and those of larger hosts that have no shard keep none. With `every` > 1 it steps on all parameters, as the
@@ -144,7 +144,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
         for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more. Where the optimizer steps
-        on a shard, not the parameters' size once more, but that of their shard, and while a step runs some 16n/G.
+        on a shard, that of its parameters, and while a step runs some 16n/G.
     Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
         the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
         `Reference.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
@@ -341,8 +341,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """Why this rank's gradients cannot be stepped on, in a sentence; "" if they can."""
         if self._sharded is not None and has_step_hooks(self.inner):
             return (
-                "the wrapped optimizer has hooks on its step, which takes this rank's shard of the parameters alone: register "
-                "them before it is wrapped, then each rank steps on all of them"
+                "the wrapped optimizer, or torch for all optimizers, has hooks on its step, which takes this rank's shard of the "
+                "parameters alone: register them before it is wrapped, then each rank steps on all of them"
             )
         gradients = self._gradients()
         if any(map(_is_sparse, gradients)):
@@ -744,7 +744,16 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return kept
         if sharding is None:
             return self._replica.loaded(optimizer, self.param_groups)
-        return by_number(optimizer, self.param_groups, in_shape)
+        return by_number(optimizer, self.param_groups, self._in_shape)
+
+    def _in_shape(self, value: Any, parameter: Tensor) -> Any:
+        """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension of the vector."""
+        numbers = {id(each): number for number, each in enumerate(self._parameters)}
+        if id(parameter) not in numbers or value is None or not is_whole(value, parameter):
+            return value
+        if value.shape == parameter.shape:
+            return value
+        return dense_views(value, [self._reference.views[numbers[id(parameter)]]])[0]
 
     def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
         with nullcontext() if self._sharded is None else self._sharded.in_place():

@@ -86,7 +86,7 @@ KINDS: dict[str, Any] = {name: OPTIMIZERS[name] for name in ("adamw foreach", "a
 KINDS |= {"oktopk adamw": OPTIMIZERS["oktopk adamw"], "lion": Lion}
 KINDS |= {
     name: lambda p, kind=name: getattr(torch.optim, kind)(p, lr=1e-3)
-    for name in ("RAdam", "Adamax", "RMSprop", "Adagrad")
+    for name in ("RAdam", "Adamax", "RMSprop")
 }
 
 
@@ -286,6 +286,47 @@ def test_moments_of_another_shard_or_of_one_are_refused(
         whole.load_state_dict(states[comm.rank])
 
 
+# what nothing watches
+
+
+def test_what_is_written_past_all_watching_stays(comm: MPI.Intracomm) -> None:
+    """Through `.data`, into elements that no sample holds: it counts as a move."""
+    model, optimizer = make(comm, density=0.25)
+    train(model, optimizer, comm.rank, range(3))
+    weight = max(model.parameters(), key=lambda each: each.numel())
+    with optimizer.agreed():
+        before = weight.detach().clone()
+    places, elements = [], weight.data.view(-1)
+    for place in range(1, len(elements), 7):
+        kept = elements[place].clone()
+        elements[place] += 1
+        if any(comm.allgather(bool(optimizer._reference.written()))):
+            elements[place] = kept
+        else:
+            places.append(place)
+    assert len(places) > 20
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, comm.rank, range(3, 24))
+    with optimizer.agreed():
+        moved = (weight.detach() - before).view(-1)[places]
+    assert (moved > 0.9).all()
+
+
+def test_gradients_say_that_moments_of_shards_are_lost(
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(2))
+    state = optimizer.state_dict()
+    gradients: Any = DistributedOptimizer(
+        torch.optim.AdamW(network().parameters()), comm, density=0.2, sends="gradients"
+    )
+    gradients.load_state_dict(state)
+    said = [str(each.message) for each in recwarn if "shards" in str(each.message)]
+    assert len(said) == (comm.rank == 0) and all("none are kept" in each for each in said)
+    assert not gradients.inner.state
+
+
 # which optimizers
 
 
@@ -333,7 +374,8 @@ def test_hooks_on_the_step_see_all_parameters_or_are_refused(comm: MPI.Intracomm
     start = flat(model)
     hook = optimizer.inner.register_step_post_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match="the wrapped optimizer has hooks on its step, which takes this rank's shard"
+        ValueError,
+        match="the wrapped optimizer, or torch for all optimizers, has hooks on its step, which takes this rank's shard",
     ):
         train(model, optimizer, comm.rank, range(1))
     assert not optimizer.inner.state and (flat(model) == start).all()
