@@ -355,7 +355,7 @@ def _whole_moments(
     if not sharding or hosts is None:
         kept: dict[Any, Any] = first["state"]
         return kept
-    layout, whole = Layout(tuple(hosts), length), {n: dict(held) for n, held in first["state"].items()}
+    layout, whole = Layout(tuple(hosts), length), {n: dict(values) for n, values in first["state"].items()}
     for shard, saved in enumerate(holder):
         state = read(saved)["state"]
         for number, (start, stop) in sharding[1].items():

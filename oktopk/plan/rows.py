@@ -160,16 +160,16 @@ def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Predi
     It must be so without times of calls, too: on GPUs these are of whole stages, of which a
     direct exchange among many ranks has many.
     """
-    found, among = predict(step, network, kernels), step.among
+    direct, among = predict(step, network, kernels), step.among
     may_pay = KINDS[step.method].over_grid and among >= LEAST_GRID and is_soon_replayed(among)
     if step.settings.exchange != "auto" or not may_pay:
-        return found
+        return direct
     grid = replace(step, settings=replace(step.settings, exchange="grid"))
     over_grid = predict(grid, network, kernels)
-    faster, bare = WORTH_GRID * over_grid.seconds < found.seconds, kernels.without_calls()
+    faster, bare = WORTH_GRID * over_grid.seconds < direct.seconds, kernels.without_calls()
     if faster and bare != kernels:
         faster = WORTH_GRID * predict(grid, network, bare).seconds < predict(step, network, bare).seconds
-    return over_grid if faster else found
+    return over_grid if faster else direct
 
 
 def is_soon_replayed(ranks: int) -> bool:

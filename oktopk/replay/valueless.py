@@ -419,10 +419,10 @@ class ValuelessTransport(Transport):
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         self._control(ALLTOALL, rows[0].nbytes)
         self.rows = rows
-        theirs = np.repeat((self.like or self).rows[self.rank : self.rank + 1], self.size, axis=0)
+        received = np.repeat((self.like or self).rows[self.rank : self.rank + 1], self.size, axis=0)
         if self.silent is not None:
-            theirs[self.silent] = 0
-        return theirs
+            received[self.silent] = 0
+        return received
 
     def allgather_control(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         self._control(ALLGATHER, row.nbytes)

@@ -54,10 +54,9 @@ class LocalShare:
     def load(self, state: Sequence[float]) -> None:
         """Go on from a state that was checked; a share that does not grow stays, one that began elsewhere has grown as far."""
         first, now, self._top = state
+        grown = now / first if first else 1.0
         if self._grows:
-            self.now = (
-                now if first == self._first else min(1.0, self._first * (now / first if first else 1.0))
-            )
+            self.now = now if first == self._first else min(1.0, self._first * grown)
 
     def begin(self) -> None:
         """As when it was built."""

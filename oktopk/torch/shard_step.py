@@ -92,9 +92,11 @@ class ShardStep:
         groups, state = self._inner.param_groups, self._inner.state
         before = [group["params"] for group in groups]
         pairs = list(zip(self._parameters, self.pieces, strict=True))
-        for group, held in zip(groups, before, strict=True):
-            numbers = [self._numbers.get(id(parameter)) for parameter in held]
-            group["params"] = [p if n is None else self.pieces[n] for n, p in zip(numbers, held, strict=True)]
+        for group, whole in zip(groups, before, strict=True):
+            numbers = [self._numbers.get(id(parameter)) for parameter in whole]
+            group["params"] = [
+                p if n is None else self.pieces[n] for n, p in zip(numbers, whole, strict=True)
+            ]
         for parameter, piece in pairs:
             if parameter in state:
                 state[piece] = state.pop(parameter)
@@ -104,8 +106,8 @@ class ShardStep:
             for parameter, piece in pairs:
                 if piece in state:
                     state[parameter] = state.pop(piece)
-            for group, held in zip(groups, before, strict=True):
-                group["params"] = held
+            for group, whole in zip(groups, before, strict=True):
+                group["params"] = whole
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Step on the shard, while the parameters stay as they are. Returns `Reference.stepped`."""

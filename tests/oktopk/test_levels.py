@@ -100,6 +100,8 @@ def test_shards_tile_the_vector_and_ascend_in_it(
         whole = np.full(length, -1, np.float32)
         for shard, part in enumerate(parts):
             layout.insert(part, shard, whole)
+            for begin in range(len(part)):
+                assert np.array_equal(layout.places(shard, begin, len(part)), part[begin:])
         assert np.array_equal(whole, np.arange(length))
 
 
