@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -75,11 +75,13 @@ class ShardedBatches:
     def order(self, epoch: int) -> NDArray[np.int64]:
         """int64[count], read-only: the order of an epoch, equal on all ranks."""
         if self._ordered is None or self._ordered[0] != epoch:
-            draws = epoch_draws(self.count, self.seed, epoch, ORDER)
-            permutation = np.argsort(draws, kind="stable").astype(np.int64, copy=False)
-            permutation.flags.writeable = False
-            self._ordered = (epoch, permutation)
+            self._ordered = (epoch, self._shuffled(epoch))
+            self._ordered[1].flags.writeable = False
         return self._ordered[1]
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        draws = epoch_draws(self.count, self.seed, epoch, ORDER)
+        return np.argsort(draws, kind="stable").astype(np.int64, copy=False)
 
     def indices(self, epoch: int, step: int) -> NDArray[np.int64]:
         """int64[batch_size], read-only: the samples that this rank trains on in one step of an epoch, in [0, steps_per_epoch)."""
@@ -157,7 +159,7 @@ class Source(ABC, Generic[Batch]):
         """A batch, on the device; of speech and images that are held out without draws."""
 
     def to(self, device: torch.device) -> None:
-        """Move all tensors. Raises DataError: they do not fit."""
+        """Move all tensors, and cut batches there from now on. Raises DataError: they do not fit."""
         try:
             for name, value in vars(self).items():
                 if isinstance(value, torch.Tensor):
@@ -206,11 +208,6 @@ class HeldOut(Generic[Batch]):
     ) -> None:
         self.source, self._batches, self._draws = source, list(batches), draws
 
-    def to(self, device: torch.device) -> Self:
-        """Cut batches there from now on. Raises DataError: the samples do not fit."""
-        self.source.to(device)
-        return self
-
     def __iter__(self) -> Iterator[Batch]:
         for samples in self._batches:
             yield self.source.cut(samples, None if self._draws is None else self._draws[samples])
@@ -230,37 +227,11 @@ class EpochLoader(Generic[Batch]):
     def __init__(self, source: Source[Batch], shards: ShardedBatches) -> None:
         self.source, self.shards = source, shards
         self._drawn: tuple[int, NDArray[np.uint64]] | None = None
-        self._block: tuple[tuple[int, int], Any] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch, equal on all ranks and at least 1."""
         return self.shards.steps_per_epoch
-
-    def to(self, device: torch.device) -> Self:
-        """Cut batches there from now on. Raises DataError: the split does not fit."""
-        self.source.to(device)
-        self._block = None
-        return self
-
-    def batch(self, epoch: int, step: int) -> Batch:
-        """The batch of one step, 0 <= step < steps_per_epoch."""
-        size = self.shards.batch_size
-        if (steps := self.source.block // size) < 2:
-            return self._cut(epoch, step, step + 1)
-        first = step - step % steps
-        if self._block is None or self._block[0] != (epoch, first):
-            self._block = None  # before the next one takes as much
-            self._block = (epoch, first), self._cut(epoch, first, min(first + steps, self.steps_per_epoch))
-        block: Any = self._block[1]
-        here = slice((step - first) * size, (step - first + 1) * size)
-        batch: Batch = type(block)(*(tensor[here] for tensor in block))
-        return batch
-
-    def _cut(self, epoch: int, first: int, stop: int) -> Batch:
-        """The samples of some steps."""
-        samples = np.concatenate([self.shards.indices(epoch, step) for step in range(first, stop)])
-        return self.source.cut(samples, self._draws(epoch, samples))
 
     def _draws(self, epoch: int, samples: Samples) -> Draws:
         if self.source.stream is None:
@@ -272,4 +243,15 @@ class EpochLoader(Generic[Batch]):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from first_step on: 0 for all of it, another to resume in its middle."""
-        return (self.batch(epoch, step) for step in range(first_step, self.steps_per_epoch))
+        size = self.shards.batch_size
+        together = max(1, self.source.block // size)
+        for first in range(first_step, self.steps_per_epoch, together):
+            steps = range(first, min(first + together, self.steps_per_epoch))
+            samples = np.concatenate([self.shards.indices(epoch, step) for step in steps])
+            block: Any = self.source.cut(samples, self._draws(epoch, samples))
+            if len(steps) == 1:
+                yield block
+            else:
+                for start in range(0, len(samples), size):
+                    yield type(block)(*(tensor[start : start + size] for tensor in block))
+            del block  # before the next one takes as much

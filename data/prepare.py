@@ -108,13 +108,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     def data_set(name: str, description: str, *examples: str) -> argparse.ArgumentParser:
         like = command_parser("data.prepare", description, *examples)
-        parser = sets.add_parser(
-            name,
-            help=description,
-            description=description,
-            epilog=like.epilog,
-            formatter_class=like.formatter_class,
-        )
+        parser = sets.add_parser(name, help=description, description=description, epilog=like.epilog)
+        parser.formatter_class = like.formatter_class
         parser.add_argument(
             "-o", "--output", type=Path, required=True, metavar="FILE.h5", help="HDF5 file to write"
         )

@@ -84,12 +84,12 @@ def view(path: Path, now: float, width: int) -> tuple[Panel, bool]:
         rows.add_row("held-out", f"{accuracy[-1]:.2%} after step {after[-1]}, best {accuracy.max():.2%}")
     if len(run.segments["step"]) > 1:
         rows.add_row("restarts", ", ".join(f"after step {step}" for step in run.segments["step"][1:]))
-    return Panel(rows, title=_title(path), title_align="left"), ended
+    return _panel(path, rows), ended
 
 
-def _title(path: Path) -> Text:
+def _panel(path: Path, content: Table | str) -> Panel:
     # brackets of a name are no markup
-    return Text(escaped(str(path)))
+    return Panel(content, title=Text(escaped(str(path))), title_align="left")
 
 
 def run_length(run: Run) -> int:
@@ -133,7 +133,7 @@ def follow(paths: Sequence[Path], console: Console, *, every: float, once: bool)
         ended = True
         for path in paths:
             if not once and not path.exists():
-                panels.append(Panel("not there yet", title=_title(path), title_align="left"))
+                panels.append(_panel(path, "not there yet"))
                 ended = False
                 continue
             panel, over = view(path, time.time(), max(10, console.width - 40))

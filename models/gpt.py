@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.transformer import Layer
+from models.transformer import Layer, initialise
 
 
 class GPT(nn.Module):
@@ -30,11 +30,7 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, hidden), nn.Embedding(positions, hidden)
         self.layers = nn.Sequential(*(Layer(hidden, causal=True) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        initialise(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Scores of the word that follows each token.

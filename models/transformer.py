@@ -34,3 +34,12 @@ class Layer(nn.Module):
         tokens = tokens + self.attention_output(attended.transpose(1, 2).reshape(batch, count, hidden))
         result: torch.Tensor = tokens + self.feed_forward(self.norm(tokens))
         return result
+
+
+def initialise(network: nn.Module) -> None:
+    """Weights of a standard deviation of 0.02, and biases of zero, for all but the norms."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            if (bias := getattr(module, "bias", None)) is not None:
+                nn.init.zeros_(bias)

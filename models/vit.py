@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from models.transformer import Layer
+from models.transformer import Layer, initialise
 
 CLASSES = 1000
 IMAGE = 224
@@ -52,14 +52,8 @@ class ViT(nn.Module):
         self.layers = nn.Sequential(*(Layer(hidden, eps=1e-6) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden, eps=1e-6)
         self.classifier = nn.Linear(hidden, classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
         nn.init.normal_(self.positions, std=0.02)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]  # always made with a bias here
+        initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Class scores of a batch.

@@ -252,7 +252,7 @@ def group(comm: MPI.Intracomm) -> Iterator[Any]:
 
     from jobs.train.reduce.process_group import start_process_group, stop_process_group
 
-    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    start_process_group(comm, torch.device("cpu"))
     yield torch.distributed.group.WORLD
     stop_process_group()
 

@@ -87,7 +87,7 @@ def hook() -> Callable[[], Any]:
     from jobs.train.reduce.process_group import start_process_group
     from oktopk.torch import OkTopkState, ddp_hook
 
-    start_process_group(MPI.COMM_WORLD, torch.device("cpu"), "gloo", "")
+    start_process_group(MPI.COMM_WORLD, torch.device("cpu"))
     model = DistributedDataParallel(torch.nn.Linear(200, 100))
     model.register_comm_hook(OkTopkState(density=0.05), ddp_hook)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -13,7 +13,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data import DataError
@@ -68,12 +67,6 @@ class ImageSet:
     def shape(self) -> tuple[int, int, int]:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
-
-    def standardisation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32[channels, 1, 1] each: what pixels are multiplied with, and what is added then."""
-        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=torch.float32)
-        shift = torch.tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)])
-        return scale[:, None, None], shift[:, None, None]
 
 
 def check_labels(labels: NDArray[np.integer], classes: int, where: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Unpack
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.batches import AUGMENTATION, Draws, HeldOut, HeldOutPlace, Samples, Source, evaluation_batches
+from data.batches import AUGMENTATION, Draws, Samples, Source
 from data.images.file import ImageSet
 
 BLOCK = 4096
@@ -77,10 +77,13 @@ class Pixels(Source[Batch]):
                 f"crop {augment.crop} is not in [0, {min(images.shape[1:]) // 2}], half the image"
             )
         self.stream = AUGMENTATION if augment else None
-        self._split, self._augment = images, augment
+        self._augment = augment
         self._pixels = torch.from_numpy(images.images)
         self._labels = torch.from_numpy(images.labels)
-        self._scale, self._shift = images.standardisation()
+        # float32[channels, 1, 1] each: what pixels are multiplied with, and what is added then
+        scale = [1 / (255 * std) for std in images.std]
+        shift = [-m / s for m, s in zip(images.mean, images.std, strict=True)]
+        self._scale, self._shift = (torch.tensor(each)[:, None, None] for each in (scale, shift))
         self._channels, self._rows, self._columns = map(torch.arange, images.shape)
 
     def to(self, device: torch.device) -> None:
@@ -108,11 +111,3 @@ class Pixels(Source[Batch]):
             columns.clamp(0, len(self._columns) - 1)[:, None, None, :],
         ]
         return pixels.mul_(inside[0][:, None, :, None] & inside[1][:, None, None, :])
-
-    def held_out(self, *, most: int = 0, **place: Unpack[HeldOutPlace]) -> HeldOut[Batch]:
-        """As Source.held_out; this rank's images alone are moved to a GPU."""
-        batches = list(evaluation_batches(len(self), most=most, **place))
-        first, stop = (batches[0][0], batches[-1][-1] + 1) if batches else (0, 0)
-        images, labels = self._split.images[first:stop], self._split.labels[first:stop]
-        own = Pixels(replace(self._split, images=images, labels=labels))
-        return HeldOut(own, (samples - first for samples in batches))

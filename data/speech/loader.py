@@ -63,24 +63,18 @@ class LengthBuckets(ShardedBatches):
     def __init__(self, lengths: NDArray[np.int64], **place: Unpack[Place]) -> None:
         super().__init__(len(lengths), **place)
         self._lengths = lengths
-        self._bucketed: tuple[int, NDArray[np.int64]] | None = None
 
-    def order(self, epoch: int) -> NDArray[np.int64]:
-        """As ShardedBatches.order, with neighbours of like length."""
-        if self._bucketed is None or self._bucketed[0] != epoch:
-            shuffled = super().order(epoch)
-            per_step = self.size * self.batch_size
-            used, left = np.split(shuffled, [self.steps_per_epoch * per_step])
-            # the bits that shuffled are the high ones
-            draws = epoch_draws(self.count, self.seed, epoch, ORDER)
-            spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
-            factors = 1.0 + SPREAD * spreads[used] / 2**16
-            by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
-            by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
-            order = np.concatenate([by_length.reshape(-1), left])
-            order.flags.writeable = False
-            self._bucketed = (epoch, order)
-        return self._bucketed[1]
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        """With neighbours of like length."""
+        per_step = self.size * self.batch_size
+        used, left = np.split(super()._shuffled(epoch), [self.steps_per_epoch * per_step])
+        # the bits that shuffled are the high ones
+        draws = epoch_draws(self.count, self.seed, epoch, ORDER)
+        spreads, places = draws & np.uint64(0xFFFF), draws >> np.uint64(16) & np.uint64(0xFFFF)
+        factors = 1.0 + SPREAD * spreads[used] / 2**16
+        by_length = used[np.argsort(self._lengths[used] * factors, kind="stable")].reshape(-1, per_step)
+        by_length = by_length[np.argsort(places[by_length[:, 0]], kind="stable")]
+        return np.concatenate([by_length.reshape(-1), left])
 
 
 class Utterances(Source[SpeechBatch]):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from data.batches import MASKING, Batch, Draws, Samples, Source
 from data.text.file import TextSet
@@ -27,7 +26,6 @@ class Tokens(Source[Batch]):
     def __init__(self, texts: TextSet) -> None:
         super().__init__(len(texts), f"{texts.path}: {len(texts)} sequences", texts.path)
         self.texts = texts
-        self._apart = [texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")]
         # torch cannot index uint16 everywhere; the sign is taken off after the cut
         self._tokens = torch.from_numpy(texts.sequences.tokens.view(np.int16))
         self._columns = torch.arange(texts.length)
@@ -35,17 +33,6 @@ class Tokens(Source[Batch]):
     def tokens(self, samples: torch.Tensor) -> torch.Tensor:
         """int64[batch, length] of int64[batch] sequences, on the device."""
         return self._tokens[samples].long() & 0xFFFF
-
-    def plan(self, samples: NDArray[np.int64], draws: NDArray[np.uint64]) -> torch.Tensor:
-        """int64[2, batch], on the device: sequences of the split, and 64 random bits for each."""
-        return self.placed(np.stack([samples, draws.view(np.int64)]))
-
-    def are_words(self, tokens: torch.Tensor) -> torch.Tensor:
-        """bool[batch, length]: not [PAD], [CLS] or [SEP]."""
-        words = torch.ones_like(tokens, dtype=torch.bool)
-        for special in self._apart:
-            words &= tokens != special
-        return words
 
 
 class TokenBatch(NamedTuple):
@@ -115,18 +102,20 @@ class MaskedText(Tokens[TextBatch]):
         self.count = max(1, round(PART * texts.length))
         self._words = len(texts.vocabulary)
         self._mask = texts.number("[MASK]")
+        self._apart = torch.tensor([texts.number(word) for word in ("[PAD]", "[CLS]", "[SEP]")])
         sequences = texts.sequences
         self._spans = torch.from_numpy(sequences.spans.astype(np.int64))
         self._follows = torch.from_numpy(sequences.follows.astype(np.int64))
 
     def cut(self, samples: Samples, draws: Draws = None) -> TextBatch:
         assert draws is not None
-        chosen, bits = self.plan(samples, draws)
+        # 64 random bits for each sequence
+        chosen, bits = self.placed(np.stack([samples, draws.view(np.int64)]))
         tokens = self.tokens(chosen)
         spans = self._spans[chosen]
         present = self._columns < spans[:, 1:]
         segments = ((self._columns >= spans[:, :1]) & present).long()
-        words = present & self.are_words(tokens)
+        words = present & ~torch.isin(tokens, self._apart)
 
         order = mixed(bits[:, None] + GOLDEN * (self._columns + 1)) & POSITIVE
         ranked = order.masked_fill(~words, POSITIVE).sort(dim=1, stable=True).indices

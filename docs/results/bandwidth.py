@@ -9,15 +9,18 @@ import argparse
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from data.command import show
 from jobs.bench.document import BENCHES, HOST_ROWS, BenchError, read
 from jobs.render.chart import COLOURS, DASHES, OURS, Axis, Chart, Line, colour_of, title_of
-from jobs.render.draw import save
+from jobs.render.draw import FILE_WIDTH, PAGE, plotted, write
 
 TITLES = {
     "mpi": "MPI's own",
@@ -30,6 +33,7 @@ TITLES = {
 """Of rows that are no method; those of methods are in jobs.render.chart."""
 WIRES = {"plain": 5, "float32": 0, "bfloat16": 2, "int8": 4, "int4": 3}  # numbers in COLOURS
 MARKERS = "osD^vXP"
+INFINITE = 3.0  # times the largest finite x
 NUMBERED = 3  # lines, at most, whose points have their values beside them
 BUSIER = 1.1  # times the mean: the busiest rank has a line of its own
 
@@ -82,37 +86,36 @@ class Kind(NamedTuple):
     at: Any
     value: Any
     point: Any
+    tick: Any = "{:g}".format
+    scale: float = 0.0  # of the y axis, 0: as it is
 
 
 KINDS = {
     "times": Kind(
         "times",
         "Time of a step between hosts",
-        Axis(
-            "bandwidth of each link, Gb/s",
-            "gigabits_per_second",
-            log=10,
-            form=lambda rate: f"{rate:g}" if math.isfinite(rate) else "unshaped",
-            each=True,
-        ),
-        Axis("step, ms", "seconds", log=10, form=lambda seconds: f"{1e3 * seconds:g}"),
+        Axis("bandwidth of each link, Gb/s", "gigabits_per_second", log=10),
+        Axis("step, ms", "seconds", log=10),
         bandwidth,
         lambda run, method: method["seconds"]["all"]["mean"],
         lambda seconds: f"{1e3 * seconds:,.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}",
+        lambda rate: f"{rate:g}" if math.isfinite(rate) else "unshaped",
+        1e3,
     ),
     "bytes": Kind(
         "bytes",
         "Bytes that a host sends in a step",
-        Axis("ranks per host", "ranks_per_host", each=True),
-        Axis("MB that a host sends in a step", "bytes", form=lambda sent: f"{sent / 1e6:g}", zero=True),
+        Axis("ranks per host", "ranks_per_host"),
+        Axis("MB that a host sends in a step", "bytes"),
         ranks_per_host,
         host_bytes,
         lambda sent: f"{sent / 1e6:.2f}",
+        scale=1e-6,
     ),
     "words": Kind(
         "words-over-ranks",
         "Words that a rank sends in a step, against the number of ranks",
-        Axis("ranks", "ranks", log=2, each=True),
+        Axis("ranks", "ranks", log=2),
         Axis("words per rank and step", "words", log=10, prefixes=True),
         lambda run: run["ranks"],
         lambda run, method: method["words"]["mean"],
@@ -174,8 +177,34 @@ def chart(documents, methods=None, length=None, kind="times"):
     note += f"n = {run['length'] / 1e6:.1f} M, density {100 * run['density']:g} %, {run['gradients']['name']} gradients"
     commits = dict.fromkeys((document.get("commit") or "unknown")[:10] for document in documents)
     note += f", commit {', '.join(commits)}"
-    point = shown.point if len(lines) <= NUMBERED else None
-    return Chart(shown.name, shown.title, note, shown.x, shown.y, tuple(lines), points=point)
+    return Chart(shown.name, shown.title, note, shown.x, shown.y, tuple(lines))
+
+
+def save(content, kind, output):
+    """Draw a chart with a tick at each x and, where its lines are few, values beside their points; infinity is beyond all others.
+
+    Raises:
+        OSError, ValueError: the file cannot be written, or has another suffix than a picture's.
+    """
+    shown, values = KINDS[kind], sorted({float(x) for line in content.lines for x in line.x})
+    beyond = INFINITE * max(filter(math.isfinite, values), default=1.0)
+    lines = tuple(replace(line, x=np.minimum(line.x, beyond)) for line in content.lines)
+    with mpl.rc_context(PAGE):
+        figure, axes = plotted(replace(content, lines=lines), FILE_WIDTH)
+        axes.set_xticks([min(value, beyond) for value in values], map(shown.tick, values))
+        axes.xaxis.set_minor_locator(NullLocator())
+        if shown.scale:
+            scaled = FuncFormatter(lambda value, _: f"{shown.scale * value:g}")
+            axes.yaxis.set_major_formatter(scaled)
+            if not isinstance(axes.yaxis.get_minor_formatter(), NullFormatter):
+                axes.yaxis.set_minor_formatter(scaled)
+        if kind == "bytes":
+            axes.set_ylim(bottom=0)
+        for line in lines if shown.point and len(lines) <= NUMBERED else ():
+            look = {"textcoords": "offset points", "color": line.colour, "fontsize": 9}
+            for x, y in zip(line.x, line.y, strict=True):
+                axes.annotate(shown.point(y), (x, y), (5, 7), **look)
+        write(figure, axes, content.title, content.note, output)
 
 
 def main(arguments=None):
@@ -202,7 +231,7 @@ def main(arguments=None):
     methods = options.methods or (None if options.kind == "words" else ["mpi-ring", "oktopk"])
     try:
         documents = [read(path) for path in options.documents]
-        save(chart(documents, methods, options.length, options.kind), options.output)
+        save(chart(documents, methods, options.length, options.kind), options.kind, options.output)
     except (BenchError, OSError, ValueError) as error:
         problem = error if isinstance(error, BenchError) else f"{options.output} cannot be written: {error}"
         show(f"docs.results.bandwidth: {problem}", file=sys.stderr)

@@ -121,7 +121,7 @@ def process_group(name, comm):
     """
     try:
         place = find_placement(name, comm)
-        start_process_group(comm, place.device, place.process_group, place.unit)
+        start_process_group(comm, place.device)
         yield place.device
         stop_process_group()
     except (ValueError, WireError, Refused) as error:

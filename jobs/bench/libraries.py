@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from typing import Any
 
@@ -58,8 +57,7 @@ def join_nccl(comm: MPI.Intracomm) -> None:
         return
     number = cupy.cuda.Device().id
     torch.cuda.set_device(number)
-    unit = f"{socket.gethostname()} {cupy.cuda.runtime.deviceGetPCIBusId(number)}"
-    start_process_group(comm, torch.device("cuda", number), "nccl", unit)
+    start_process_group(comm, torch.device("cuda", number))
 
 
 def leave_nccl() -> None:

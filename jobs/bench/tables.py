@@ -157,22 +157,18 @@ def cells_table(content: Run) -> Table:
         columns.append(Column(f"{head}: mean", figure(f"of.{name}.seconds.all.mean", *US)))
     for kind in ("regular", "exact"):
         columns.append(Column(f"{kind}: median", figure(f"of.oktopk.seconds.{kind}.median", *US)))
-    columns.append(Column("times NCCL's", _times_of_nccl))
-    return table(columns, map(_by_name, content["runs"]))
+    # the mean step of NCCL's dense allreduce of the gradients' type over Ok-Topk's
+    nccls = over("baseline.seconds.all.mean", "of.oktopk.seconds.all.mean")
+    columns.append(Column("times NCCL's", nccls))
+    runs = []
+    for run in content["runs"]:
+        of = {method["name"]: method for method in run["methods"]}
+        runs.append(run | {"of": of, "baseline": of.get(run["baseline"])})
+    return table(columns, runs)
 
 
 US = ("{:,.1f}", 1e6)
 """Form and scale of microseconds."""
-
-
-def _by_name(run: Run) -> Run:
-    """The run with its methods by name, for paths such as "of.nccl.seconds.all.mean"."""
-    return run | {"of": {method["name"]: method for method in run["methods"]}}
-
-
-def _times_of_nccl(run: Run) -> str:
-    """The mean step of NCCL's dense allreduce of the gradients' type over Ok-Topk's."""
-    return over(f"of.{run['baseline']}.seconds.all.mean", "of.oktopk.seconds.all.mean")(run)
 
 
 def cell_title(run: Run) -> str:

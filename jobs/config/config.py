@@ -6,8 +6,8 @@ jobs.config.file reads it from a file and a command line.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from operator import attrgetter
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -24,7 +24,7 @@ from jobs.config.sections import (
 )
 from oktopk import METHODS
 
-_OF_MODES = {
+_OF_MODES: dict[str, object] = {
     "reduction.sends": "gradients",
     "reduction.every": 1,
     "reduction.nonfinite": "raise",
@@ -50,11 +50,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_go_together(self) -> Self:
-        reads_text = self.model.name in ("bert", "gpt")
-        if self.model.name != "own" and reads_text != (self.data.name == "text"):
+        trained_on = {"lstm": "speech", "bert": "text", "gpt": "text", "own": self.task}
+        if trained_on.get(self.model.name, "images") != self.task:
             raise ValueError(f"model.name {self.model.name!r} does not take data.name {self.data.name!r}")
-        if self.training.label_smoothing and self.task != "images":
-            raise ValueError(f"training.label_smoothing is for images, not for {self.task}")
+        for name in ("label_smoothing", "channels_last"):
+            if getattr(self.training, name) and self.task != "images":
+                raise ValueError(f"training.{name} is for images, not for {self.task}")
         if self.training.cuda_graph and self.task == "speech":
             raise ValueError("training.cuda_graph needs batches of one shape, and those of speech differ")
         if self.reduction.overlap and self.run.measure_every:
@@ -70,27 +71,16 @@ class Config(Section):
     @model_validator(mode="after")
     def _modes_do_no_more_than_sum(self) -> Self:
         method = self.reduction.method
-        if method not in METHODS and (key := self._other_than(_OF_MODES)):
-            raise ValueError(f"{key} {self.value(key)!r} is not for reduction.method {method!r}")
+        for key, needed in _OF_MODES.items() if method not in METHODS else ():
+            if (value := attrgetter(key)(self)) != needed:
+                raise ValueError(f"{key} {value!r} is not for reduction.method {method!r}")
         return self
-
-    def _other_than(self, needed: Mapping[str, Any]) -> str:
-        """The first "section.key" that has another value, "" if none has."""
-        return next((key for key, value in needed.items() if self.value(key) != value), "")
-
-    def value(self, key: str) -> Any:
-        """The value of "section.key"."""
-        section, _, name = key.partition(".")
-        return getattr(getattr(self, section), name)
 
     @property
     def task(self) -> Literal["images", "speech", "text"]:
-        """The task of the network; with one's own network, of the data set."""
-        if self.model.name in ("lstm", "bert", "gpt"):
-            return "speech" if self.model.name == "lstm" else "text"
-        if self.model.name == "own" and self.data.name in ("an4", "text"):
-            return "speech" if self.data.name == "an4" else "text"
-        return "images"
+        """What the data set trains a network for."""
+        name = self.data.name
+        return "speech" if name == "an4" else "text" if name == "text" else "images"
 
     def to_json(self) -> str:
         """The whole configuration, defaults included."""

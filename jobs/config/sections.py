@@ -183,12 +183,10 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _momentum_is_used(self) -> Self:
-        if self.name != "sgd" and (self.momentum or self.nesterov):
-            raise ValueError(f"momentum {self.momentum} and nesterov are for sgd, not for {self.name}")
+        owners = {**dict.fromkeys(("momentum", "nesterov"), ("sgd",)), "bias_correction": ("adamw",)}
+        self._check_owners(owners, self.name)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
-        if not self.bias_correction and self.name != "adamw":
-            raise ValueError(f"bias_correction false is for adamw, not for {self.name}")
         return self
 
 
@@ -220,8 +218,7 @@ class ScheduleConfig(Section):
     def _milestones_ascend(self) -> Self:
         if any(b <= a for a, b in zip(self.milestones, self.milestones[1:], strict=False)):
             raise ValueError(f"milestones {list(self.milestones)} do not ascend")
-        if self.milestones and self.name != "step":
-            raise ValueError(f"milestones are for the schedule 'step', not for {self.name!r}")
+        self._check_owners({"milestones": ("step",)}, self.name)
         if self.name == "step" and not self.milestones:
             raise ValueError("the schedule 'step' needs milestones")
         if self.name == "one-cycle" and not self.warmup:
@@ -325,8 +322,8 @@ class TrainingConfig(Section):
     channels_last: bool = False
     """Store images and convolutions with their channels last"""
     cuda_graph: bool = False
-    """Replay the passes and the optimizer's step as CUDA graphs, which helps where Python launches many small kernels; ddp
-    does so after 11 steps of a job; with updates the passes alone"""
+    """Replay forward and backward passes as CUDA graphs, which helps where Python launches many small kernels; ddp does so
+    after 11 steps of a job"""
     deterministic: bool = False
     """Compute the same bits from run to run on a GPU too, at the price of speed"""
     steps: int = Field(default=0, ge=0)

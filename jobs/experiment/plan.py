@@ -159,8 +159,5 @@ def describe(planned: Sequence[Planned]) -> str:
 
 def planned_files(planned: Sequence[Planned]) -> dict[str, list[Path]]:
     """The run files there are, by the kind of their trial."""
-    found: dict[str, list[Path]] = {kind: [] for kind in KINDS}
-    for each in planned:
-        if each.file.exists():
-            found[each.trial.kind].append(each.file)
-    return found
+    there = [each for each in planned if each.file.exists()]
+    return {kind: [each.file for each in there if each.trial.kind == kind] for kind in KINDS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,31 +114,20 @@ class Axis:
         label: what it counts, with the unit.
         column: its name in the CSV file.
         log: base of a logarithmic axis; 0 for a linear one.
-        form: text of a value; None: a number, from 10,000 on with a prefix such as k.
-        prefixes: numbers have such a prefix, whatever their size.
-        each: the values of the lines are its ticks; infinity is drawn beyond the largest other one.
+        prefixes: numbers have a prefix such as k, whatever their size; else from 10,000 on.
         percent: shares, of which those far below the best are cut off.
-        zero: it begins at 0.
     """
 
     label: str
     column: str
     log: int = 0
-    form: Callable[[float], str] | None = None
     prefixes: bool = False
-    each: bool = False
     percent: bool = False
-    zero: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over something.
-
-    Attributes:
-        name: that of its CSV file.
-        points: text beside each point, from its y; None: points have none.
-    """
+    """Lines over something; its name is that of its CSV file."""
 
     name: str
     title: str
@@ -148,7 +136,6 @@ class Chart:
     y: Axis
     lines: tuple[Line, ...]
     levels: tuple[Level, ...] = ()
-    points: Callable[[float], str] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """The points, as the CSV file has them, and the levels that they are to be compared with."""

@@ -21,7 +21,6 @@ from matplotlib.ticker import (
     LogLocator,
     MaxNLocator,
     NullFormatter,
-    NullLocator,
 )
 
 from data.durable import replaced
@@ -36,7 +35,6 @@ CHARACTERS = 8.3  # of a legend, that fit into an inch
 NOTE_CHARACTERS = 13.0
 ACCURACY_SHOWN = 0.3  # below the best
 LABEL_ROOM = 0.055  # of the axes' height that the label of a level needs
-INFINITE = 3.0  # times the largest finite value, on an axis with a tick at each
 PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
 LABEL: dict[str, Any] = {"va": "center", "ha": "left", "fontsize": "small", "color": GREY}
 LABEL |= {"xycoords": ("axes fraction", "data"), "textcoords": "axes fraction", "annotation_clip": False}
@@ -47,24 +45,18 @@ def svg(chart: Chart) -> str:
     """One chart with its legend, as an SVG document without a title: the page has that."""
     text = io.StringIO()
     with mpl.rc_context(PAGE):
-        figure, _ = _figure(chart, WIDTH)
+        figure, _ = plotted(chart, WIDTH)
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 
-def save(chart: Chart, output: Path) -> None:
-    """Draw one chart below its title and its note into a file; its suffix is the format.
+def write(figure: Figure, axes: Axes, title: str, note: str, output: Path) -> None:
+    """Write a figure of FILE_WIDTH below a title and a note, in the style of PAGE, into a file; its suffix is the format.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: no such format.
     """
-    with mpl.rc_context(PAGE):
-        write(*_figure(chart, FILE_WIDTH), chart.title, chart.note, output)
-
-
-def write(figure: Figure, axes: Axes, title: str, note: str, output: Path) -> None:
-    """Write a figure of FILE_WIDTH below a title and a note, in the style of PAGE; raises as `save`."""
     form = output.suffix.removeprefix(".")
     with replaced(output) as draft:
         axes.set_title(title)
@@ -73,7 +65,7 @@ def write(figure: Figure, axes: Axes, title: str, note: str, output: Path) -> No
         figure.savefig(draft, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
 
 
-def _figure(chart: Chart, width: float) -> tuple[Figure, Axes]:
+def plotted(chart: Chart, width: float) -> tuple[Figure, Axes]:
     """A chart without its title, above its legend."""
     figure = Figure(figsize=(width, HEIGHT), layout="constrained")
     axes = figure.subplots()
@@ -86,9 +78,7 @@ def draw(axes: Axes, chart: Chart) -> None:
     """Draw a chart without its title and its legend."""
     axes.set_xlabel(chart.x.label)
     axes.set_ylabel(chart.y.label)
-    places = _ticks([line.x for line in chart.lines])
     for line in chart.lines:
-        x = [places[value] for value in line.x] if chart.x.each else line.x
         wide = line.ours and not all(other.ours for other in chart.lines)
         width, order = (2.6, 3) if wide else (1.6, 2)
         look: dict[str, Any] = {
@@ -97,51 +87,30 @@ def draw(axes: Axes, chart: Chart) -> None:
             "markersize": 4,
             "zorder": order,
         }
-        axes.plot(x, line.y, color=line.colour, linewidth=width, label=line.label, **look)
+        axes.plot(line.x, line.y, color=line.colour, linewidth=width, label=line.label, **look)
         if line.low is not None and line.high is not None and np.any(line.high > line.low):
-            axes.fill_between(x, line.low, line.high, color=line.colour, alpha=0.18, linewidth=0)
-        if chart.points:
-            for at in zip(x, line.y, strict=True):
-                text = chart.points(at[1])
-                axes.annotate(text, at, (5, 7), textcoords="offset points", color=line.colour, fontsize=9)
+            axes.fill_between(line.x, line.low, line.high, color=line.colour, alpha=0.18, linewidth=0)
     if chart.x.log:
         axes.set_xscale("log", base=chart.x.log)
     if chart.y.log:
         axes.set_yscale("log", base=chart.y.log)
     for level in chart.levels:
         axes.axhline(level.value, color=GREY, linestyle=":", linewidth=1.3)
-    if chart.x.each:
-        form = chart.x.form or "{:g}".format
-        axes.set_xticks(list(places.values()), [form(value) for value in places])
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        _count(axes.xaxis, chart.x, axes.get_xlim(), max(places))
-        if not chart.x.log:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x.column == "step"))
+    _count(axes.xaxis, chart.x, axes.get_xlim(), max(float(np.max(line.x)) for line in chart.lines))
+    if not chart.x.log:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.x.column == "step"))
     largest = max(float(np.nanmax(line.y)) for line in chart.lines)
     if chart.y.percent:
         # what tells methods apart is how they end, not that they began at chance
         axes.set_ylim(bottom=max(axes.get_ylim()[0], largest - ACCURACY_SHOWN))
-    if chart.y.zero:
-        axes.set_ylim(bottom=0)
     _count(axes.yaxis, chart.y, axes.get_ylim(), largest)
     _name_levels(axes, chart.levels)
 
 
-def _ticks(columns: Sequence[Any]) -> dict[float, float]:
-    """Value of a line -> where it is drawn."""
-    values = sorted({float(value) for column in columns for value in column})
-    largest = max(filter(np.isfinite, values), default=1.0)
-    return {value: value if np.isfinite(value) else INFINITE * largest for value in values}
-
-
 def _count(ticks: AnyAxis, axis: Axis, limits: tuple[float, float], largest: float) -> None:
     """Ticks in the units that a reader thinks in, two of them at least."""
-    form = axis.form
-    if form is not None:
-        formatter: Formatter = FuncFormatter(lambda value, _: form(value))
-    elif axis.prefixes or largest >= 10_000:
-        formatter = EngFormatter(sep="")
+    if axis.prefixes or largest >= 10_000:
+        formatter: Formatter = EngFormatter(sep="")
     elif axis.percent:
         formatter = PERCENT
     elif axis.log:

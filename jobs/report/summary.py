@@ -188,19 +188,14 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     return runs
 
 
-def _unique(name: str, others: Sequence[str]) -> str:
-    """The name, with a number where another run has it."""
-    numbered = (name, *(f"{name}-{number}" for number in range(2, len(others) + 2)))
-    return next(each for each in numbered if each not in others)
-
-
 def _read(path: Path, others: Sequence[Run]) -> Run:
     with RunReader(path) as reader:
         record = reader.record()
     for text in (record.info.config, record.info.hardware, record.info.versions):
         dict(json.loads(text))
-    stem = _unique(escaped(path.stem), [run.stem for run in others])
-    return Run(**vars(record), stem=stem, path=path)
+    name, used = escaped(path.stem), [run.stem for run in others]
+    stems = (name, *(f"{name}-{number}" for number in range(2, len(used) + 2)))
+    return Run(**vars(record), stem=next(stem for stem in stems if stem not in used), path=path)
 
 
 def figures(run: Run) -> dict[str, float | int | str | None]:
@@ -217,6 +212,8 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     settled = np.isin(run.measures["step"], run.steps["step"][warmed_up])
     xi, fill_in, balance = (run.measures[name][settled] for name in ("xi", "fill_in", "region_balance"))
     xi, balance = xi[np.isfinite(xi)], balance[np.isfinite(balance)]
+    accuracy, characters = (_last(run.evaluations[name]) for name in ("accuracy", "character_error_rate"))
+    speech = characters is not None and np.isfinite(characters)
     volume, ring = _last(run.bytes_sent), run.count * (run.dense_words or 0.0) * WORD_BYTES / 2
     sent, busiest = (run.steps[name][warmed_up] for name in ("words", "words_busiest"))
     result: dict[str, float | int | str | None] = {
@@ -230,9 +227,10 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
         "dense_steps": int((run.steps["dense"] == 1).sum()),
         "denser_steps": int((run.sparse & ~warmed_up).sum()),
         "skipped_steps": int((run.steps["skipped"] == 1).sum()),
-        "held_out_accuracy": _last(run.evaluations["accuracy"]),
+        "held_out_accuracy": accuracy,
         "held_out_loss": _last(run.evaluations["loss"]),
-        **_error_rates(run),
+        "word_error_rate": 1.0 - accuracy if speech and accuracy is not None else None,
+        "character_error_rate": characters if speech else None,
         "words": words,
         "words_busiest": _mean(run.steps["words_busiest"]),
         "words_sparse_steps": _mean(sent),
@@ -268,15 +266,6 @@ def figures(run: Run) -> dict[str, float | int | str | None]:
     result["training_seconds"] = _last(run.training_seconds)
     result["total_seconds"] = _last(run.steps["elapsed"])
     return result
-
-
-def _error_rates(run: Run) -> dict[str, float | None]:
-    """Error rates of words and characters at the last evaluation; None but for speech."""
-    characters = _last(run.evaluations["character_error_rate"])
-    if characters is None or not np.isfinite(characters):
-        return {"word_error_rate": None, "character_error_rate": None}
-    words = 1.0 - float(run.evaluations["accuracy"][-1])
-    return {"word_error_rate": words, "character_error_rate": characters}
 
 
 def _mean(values: NDArray[Any]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from jobs.report.summary import Run, figures, read_readable
 from jobs.report.tables import method_figures, methods_table, speed_tables, steps_table
 from jobs.run.file import RunFileError
 
-COMMIT = 10  # characters of it that are shown
+COMMIT = r"^(.{10})[^-]*"  # what is shown of it, and whether files differed
 
 
 def render(
@@ -89,12 +90,6 @@ def hardware(run: Run) -> str:
     return ", ".join(parts) or MISSING
 
 
-def short_commit(run: Run) -> str:
-    """The first characters of a run's commit, and whether files differed from it."""
-    commit = run.info.commit
-    return commit[:COMMIT] + ("-dirty" if commit.endswith("-dirty") else "") or MISSING
-
-
 def task(run: Run) -> str:
     """Network, data, length and optimizer of a run, in a line."""
     config = run.config
@@ -140,7 +135,7 @@ _RUNS = [
     Column("Steps", lambda run: f"{run[1].count:,}"),
     Column("Ended", lambda run: run[1].status),
     Column("Started", lambda run: run[1].info.started.replace("T", " ").removesuffix("+00:00")),
-    Column("Commit", lambda run: short_commit(run[1])),
+    Column("Commit", lambda run: re.sub(COMMIT, r"\1", run[1].info.commit) or MISSING),
 ]
 """Columns of (group, run)."""
 

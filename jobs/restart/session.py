@@ -14,12 +14,12 @@ from mpi4py import MPI
 from torch import nn
 
 from jobs.cluster.agreement import Refused, decide_on_root, decide_together, say
-from jobs.config.config import Config
+from jobs.config.config import Config, differences
 from jobs.restart import files
 from jobs.restart.checkpoint import Checkpointer
 from jobs.restart.files import BadCheckpointError, Found, Manifest, remove_sets
 from jobs.restart.signals import SignalNote, Watchdog
-from jobs.restart.start import Start, checkpoint_folder, differing_settings, folder_lock, plan_start
+from jobs.restart.start import Start, checkpoint_folder, folder_lock, may_differ, plan_start
 from jobs.restart.state import Progress, model_digest, restore, seed_generators
 from jobs.run import provenance
 from jobs.run.file import RunFile, RunFileError, RunInfo
@@ -116,6 +116,7 @@ class Session:
         self._identity: dict[str, Any] = {}  # keys that the manifests of the run have alike
         self._lock = ExitStack()
         self._start: Start = decide_on_root(comm, self._begin, (RunFileError, OSError))
+        self.complete = self._start.complete  # there is nothing left to do
 
     def _begin(self) -> Start:
         # planned when no other job writes the run any more
@@ -131,10 +132,6 @@ class Session:
                 raise unwritable
             self._lock = lock.pop_all()
         return start
-
-    @property
-    def complete(self) -> bool:
-        return self._start.complete
 
     def resume(self, model: nn.Module, optimizer: ReducingOptimizer) -> Progress:
         """Continue from the newest usable checkpoint if there is one, and say so; returns how far the run is.
@@ -210,8 +207,8 @@ class Session:
 
     def _differing(self, manifest: Manifest) -> list[str]:
         # the run file, which plan_start asks, may have been moved away
-        saved = json.dumps(manifest.config)
-        return differing_settings(self._config, self._comm.size, saved, manifest.ranks)
+        free = may_differ(self._comm.size, manifest.ranks)
+        return differences(json.dumps(manifest.config), self._config.to_json(), free)
 
     def _say(self, message: str) -> None:
         say(self._comm, f"jobs.train: {message}")

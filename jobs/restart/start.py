@@ -77,17 +77,13 @@ def plan_start(config: Config, ranks: int, environ: Mapping[str, str]) -> Start:
         raise RunFileError(f"{_exists(path)}; it cannot be continued: {error}") from error
     if overwrite and info.job != environ.get("SLURM_JOB_ID", ""):
         return Start(resume=False)
-    if differing := differing_run(info, config, _free(ranks, info.ranks)):
+    if differing := differing_run(info, config, may_differ(ranks, info.ranks)):
         raise RunFileError(f"{_exists(path)}; it is of another run: {', '.join(differing)}")
     return Start(resume=True, complete=status == "complete", saved_ranks=info.ranks)
 
 
-def differing_settings(config: Config, ranks: int, saved: str, saved_ranks: int) -> list[str]:
-    """Differences that keep a run from continuing one with the configuration `saved` (JSON), see `differences`."""
-    return differences(saved, config.to_json(), _free(ranks, saved_ranks))
-
-
-def _free(ranks: int, saved_ranks: int) -> frozenset[str]:
+def may_differ(ranks: int, saved_ranks: int) -> frozenset[str]:
+    """What may differ between a run and its continuation, see `differences`."""
     return _FREE | {"training.batch_size"} if saved_ranks != ranks else _FREE
 
 

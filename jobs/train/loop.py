@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -156,17 +156,12 @@ class TrainingLoop:
         if self.config.run.timeline:
             self.began_on_root = self.comm.bcast(self.began) + clock_ahead(self.comm)
         self.workload.model.train()
-        try:
-            self._run()
-        finally:
-            self.passes.close()
-
-    def _run(self) -> None:
-        with self.bar:
+        with self.bar, closing(self.passes):
             for step in range(self.done, self.steps):
                 self._step(step)
                 began = time.perf_counter()
-                evaluate = self._evaluates_after(step)
+                last = step + 1 == self.steps
+                evaluate = last or (step + 1) % (self.config.training.eval_every or self.steps_per_epoch) == 0
                 if len(self.timed) >= self.config.run.flush_every or evaluate:
                     self._write()
                 if evaluate:
@@ -175,8 +170,8 @@ class TrainingLoop:
                 elif (step + 1 + self.ahead) % self.steps_per_epoch == 0:
                     self._check_same_parameters(step + 1)
                 before = functools.partial(self._before_checkpoint, step + 1)
-                last = step + 1 == self.steps
-                self.checkpointer.after_step(step + 1, last=last, capture=self._capture, before=before)
+                state = functools.partial(capture, self.workload.model, self.optimizer, self.batches.position)
+                self.checkpointer.after_step(step + 1, last=last, capture=state, before=before)
                 if not self.timed:
                     # rank 0 wrote alone: the others would wait for it in the next step, and book that as reduction
                     self.comm.Barrier()
@@ -190,9 +185,6 @@ class TrainingLoop:
     def _check_same_parameters(self, done: int) -> None:
         with self.optimizer.agreed():
             check_same_parameters(self.workload.model, self.comm, done, buffers=False)
-
-    def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return capture(self.workload.model, self.optimizer, self.batches.position)
 
     def _step(self, step: int) -> None:
         ahead = self.ahead if self.config.schedule.unit == "epochs" else 0
@@ -229,10 +221,6 @@ class TrainingLoop:
             with timer.phase("backward"):
                 self.passes.backward()
         return loss
-
-    def _evaluates_after(self, step: int) -> bool:
-        every = self.config.training.eval_every or self.steps_per_epoch
-        return (step + 1) % every == 0 or step + 1 == self.steps
 
     def _write(self) -> None:
         began = time.perf_counter()
@@ -278,11 +266,10 @@ class TrainingLoop:
     def _check_losses(self, measured: list[Step]) -> None:
         """Gradients may be finite where a loss is not, and training modes sum what is not finite like anything else."""
         diverged = next((step.report.step for step in measured if not math.isfinite(step.loss)), None)
-        found = self.comm.allgather(diverged)
-        ranks = [rank for rank, step in enumerate(found) if step is not None]
-        if ranks:
-            step, named = min(step for step in found if step is not None), ", ".join(map(str, ranks))
-            raise NonFiniteLossError(f"step {step}: the loss is NaN or Inf on rank(s) {named}")
+        steps = {rank: step for rank, step in enumerate(self.comm.allgather(diverged)) if step is not None}
+        if steps:
+            named = ", ".join(map(str, steps))
+            raise NonFiniteLossError(f"step {min(steps.values())}: the loss is NaN or Inf on rank(s) {named}")
 
     def _evaluate(self, done: int) -> None:
         # Each rank's batch norm has seen its own batches only; all must measure the same network.
@@ -310,7 +297,5 @@ class TrainingLoop:
             if self.config.reduction.nonfinite == "raise":
                 raise NonFiniteLossError(problem)
             say(self.comm, f"jobs.train: {problem}")
-        if self.file is None:
-            return
         self.figures["held-out"] = f"{correct / max(1.0, samples):.2%}"
         self.bar.set_postfix(self.figures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,19 +23,6 @@ class Overlapped(Protocol):
 
     def replayed(self, marks: Any) -> None:
         """The pass that was captured so was replayed. Collective."""
-
-
-@dataclass(frozen=True)
-class EagerStart:
-    """Steps of a job that are taken kernel by kernel before one is captured, for a reduction that must be in its steady state.
-
-    Attributes:
-        stream: that they are on, and the capture.
-        steps: how many.
-    """
-
-    stream: torch.cuda.Stream
-    steps: int
 
 
 @contextmanager
@@ -86,7 +72,8 @@ class CapturedPasses:
     Args:
         workload, share: as EagerPasses.
         overlapped: what a step's last backward pass begins to reduce; None for nothing.
-        start: steps before the capture, which then follows without passes that leave no trace; None for none.
+        start: a stream, and the number of steps of a job that are taken on it kernel by kernel before one is captured there, for
+            a reduction that must be in its steady state; the capture follows without passes that leave no trace. None for none.
 
     Memory: the activations of one batch stay allocated, apart from those of evaluations, and gradients that the optimizer did not
         hand out; during the capture the gradients once more.
@@ -97,14 +84,13 @@ class CapturedPasses:
         workload: Workload[Any],
         share: Tensor,
         overlapped: Overlapped | None = None,
-        start: EagerStart | None = None,
+        start: tuple[torch.cuda.Stream, int] | None = None,
     ) -> None:
         self._workload, self._share, self._overlapped = workload, share, overlapped
         self._parameters = [p for p in workload.model.parameters() if p.requires_grad]
-        self._stream = torch.cuda.Stream() if start is None else start.stream
+        self._stream, self._eager_steps = start or (torch.cuda.Stream(), 0)
         self._pool = torch.cuda.graph_pool_handle()
         self._eager, self._warm = EagerPasses(workload, share), start is not None
-        self._eager_steps = 0 if start is None else start.steps
         # by whether there are gradients to add to, and whether they are reduced
         self._captured: dict[tuple[bool, bool], _Capture] = {}
         self._current: _Capture | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,18 +26,14 @@ class Placement:
     Attributes:
         device: torch's name of it.
         description: of the hardware, in words.
-        process_group: torch.distributed's backend for it.
         on_gpu: it is a GPU, with CUDA graphs, where fused optimizers are the fast ones.
-        unit: a name that no other device in the world has.
     """
 
     device = torch.device("cpu")
-    process_group = "gloo"
     on_gpu = False
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
         self.description = platform.processor() or platform.machine()
-        self.unit = socket.gethostname()
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """Within it what is asked for has that name in a profiler."""
@@ -64,7 +59,6 @@ class CudaPlacement(Placement):
         Refused: it cannot be used; on every rank alike.
     """
 
-    process_group = "nccl"
     on_gpu = True
 
     def __init__(self, comm: MPI.Intracomm, deterministic: bool) -> None:
@@ -85,11 +79,6 @@ class CudaPlacement(Placement):
         decide_together(comm, use, (RuntimeError,))
         self.device = torch.device("cuda", number)
         self.description = torch.cuda.get_device_name(number)
-        # a batch system may show each rank a GPU of its own, and all of them are number 0
-        properties = torch.cuda.get_device_properties(number)
-        self.unit = (
-            f"{socket.gethostname()} {getattr(properties, 'uuid', number)}"  # torch < 2.5 does not tell
-        )
         # convolutions have fixed shapes here, so that the search for their fastest algorithm pays
         torch.backends.cudnn.benchmark = not deterministic
 
@@ -106,9 +95,6 @@ class CudaPlacement(Placement):
         last.synchronize()
         now = time.perf_counter()
         return [now - mark.elapsed_time(last) / 1e3 for mark in marks]
-
-
-_PLACEMENTS = {"cpu": Placement, "cuda": CudaPlacement}
 
 
 def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = False) -> Placement:
@@ -129,7 +115,7 @@ def find_placement(wanted: str, comm: MPI.Intracomm, *, deterministic: bool = Fa
         raise Refused(
             f"training.device {wanted!r} means different devices ({devices}): set it to 'cpu' or 'cuda'"
         )
-    return _PLACEMENTS[kind](comm, deterministic)
+    return (CudaPlacement if kind == "cuda" else Placement)(comm, deterministic)
 
 
 def _kind(wanted: str) -> str:

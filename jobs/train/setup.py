@@ -68,13 +68,7 @@ def set_up(config: Config, comm: MPI.Intracomm, build: Build = build_workload) -
         raise Refused(f"training.cuda_graph needs GPUs, and this run is on {placement.device}")
     workload = _build_workload(config, comm, build, placement)
     broadcast_parameters(workload.model, comm)
-    inner = build_optimizer(
-        config.optimizer,
-        workload.model.parameters(),
-        fused=placement.on_gpu,
-        # updates ask of which kind the optimizer is, and hand it other groups
-        captured=config.training.cuda_graph and config.reduction.sends == "gradients",
-    )
+    inner = build_optimizer(config.optimizer, workload.model.parameters(), fused=placement.on_gpu)
     optimizer = build_reduction(config, workload.network, inner, placement, comm)
     if isinstance(optimizer, DdpTraining):
         workload.network = optimizer.network  # its forward pass prepares the reduction

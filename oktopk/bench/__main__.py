@@ -13,7 +13,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +76,17 @@ def run(options: argparse.Namespace, prog: str, tell: Callable[[dict[str, Any]],
     return 0
 
 
-class _ranks:  # noqa: N801 - a context
+@contextmanager
+def _ranks() -> Iterator[HostTransport]:
     """The transport of all ranks of the job; torch's process group under torchrun, else MPI."""
-
-    def __enter__(self) -> HostTransport:
-        self._group: Any = None
+    with ExitStack() as ending:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             import torch.distributed as group
 
             if not group.is_initialized():
                 group.init_process_group("gloo")
-                self._group = group
-        self._transport = connect(None)
-        return self._transport
-
-    def __exit__(self, *error: object) -> None:
-        self._transport.close()
-        if self._group is not None:
-            self._group.destroy_process_group()
+                ending.callback(group.destroy_process_group)
+        yield ending.enter_context(closing(connect(None)))
 
 
 def measure(transport: HostTransport, options: argparse.Namespace) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,6 @@ def gradients(length: int, rank: int) -> Any:
     return values
 
 
-@contextmanager
-def _reducer(
-    transport: HostTransport, length: int, method: str, **settings: Any
-) -> Iterator[GradientAllreduce]:
-    reducer = GradientAllreduce(transport, length, method, **settings)
-    try:
-        yield reducer
-    finally:
-        reducer.close()
-
-
 def step_row(
     transport: HostTransport, length: int, method: str, given: Any, **settings: Any
 ) -> dict[str, Any]:
@@ -53,9 +41,8 @@ def step_row(
         seconds, in the mean; entries: that this rank selected, and applied.
     """
     spent, reports = [], []
-    with _reducer(
-        transport, length, method, threshold_interval=10**6, boundary_interval=10**6, **settings
-    ) as made:
+    never: dict[str, Any] = {"threshold_interval": 10**6, "boundary_interval": 10**6}
+    with closing(GradientAllreduce(transport, length, method, **never, **settings)) as made:
         warm, timed = _DENSE if method == "dense" else (_WARM, _TIMED)
         for number in range(warm + timed):
             transport.barrier()
@@ -147,7 +134,7 @@ def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> fl
     """Seconds of the mean of a host's gradients; None where steps are flat. Collective."""
     settings: dict[str, Any] = {"density": 0.01, "ranks_per_host": ranks_per_host}
     spent = []
-    with _reducer(transport, length, "oktopk", **settings) as made:
+    with closing(GradientAllreduce(transport, length, "oktopk", **settings)) as made:
         if made.levels != "hosts" or len({*map(transport.hosts.count, transport.hosts)}) > 1:
             return None
         for _ in range(6):

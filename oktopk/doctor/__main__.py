@@ -98,19 +98,10 @@ def parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         f"  mpiexec -n 16 --host a:8,b:8 {prog} --hosts --parameters 98e6 --compute-ms 90",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="File to write the findings to, as JSON, or with --hosts the links; default: none",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120,
-        metavar="SECONDS",
-        help="Seconds after which a try is ended; default: %(default)s",
-    )
+    text = "File to write the findings to, as JSON, or with --hosts the links; default: none"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "Seconds after which a try is ended; default: %(default)s"
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help=text)
     text = "Measure the links between the ranks and hosts of a job; start it by a launcher."
     parser.add_argument("--hosts", action="store_true", help=text)
     text = "Parameters of the model, for --hosts; default: %(default)s."

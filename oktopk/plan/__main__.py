@@ -27,7 +27,6 @@ from oktopk.plan.rows import (
     Row,
     best_first,
     dense_rows,
-    host_counts,
     line_of,
     sparse_rows,
 )
@@ -240,14 +239,12 @@ def _pasted(text: str, row: Row) -> str:
 
 def _curves(options: argparse.Namespace, job: Job, links: Links, best: Row) -> list[Curve]:
     """The dense rows and the best one over the number of hosts."""
-    counts = host_counts(_MOST_HOSTS)
     kernels = _kernels(options, links)
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for hosts in counts:
-        there = Job(job.parameters, job.compute, hosts, job.ranks_per_host)
+    for hosts in (1 << i for i in range(_MOST_HOSTS.bit_length())):
+        there = replace(job, hosts=hosts)
         if there.ranks < 2:
-            rows = [("dense", "float32"), ("dense", "bfloat16"), (best.method, best.wire)]
-            for key in rows:
+            for key in (("dense", "float32"), ("dense", "bfloat16"), (best.method, best.wire)):
                 lines.setdefault(key, []).append((hosts, job.compute))
             continue
         network = links.network(hosts, job.ranks_per_host)

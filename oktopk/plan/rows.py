@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,8 +251,3 @@ def line_of(row: Row) -> str:
     words += [f"every={row.every}"] if row.every > 1 else []
     words += ['exchange="grid"'] if row.grid else []
     return f"optimizer = DistributedOptimizer({', '.join(words)})"
-
-
-def host_counts(most: int) -> list[int]:
-    """Powers of two from 1 to so many hosts."""
-    return [1 << i for i in range(int(math.log2(most)) + 1)]

@@ -69,35 +69,10 @@ def replay(
     computed = np.zeros((ranks, len(WORK)))
     host_bytes = np.zeros(int(hosts[-1]) + 1)
     sent, arrived = (np.full(slots if trace else 0, _NEVER) for _ in range(2))
-    operation = np.flatnonzero(
-        program.slot >= 0
-    )  # of each slot, or of each slot of a rank where all share a program
-    stuck = _run(
-        ranks,
-        program.shared,
-        program.start,
-        program.kind,
-        program.rule,
-        program.argument,
-        program.stride,
-        program.group,
-        program.amount,
-        program.slot,
-        program.match,
-        program.waits,
-        program.first,
-        program.slots,
-        operation,
-        hosts,
-        network.levels,
-        np.ascontiguousarray(rates),
-        ended,
-        computed,
-        overheads,
-        host_bytes,
-        sent,
-        arrived,
-    )
+    # of each slot, or of each slot of a rank where all share a program
+    operation = np.flatnonzero(program.slot >= 0)
+    times = ended, computed, overheads, host_bytes, sent, arrived
+    stuck = _run(program, operation, hosts, network.levels, np.ascontiguousarray(rates), *times)
     if stuck:
         raise RuntimeError(f"{stuck} ranks wait for messages that do not come")
     waited = ended - overheads - computed.sum(axis=1)
@@ -156,32 +131,13 @@ def _partner(rank, rule, argument, stride, size):  # type: ignore[no-untyped-def
 
 @compiled()
 def _run(  # type: ignore[no-untyped-def]
-    ranks,
-    shared,
-    start,
-    kinds,
-    rules,
-    arguments,
-    strides,
-    groups,
-    amounts,
-    slot,
-    match,
-    waits,
-    first,
-    slots,
-    operation,
-    hosts,
-    levels,
-    rates,
-    ended,
-    computed,
-    overheads,
-    host_bytes,
-    sent,
-    arrived,
+    program, operation, hosts, levels, rates, ended, computed, overheads, host_bytes, sent, arrived
 ):
     """As `replay`; returns how many ranks have not ended."""
+    ranks, shared, start, slots = program.ranks, program.shared, program.start, program.slots
+    kinds, rules, arguments = program.kind, program.rule, program.argument
+    strides, groups, amounts = program.stride, program.group, program.amount
+    slot, match, waits, first = program.slot, program.match, program.waits, program.first
     total = slots[ranks]
     per_rank = slots[1] if shared else 0
     # of each slot: NaN; -1 - t where its rank was ready at t; when it was complete

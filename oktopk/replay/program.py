@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +38,8 @@ SHIFT, XOR, RANK = range(3)
 _SPREAD = 0.05  # share by which a message's bytes may differ between ranks, for one rule
 
 
-@dataclass(frozen=True)
-class Program:
-    """What all ranks do; entries of arrays are operations.
+class Program(NamedTuple):
+    """What all ranks do; entries of arrays are operations. Compiled code takes it as it is.
 
     Attributes:
         ranks: P.

@@ -69,13 +69,13 @@ def test_augmented_images_equal_a_loop_over_windows_and_mirrors(
 def test_a_sample_is_augmented_anew_in_every_epoch() -> None:
     pixels = Pixels(image_set(1, size=9), Augment(crop=2, flip=True))
     loader = pixels.training(batch_size=1, rank=0, size=1, seed=3)
-    assert len({loader.batch(epoch, 0)[0].numpy().tobytes() for epoch in range(20)}) > 5
+    assert len({next(loader.epoch(epoch))[0].numpy().tobytes() for epoch in range(20)}) > 5
 
 
 def test_without_augmentation_the_pixels_are_the_images() -> None:
     images = image_set(20)
     loader = Pixels(images).training(batch_size=4, rank=1, size=2, seed=0)
-    pixels, labels = loader.batch(0, 1)
+    pixels, labels = next(loader.epoch(0, 1))
     expected, expected_labels = (each[loader.shards.indices(0, 1).copy()] for each in whole(images))
     assert torch.equal(pixels, expected)
     assert torch.equal(labels, expected_labels)

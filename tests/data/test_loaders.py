@@ -83,15 +83,17 @@ def samples(batches: Iterable[Any]) -> list[bytes]:
 def test_a_batch_is_a_function_of_seed_epoch_and_step(kind: str) -> None:
     place = {"batch_size": 3, "rank": 1, "size": 2}
     first, again = (KINDS[kind]().training(**place, seed=3) for _ in range(2))
-    wanted = {(epoch, step): samples([first.batch(epoch, step)]) for epoch in range(2) for step in range(5)}
+    wanted = {
+        (epoch, step): samples([next(first.epoch(epoch, step))]) for epoch in range(2) for step in range(5)
+    }
     for (epoch, step), found in reversed(wanted.items()):
-        assert samples([again.batch(epoch, step)]) == found
+        assert samples([next(again.epoch(epoch, step))]) == found
     rest = samples(KINDS[kind]().training(**place, seed=3).epoch(1, 3))
     assert rest[: len(wanted[1, 3])] == wanted[1, 3]
     assert samples(first.epoch(1))[-len(rest) :] == rest
     other_seed = KINDS[kind]().training(**place, seed=4)
     other_rank = KINDS[kind]().training(**place | {"rank": 0}, seed=3)
-    others = [samples([loader.batch(0, 0)]) for loader in (other_seed, other_rank)]
+    others = [samples([next(loader.epoch(0))]) for loader in (other_seed, other_rank)]
     assert len(set(map(tuple, [*wanted.values(), *others]))) == 12
 
 
@@ -103,7 +105,7 @@ def test_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
             for rank in range(size)
         ]
         assert len({loader.steps_per_epoch for loader in loaders}) == 1
-        return samples(loader.batch(2, step) for loader in loaders)
+        return samples(next(loader.epoch(2, step)) for loader in loaders)
 
     for step in (2, 0):
         assert together(1, step) == together(3, step) == together(4, step)
@@ -114,11 +116,11 @@ def test_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
 def test_blocks_of_batches_change_nothing(kind: str, device: torch.device) -> None:
     alone, blocks = (KINDS[kind]().training(batch_size=5, rank=1, size=2, seed=1) for _ in range(2))
     alone.source.block = 1
-    blocks.to(device)
+    blocks.source.to(device)
     blocks.source.block = 12
     last = alone.steps_per_epoch - 1
     for epoch, step in ((0, 0), (0, 3), (0, 2), (1, 2), (0, 2), (1, last)):
-        assert samples([blocks.batch(epoch, step)]) == samples([alone.batch(epoch, step)])
+        assert samples(blocks.epoch(epoch, step)) == samples(alone.epoch(epoch, step))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,7 +128,9 @@ def test_blocks_of_batches_change_nothing(kind: str, device: torch.device) -> No
 def test_held_out_samples_are_seen_once_over_all_ranks_alike(kind: str, device: torch.device) -> None:
     def held_out(size: int, most: int = 0) -> list[bytes]:
         places = [{"batch_size": 3 + size, "rank": rank, "size": size} for rank in range(size)]
-        loaders = [KINDS[kind]().held_out(most=most, **place).to(device) for place in places]
+        loaders = [KINDS[kind]().held_out(most=most, **place) for place in places]
+        for loader in loaders:
+            loader.source.to(device)
         return sorted(samples(batch for loader in loaders for batch in loader))
 
     count = len(KINDS[kind]())
@@ -153,4 +157,4 @@ def test_samples_that_do_not_fit_are_a_data_error(monkeypatch: pytest.MonkeyPatc
     loader = KINDS["images"]().training(batch_size=5, rank=0, size=1, seed=0)
     monkeypatch.setattr(torch.Tensor, "to", full)
     with pytest.raises(DataError, match="64 images of 0.0 GB do not fit on cpu: no room"):
-        loader.to(CPU)
+        loader.source.to(CPU)

@@ -33,7 +33,7 @@ def nccl(comm: MPI.Intracomm) -> Any:
     if gpus() < comm.size:
         pytest.skip("a GPU a rank")
     place = torch_device("cuda", comm)
-    start_process_group(comm, place, "nccl", f"{place.index}")
+    start_process_group(comm, place)
     yield place
     torch.cuda.synchronize()
     stop_process_group()

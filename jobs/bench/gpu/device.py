@@ -128,23 +128,18 @@ def gpu_facts() -> dict[str, Any]:
     runtime = cupy.cuda.runtime
     current = cupy.cuda.Device()
     properties = runtime.getDeviceProperties(current.id)
-    count = runtime.getDeviceCount()
+    torch: Any = sys.modules.get("torch")
+    sees_gpu = torch is not None and torch.cuda.is_available()
     return {
         "name": properties["name"].decode(),
-        "count": count,
+        "count": runtime.getDeviceCount(),
         "driver": driver_version(),
         "runtime_cuda": runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "ucx": next((version for name, version in versions(UCX).items() if name in UCX), None),
-        **_torch_facts(),
+        "torch_cuda": torch.version.cuda if sees_gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if sees_gpu else None,
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_TUNING)
         },
     }
-
-
-def _torch_facts() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return {"torch_cuda": None, "nccl": None}
-    return {"torch_cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import Traffic
-from jobs.train.passes import EagerStart, Overlapped, on_stream
+from jobs.train.passes import Overlapped, on_stream
 from jobs.train.reduce.process_group import ring_traffic, stop_process_group
 from oktopk import StepReport
 from oktopk.torch.gradients import GradientsInPlace
@@ -40,6 +40,7 @@ class DenseTraining(ABC):
     """
 
     overlapped: Overlapped | None = None
+    hosts = None  # flat steps
 
     def __init__(self, inner: torch.optim.Optimizer, clip_norm: float) -> None:
         self.inner = inner
@@ -97,11 +98,6 @@ class DenseTraining(ABC):
     def complete(self) -> None:  # noqa: B027 - of no mode
         """Nothing: what is known of a step is known at once."""
 
-    @property
-    def hosts(self) -> None:
-        """Flat steps."""
-        return None
-
     def state_dict(self) -> dict[str, Any]:
         """As DistributedOptimizer's, of a reducer that leaves nothing behind."""
         nothing = dict.fromkeys(("last_k", "residual"))
@@ -158,11 +154,6 @@ class NcclTraining(DenseTraining):
         return ring_traffic(sent.nbytes // 4, dist.get_world_size(), 1)
 
 
-_COMPRESSED = {
-    torch.bfloat16: default_hooks.bf16_compress_hook,
-    torch.float16: default_hooks.fp16_compress_hook,
-}
-"""Type that gradients travel in -> torch's hook."""
 EAGER_STEPS = 11
 """Of DistributedDataParallel before a capture, as torch asks for: in the first ten it times itself, and waits for the GPU."""
 
@@ -179,9 +170,8 @@ class DdpTraining(DenseTraining):
     Args:
         inner, clip_norm: as DenseTraining.
         network: a module with the parameters of `inner`.
-        ranks: in the process group.
         bucket_mb: size of a bucket, in 1e6 bytes.
-        dtype: that gradients travel and are summed in: float32, bfloat16 or float16.
+        dtype: that gradients travel and are summed in: float32 or bfloat16.
         captured: CUDA graphs will replay it, on GPUs: it is made on the stream that they are captured on, as autograd asks for.
 
     Attributes:
@@ -193,20 +183,17 @@ class DdpTraining(DenseTraining):
         inner: torch.optim.Optimizer,
         clip_norm: float,
         network: nn.Module,
-        ranks: int,
         *,
         bucket_mb: float,
         dtype: torch.dtype = torch.float32,
         captured: bool = False,
     ) -> None:
         super().__init__(inner, clip_norm)
-        self._ranks = ranks
         self._stream = torch.cuda.Stream() if captured else None
         self.overlapped = self
         self._elements_per_word = 4 // dtype.itemsize
-        self._pieces = math.ceil(
-            4 * self.length / (bucket_mb * 1e6)
-        )  # about: torch cuts the first one smaller
+        # about: torch cuts the first one smaller
+        self._pieces = math.ceil(4 * self.length / (bucket_mb * 1e6))
         # where the graphs will be captured, if any will
         beside = nullcontext() if self._stream is None else on_stream(self._stream)
         with warnings.catch_warnings(), beside:
@@ -218,14 +205,13 @@ class DdpTraining(DenseTraining):
                 broadcast_buffers=False,  # batch-norm statistics are averaged before an evaluation
                 gradient_as_bucket_view=True,
             )
-        if dtype in _COMPRESSED:
-            self.network.register_comm_hook(None, _COMPRESSED[dtype])
+        if dtype == torch.bfloat16:
+            self.network.register_comm_hook(None, default_hooks.bf16_compress_hook)
         if captured:
             # every hundredth step, else, is timed
             self.network._set_ddp_runtime_logging_sample_rate(2**31 - 1)
-        if not self._parameters[
-            0
-        ].is_cuda:  # where sums have no fixed order, and parameters may become ready in another one
+        # on a GPU sums have no fixed order, and parameters may become ready in another one
+        if not self._parameters[0].is_cuda:
             self._form_buckets()
 
     def _form_buckets(self) -> None:
@@ -240,9 +226,9 @@ class DdpTraining(DenseTraining):
         self.zero_grad()
 
     @property
-    def eager_start(self) -> EagerStart | None:
-        """What precedes the first capture, from here on; None where nothing is captured."""
-        return None if self._stream is None else EagerStart(self._stream, EAGER_STEPS)
+    def eager_start(self) -> tuple[torch.cuda.Stream, int] | None:
+        """What precedes the first capture, from here on, see CapturedPasses; None where nothing is captured."""
+        return None if self._stream is None else (self._stream, EAGER_STEPS)
 
     def recording(self) -> AbstractContextManager[None]:
         """Around a backward pass that is captured."""
@@ -256,4 +242,4 @@ class DdpTraining(DenseTraining):
         return context
 
     def _finish(self) -> Traffic:
-        return ring_traffic(self.length // self._elements_per_word, self._ranks, self._pieces)
+        return ring_traffic(self.length // self._elements_per_word, dist.get_world_size(), self._pieces)

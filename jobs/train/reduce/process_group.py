@@ -21,23 +21,24 @@ def ring_traffic(words: int, ranks: int, pieces: int) -> Traffic:
     return Traffic(WORD_BYTES * (2 * words * (ranks - 1) // ranks), 2 * pieces * (ranks - 1))
 
 
-def start_process_group(comm: MPI.Intracomm, device: torch.device, backend: str, unit: str) -> None:
+def start_process_group(comm: MPI.Intracomm, device: torch.device) -> None:
     """torch.distributed over the ranks of a communicator, which tells them where to meet. Collective.
 
     Args:
         comm: one process group at a time.
-        device: of this rank.
-        backend: "nccl" or "gloo".
-        unit: this rank's GPU, by a name that no other one in the world has; NCCL serves one rank on each.
+        device: of this rank: over gloo between CPUs, over NCCL between GPUs.
 
     Raises:
         WireError: torch has no such backend, or NCCL would have to serve two ranks on one GPU.
     """
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise WireError(f"torch {torch.__version__} has no {backend}, which torch.distributed needs here")
-    hosts, units = zip(*comm.allgather((socket.gethostname(), unit)), strict=True)
-    if backend == "nccl" and len(set(units)) < comm.size:
-        raise WireError(f"NCCL takes one rank per GPU, but {comm.size} ranks share {len(set(units))}")
+    # a batch system may show each rank a GPU of its own, and all of them are number 0
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if backend == "nccl" else ""
+    hosts, gpus = zip(*comm.allgather((socket.gethostname(), gpu)), strict=True)
+    if backend == "nccl" and (count := len(set(gpus))) < comm.size:
+        raise WireError(f"NCCL takes one rank per GPU, but {comm.size} ranks share {count}")
     if dist.is_initialized():
         raise WireError("there is a process group already")
     host = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0]

@@ -62,15 +62,16 @@ def build_reduction(
     Raises:
         Refused: the device, this MPI or this torch cannot do it; on every rank alike.
     """
-    settings = config.reduction
+    settings, clip_norm = config.reduction, config.optimizer.clip_norm
+    method, kind = settings.method, settings.gradient_type
     try:
-        if settings.method in METHODS:
+        if method in METHODS:
             optimizer = DistributedOptimizer(
                 inner,
                 comm,
-                settings.method,
-                gradient_type=settings.gradient_type,
-                clip_norm=config.optimizer.clip_norm,
+                method,
+                gradient_type=kind,
+                clip_norm=clip_norm,
                 sends=settings.sends,
                 every=settings.every,
                 order=network.parameters() if settings.overlap else None,
@@ -79,32 +80,16 @@ def build_reduction(
             )
             optimizer.reducer.time_stages = config.run.time_stages
             return optimizer
-        return _build_mode(config, network, inner, placement, comm)
+        if method == "nccl" and not placement.on_gpu:
+            here = f"and this run is on {placement.device}: its like there is 'dense'"
+            raise WireError(f"reduction.method 'nccl' needs GPUs, {here}")
+        if method == "ddp" and kind not in ("", "float32", "bfloat16"):
+            raise WireError(f"reduction.gradient_type {kind!r} is not for 'ddp': float32 or bfloat16")
+        start_process_group(comm, placement.device)
+        dtype, bucket_mb = getattr(torch, kind or "float32"), settings.bucket_mb or DEFAULT_BUCKET_MB
+        if method == "nccl":
+            return NcclTraining(inner, clip_norm, dtype)
+        how = {"bucket_mb": bucket_mb, "dtype": dtype, "captured": config.training.cuda_graph}
+        return DdpTraining(inner, clip_norm, network, **how)
     except (ValueError, WireError, LauncherError) as error:  # the same on every rank
         raise Refused(str(error)) from error
-
-
-def _build_mode(
-    config: Config,
-    network: nn.Module,
-    inner: torch.optim.Optimizer,
-    placement: Placement,
-    comm: MPI.Intracomm,
-) -> DenseTraining:
-    """As build_reduction, of TRAINING_MODES. Raises WireError."""
-    settings, clip_norm = config.reduction, config.optimizer.clip_norm
-    method, kind = settings.method, settings.gradient_type
-    if method == "nccl" and not placement.on_gpu:
-        raise WireError(
-            f"reduction.method 'nccl' needs GPUs, and this run is on {placement.device}: its like there is 'dense'"
-        )
-    if method == "ddp" and kind not in ("", "float32", "bfloat16"):
-        raise WireError(f"reduction.gradient_type {kind!r} is not for 'ddp': float32 or bfloat16")
-    start_process_group(comm, placement.device, placement.process_group, placement.unit)
-    dtype = getattr(torch, kind or "float32")
-    if method == "nccl":
-        return NcclTraining(inner, clip_norm, dtype)
-    bucket_mb, captured = settings.bucket_mb or DEFAULT_BUCKET_MB, config.training.cuda_graph
-    return DdpTraining(
-        inner, clip_norm, network, comm.size, bucket_mb=bucket_mb, dtype=dtype, captured=captured
-    )

@@ -11,7 +11,6 @@ from data.images.digits import load_digits
 from data.images.file import ImageSet, open_image_file
 from data.images.loader import Augment, Batch, Pixels
 from jobs.config.config import Config
-from jobs.config.sections import DataConfig
 from jobs.train.placement import Placement
 from jobs.train.tasks.task import Workload, WorkloadError, naming
 from models.vgg import REDUCTION, VGG16
@@ -60,21 +59,15 @@ def build_images(config: Config, *, rank: int, size: int) -> Classification:
         DataError: data that is missing, broken, or too little for the ranks.
         WorkloadError: settings and data that do not go together.
     """
-    training, held_out = load_images(config.data)
+    if config.data.name == "digits":
+        training, held_out = load_digits(size=config.data.size, held_out=config.data.held_out)
+    else:
+        training, held_out = open_image_file(config.data.path)
     augment = Augment(config.data.crop, config.data.flip) if config.data.crop or config.data.flip else None
     with naming("data"):
         pixels = Pixels(training, augment)
     make = partial(make_network, config, training)
     return Classification(make, pixels, Pixels(held_out), config, rank=rank, size=size)
-
-
-def load_images(config: DataConfig) -> tuple[ImageSet, ImageSet]:
-    """The training and the held-out images. Raises DataError, and WorkloadError: these are not images."""
-    if config.name == "an4":
-        raise WorkloadError(f"data.name {config.name!r} takes model.name 'lstm'")
-    if config.name == "digits":
-        return load_digits(size=config.size, held_out=config.held_out)
-    return open_image_file(config.path)
 
 
 def make_network(config: Config, images: ImageSet) -> nn.Module:

@@ -23,7 +23,7 @@ from data.speech.loader import (
 )
 from jobs.config.config import Config
 from jobs.train.placement import Placement
-from jobs.train.tasks.task import Workload, WorkloadError
+from jobs.train.tasks.task import Workload
 from models.lstm import LSTM, output_lengths
 
 
@@ -76,12 +76,6 @@ def build_speech(config: Config, *, rank: int, size: int) -> Speech:
         DataError: data that is missing, broken, too little for the ranks, or an utterance too short for its transcript.
         WorkloadError: settings and data that do not go together.
     """
-    if config.data.name != "an4":
-        raise WorkloadError(
-            f"model.name {config.model.name!r} takes data.name 'an4', not {config.data.name!r}"
-        )
-    if config.training.channels_last:
-        raise WorkloadError(f"training.channels_last True is not for model.name {config.model.name!r}")
     train, held_out = open_speech_file(config.data.path)
     for split, speech in (("train", train), ("test", held_out)) if not config.model.factory else ():
         fastest = config.data.tempo[1] if config.data.tempo and split == "train" else 1.0
@@ -148,16 +142,11 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[
 
 
 def decode(log_probabilities: NDArray[np.float32]) -> str:
-    """The text of one utterance, without spaces at its ends.
+    """The text of one utterance: the likeliest label of each frame, repetitions merged, blanks and spaces at its ends dropped.
 
     Args:
         log_probabilities: float32[frames, labels], of data.speech.file.ALPHABET.
     """
-    return " ".join(decoded(np.array(greedy(log_probabilities), np.int64)).split())
-
-
-def greedy(log_probabilities: NDArray[np.float32]) -> list[int]:
-    """The likeliest label of each frame, repetitions merged, blanks dropped."""
     best = log_probabilities.argmax(axis=1)
-    starts = np.flatnonzero(np.diff(best, prepend=-1))
-    return [int(label) for label in best[starts] if label != BLANK]
+    merged = best[np.flatnonzero(np.diff(best, prepend=-1))]
+    return " ".join(decoded(merged[merged != BLANK]).split())

@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -82,8 +82,8 @@ class Workload(ABC, Generic[Batch]):
 
     def move_to(self, placement: Placement) -> None:
         """Move network and data to a device. Raises DataError: they do not fit."""
-        self._training.to(placement.device)
-        self._held_out.to(placement.device)
+        self._training.source.to(placement.device)
+        self._held_out.source.to(placement.device)
         self.model.to(placement.device)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
@@ -137,11 +137,9 @@ def naming(section: str) -> Iterator[None]:
         raise WorkloadError(f"{section}: {error}") from error
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """torch's autocast to that precision; nothing for float32."""
-    if precision == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, precision))
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """torch's autocast to that precision; not enabled for float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def build_network(config: Config, make: Callable[[], nn.Module]) -> nn.Module:

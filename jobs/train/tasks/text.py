@@ -73,10 +73,8 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
         WorkloadError: a vocabulary, a length or pairs of segments that do not go with the model.
     """
     training, held_out = open_text_file(config.data.path)
-    kinds: tuple[Any, Any] = (MaskedLanguage, MaskedText)
-    if config.model.name == "gpt":
-        kinds = NextToken, NextTokens
-    kind, cut = kinds
+    kinds: dict[str, tuple[Any, Any]] = {"gpt": (NextToken, NextTokens)}
+    kind, cut = kinds.get(config.model.name, (MaskedLanguage, MaskedText))
     make = partial(make_network, config, training)
     made: Language[Any] = kind(make, cut(training), cut(held_out), config, rank=rank, size=size)
     seeds = np.random.SeedSequence([config.training.seed, rank])

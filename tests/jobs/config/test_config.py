@@ -206,7 +206,7 @@ def test_a_malformed_override_is_named(override: str) -> None:
         ("optimizer.nesterov=true", "[optimizer] nesterov needs a momentum above 0"),
         ("schedule.warmup_start=2", "schedule.warmup_start = 2: Input should be less than or equal to 1; or"),
         ("schedule.warmup_start=half", "Input should be a valid number; or Input should be '1/ranks'"),
-        ("schedule.milestones=[1]", "[schedule] milestones are for the schedule 'step'"),
+        ("schedule.milestones=[1]", "[schedule] milestones is for step, not for constant"),
         ("model.patch=8", "[model] patch is for vit, not for vgg16"),
         ("model.layers=3", "[model] layers is for bert and gpt and vit, not for vgg16"),
         ("data.tempo=[0.9,1.1]", "[data] tempo is for an4, not for images"),

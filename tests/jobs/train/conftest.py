@@ -110,6 +110,6 @@ def gloo(comm: MPI.Intracomm) -> Iterator[MPI.Intracomm]:
 
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch has no gloo")
-    start_process_group(comm, torch.device("cpu"), "gloo", "")
+    start_process_group(comm, torch.device("cpu"))
     yield comm
     stop_process_group()

@@ -47,7 +47,7 @@ def nccl(model: nn.Module, ranks: int, *, clip_norm: float = 0.0) -> NcclTrainin
 
 def ddp(model: nn.Module, ranks: int) -> DdpTraining:
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DdpTraining(inner, 0.0, model, ranks, bucket_mb=0.003)
+    return DdpTraining(inner, 0.0, model, bucket_mb=0.003)
 
 
 def steps(training: DenseTraining, rank: int, numbers: range, model: nn.Module | None = None) -> list[int]:
@@ -104,16 +104,16 @@ def test_clipping_in_a_mode_bounds_the_norm_of_the_mean(gloo: MPI.Intracomm) -> 
 
 @pytest.mark.mpi
 def test_a_second_process_group_and_unknown_backends_are_refused(comm: MPI.Intracomm) -> None:
-    start_process_group(comm, CPU, "gloo", "")
+    start_process_group(comm, CPU)
     try:
         with pytest.raises(WireError, match="there is a process group already"):
-            start_process_group(comm, CPU, "gloo", "")
+            start_process_group(comm, CPU)
         assert (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
     finally:
         stop_process_group()
     if not dist.is_nccl_available():
         with pytest.raises(WireError, match=r"torch .* has no nccl"):
-            start_process_group(comm, CPU, "nccl", str(comm.rank))
+            start_process_group(comm, torch.device("cuda", 0))
 
 
 @pytest.mark.mpi
@@ -152,13 +152,12 @@ def test_a_ring_sends_two_times_its_share() -> None:
 def test_nccl_averages_or_needs_a_gpu_per_rank(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
     from jobs.train.placement import find_placement
 
-    place = find_placement("cuda", comm)
-    device = place.device
+    device = find_placement("cuda", comm).device
     if comm.size > torch.cuda.device_count():
         with pytest.raises(WireError, match="NCCL takes one rank per GPU"):
-            start_process_group(comm, device, "nccl", place.unit)
+            start_process_group(comm, device)
         return
-    start_process_group(comm, device, "nccl", place.unit)
+    start_process_group(comm, device)
     parameter = nn.Parameter(torch.zeros(100_000, device=device))
     training = NcclTraining(torch.optim.SGD([parameter], lr=0.1), 0.0, dtype)
     parameter.grad = torch.full_like(parameter, float(comm.rank))

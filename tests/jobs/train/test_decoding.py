@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.speech.file import ALPHABET, encoded
-from jobs.train.tasks.speech import count_errors, decode, greedy
+from data.speech.file import ALPHABET, decoded, encoded
+from jobs.train.tasks.speech import count_errors, decode
 
 
 def test_greedy_merges_repetitions_and_keeps_what_a_blank_parts() -> None:
     path = np.array([0, 3, 3, 0, 3, 5, 5, 0, 0])
-    assert greedy(np.eye(6, dtype=np.float32)[path]) == [3, 3, 5]
+    assert decode(np.eye(6, dtype=np.float32)[path]) == decoded(np.array([3, 3, 5]))
 
 
 def test_clear_scores_are_read_as_the_text_they_spell() -> None:

@@ -105,7 +105,7 @@ REFUSED = {
     "bert": {
         "model.vocabulary=30522": r"text\.h5: a vocabulary of \d+ words, but model\.vocabulary is 30522",
         "data.name=prepared data.eval_sequences=0": "'bert' does not take data.name 'prepared'",
-        "optimizer.name=adam": "bias_correction false is for adamw, not for adam",
+        "optimizer.name=adam": "bias_correction is for adamw, not for adam",
         "schedule.name=linear schedule.warmup=2": r"a warmup of 2.0 runs is not in \[0, 1\]",
         "data.path=nowhere.h5": r"nowhere\.h5: no such file",
     },
@@ -119,10 +119,10 @@ REFUSED = {
         "data.resize=36": "model: image 36 is not a positive multiple of the patch's 8",
     },
     "lstm": {
-        "training.channels_last=true": r"training\.channels_last True is not for model\.name 'lstm'",
+        "training.channels_last=true": "channels_last is for images, not for speech",
         "model.width=0.001": r"model: width 0\.001 leaves no channel",
-        "model.name=vgg16": r"data\.name 'an4' takes model\.name 'lstm'",
-        "data.name=digits data.path=": "model.name 'lstm' takes data.name 'an4', not 'digits'",
+        "model.name=vgg16": "'vgg16' does not take data.name 'an4'",
+        "data.name=digits data.path=": "'lstm' does not take data.name 'digits'",
         "data.tempo=[1.5,1.1]": r"\[1\.5, 1\.1\] is not \[least, most\] within \[0\.5, 2\]",
         "training.cuda_graph=true": "those of speech differ",
         "training.label_smoothing=0.1": "label_smoothing is for images, not for speech",
