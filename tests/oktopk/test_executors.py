@@ -129,15 +129,16 @@ WAYS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 
 
-# which of its cases `make test` has of a way: of messages between GPUs each one either staged or not
-SHARED = {"cuda": 0, "cuda, staged": 1}
+# which of its cases `make test` has of a way: of messages between GPUs each one either staged or not, of others between
+# hosts each one either staged or over gloo
+SHARED = {"staged": 0, "gloo": 1, "cuda": 0, "cuda, staged": 1}
 
 
 def marks(name: str, at: int) -> list[pytest.MarkDecorator]:
     """Of the case at this place of a way."""
     found = [on_gpus] if "cuda" in name else []
     if SHARED.get(name, at % 2) != at % 2:
-        found.append(pytest.mark.long("`make test` has each case of messages between GPUs staged or not"))
+        found.append(pytest.mark.long("`make test` has each case in one of two ways"))
     return found
 
 
