@@ -375,7 +375,6 @@ MADE: dict[str, Callable[..., Any]] = {
     "buckets in two levels": lambda over, **more: Vectors(over, [60, 40], levels="hosts", **HOSTS, **more),
     "table": Table,
     "overlap": lambda over, **more: Trained(over, torch.optim.SGD, overlap=True, bucket_mb=0.001, **more),
-    "no overlap": lambda over, **more: Trained(over, torch.optim.SGD, bucket_mb=0.001, **more),
     "updates": lambda over, **more: Trained(over, ADAMW, **more),
     "updates of hosts": lambda over, **more: Trained(over, ADAMW, replica="host", **HOSTS, **more),
 }
@@ -389,14 +388,12 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
 }
 CALLED_ALONE = {
     "reducer": [*CALLS],
-    "dense": ["load_state_dict", "skip_together before step 1"],
     "gtopk": ["skip_together before step 1"],
-    "two levels": ["gathered_residual", "step 1 with measure=True", "skip_together before step 1"],
-    "buckets": [*CALLS][:-1],
+    "two levels": ["step 1 with measure=True"],
+    "buckets": ["load_state_dict"],
     "buckets in two levels": ["gathered_residual"],
     "table": ["reset"],
     "overlap": ["load_state_dict"],
-    "no overlap": ["load_state_dict"],
 }
 
 
@@ -407,7 +404,7 @@ CALLED_ALONE = {
         *(("MPI", name) for name in CALLED_ALONE),
         *(
             pytest.param("gloo", name, marks=pytest.mark.long("`make test` has it over MPI"))
-            for name in [*CALLED_ALONE][:4]
+            for name in [*CALLED_ALONE][:3]
         ),
     ],
     indirect=["over"],
