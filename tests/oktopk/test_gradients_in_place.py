@@ -303,7 +303,13 @@ class Loop:
 
 @on_gpus
 @pytest.mark.mpi
-@pytest.mark.parametrize("gradient_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "gradient_type",
+    [
+        pytest.param("float32", marks=pytest.mark.long("`make test` has it where what is read is narrowed")),
+        "bfloat16",
+    ],
+)
 def test_a_deferred_step_takes_back_a_gradient_freed_at_once(
     comm: MPI.Intracomm, place: torch.device, monkeypatch: pytest.MonkeyPatch, gradient_type: str
 ) -> None:

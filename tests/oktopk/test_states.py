@@ -13,7 +13,7 @@ from mpi4py import MPI
 from oktopk import METHODS, GradientAllreduce, levels
 from oktopk.buckets import BucketedAllreduce
 from oktopk.rows import RowSparseAllreduce
-from tests.devices import get, put, use
+from tests.devices import get, on_gpus, put, use
 from tests.rows import touched
 
 pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=4)]
@@ -64,7 +64,14 @@ def step(reducer: Any, comm: MPI.Intracomm, device: str, number: int) -> list[by
     return [get(np.asarray(each) if np.isscalar(each) else each).tobytes() for each in left]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        *(("cpu", kind) for kind in KINDS),
+        # others go on from states of the host, and those from theirs, in test_executors.py
+        *(pytest.param("cuda", kind, marks=on_gpus) for kind in [*KINDS][-4:]),
+    ],
+)
 def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, kind: str) -> None:
     """In a new reducer and in one that has taken other steps, and over exact steps and new regions."""
     through, running, new = (made(comm, kind, device) for _ in range(3))
