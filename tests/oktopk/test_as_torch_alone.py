@@ -194,7 +194,6 @@ def test_parameters_that_the_model_has_no_more_are_warned_of(comm: MPI.Intracomm
     [
         ("vector", "requires_grad", "sgd"),
         ("vector", "None", "adamw"),
-        ("vector", "requires_grad", "correction"),
         ("vector", "None", "int8"),
         ("overlap", "None", "sgd"),
         ("two levels", "requires_grad", "adamw"),
@@ -208,8 +207,6 @@ def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
 ) -> None:
     """Decay included."""
     wrap = adamw if kind == "adamw" else sgd
-    if kind == "correction":
-        wrap = lambda model: torch.optim.SGD(model.parameters(), lr=0.05)  # noqa: E731
     model, optimizer, step = run(comm, way, wrap, **({"wire": "int8"} if kind == "int8" else {}))
     for _ in range(3):
         step()

@@ -573,24 +573,6 @@ def test_a_hook_that_was_dropped_without_a_close_does_not_hold_its_parameters(
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)).close()
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
-def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(comm: MPI.Intracomm, nonfinite: str) -> None:
-    ddp, state = hooked(nonfinite=nonfinite)
-    train(ddp, comm.rank, range(3))
-    ddp.zero_grad()
-    broken = loss(ddp, comm.rank, 3) * (float("nan") if comm.rank == comm.size - 1 else 1.0)
-    if nonfinite == "raise":
-        with pytest.raises(RuntimeError, match=rf"NonFiniteGradientError: .* on rank\(s\) {comm.size - 1}"):
-            broken.backward()
-    else:
-        broken.backward()
-        assert state.report.skipped
-        assert not any(parameter.grad.any() for parameter in ddp.parameters())
-    train(ddp, comm.rank, range(4, 6))
-    assert np.isfinite(flat(ddp)).all()
-    assert np.array_equal(flat(ddp), comm.bcast(flat(ddp)))
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_state_that_does_not_fit_one_rank_changes_nothing(comm: MPI.Intracomm, trained: bool) -> None:
     """With a reducer, and before there is one."""
@@ -672,25 +654,21 @@ def test_a_state_loaded_early_leaves_the_group_to_ddp(comm: MPI.Intracomm) -> No
     assert torch.equal(model.weight.grad, torch.full((2, 4), 1.0 + comm.rank))
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-def test_a_state_of_other_sizes_changes_nothing(comm: MPI.Intracomm, steps: int) -> None:
+def test_a_state_of_other_sizes_is_refused_before_the_first_step(comm: MPI.Intracomm) -> None:
     def wide(width: int) -> tuple[DistributedDataParallel, OkTopkState]:
         ddp, state = DistributedDataParallel(nn.Linear(9, width)), OkTopkState(density=0.2)
         ddp.register_comm_hook(state, ddp_hook)
         return ddp, state
 
-    def train_on(ddp: DistributedDataParallel, more: int) -> None:
-        for step in range(more):
+    def train_on(ddp: DistributedDataParallel) -> None:
+        for step in range(3):
             ddp(torch.full((2, 9), 1.0 + comm.rank + step)).square().mean().backward()
 
     other, saved = wide(5)
-    train_on(other, 3)
+    train_on(other)
     ddp, state = wide(6)
-    train_on(ddp, steps)
-    before = [] if state.reducer is None else [b.residual.copy() for b in state.reducer.buckets]
     with pytest.raises(ValueError, match=r"the state has buckets of \[50\] elements, .* have \[60\]"):
         state.load_state_dict(saved.state_dict())
-    after = [] if state.reducer is None else [b.residual.copy() for b in state.reducer.buckets]
-    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-    train_on(ddp, 3)
-    assert state.report.step == steps + 2
+    assert state.reducer is None
+    train_on(ddp)
+    assert state.report.step == 2

@@ -84,11 +84,9 @@ def moments(optimizer: Any) -> torch.Tensor:
 
 
 EACH_KIND = [
-    case("ranks", {"kind": kind} | more, long=bool(at and by))
-    for at, kind in enumerate(("adamw", "adamw foreach", "sgd", "adam tensor rate"))
-    for by, more in enumerate(
-        ({}, {"every": 3}, {"local_share": 0.0}, {"method": "gtopk"}, {"method": "oktopk"})
-    )
+    *(case("ranks", {"kind": kind}) for kind in ("adamw", "adamw foreach", "sgd", "adam tensor rate")),
+    *(case("ranks", {"every": 3}), case("ranks", {"local_share": 0.0}), case("ranks", {"method": "gtopk"})),
+    case("ranks", {"method": "oktopk"}),
 ]
 EACH_KIND += [
     case("ranks", {"first_density": 0.16, "density_warmup_steps": 6}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -119,24 +118,6 @@ def test_a_replica_that_is_alone_forgets_only_if_told(comm: MPI.Intracomm) -> No
     for power, factor in ((None, 1.0), (1.0, 29 / 30)):
         _, lost = run(MPI.COMM_SELF, torch.optim.AdamW, 1, residual_decay=power)
         assert [each for each, _ in lost] == [pytest.approx(factor)]
-
-
-@pytest.mark.mpi
-def test_what_is_left_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> None:
-    optimizer, _ = run(comm, torch.optim.AdamW, 7, residual_decay=1.5)
-    other, _ = run(comm, torch.optim.AdamW, 2, residual_decay=1.5)
-    with torch.no_grad():
-        for mine, saved in zip(*(each.param_groups[0]["params"] for each in (other, optimizer)), strict=True):
-            mine.copy_(saved)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert other._forgetting.state() == optimizer._forgetting.state() == [7, 7, 1.5]
-    for each in (optimizer, other):
-        for group in each.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter) * (comm.rank + 1)
-        each.step()
-    assert np.array_equal(other.reducer.residual, optimizer.reducer.residual)
-    assert torch.equal(other._reference.vector, optimizer._reference.vector)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -309,7 +309,7 @@ def test_deferred_steps_of_ddps_hook_are_not_for_tables(comm: MPI.Intracomm, gro
     ("where", "nonfinite"),
     [
         *(("bags", how) for how in ("raise", "skip")),
-        *(("out", "raise"), ("no table", "skip")),
+        *(("out", "raise"), ("no table", "raise"), ("no table", "skip")),
     ],
 )
 def test_under_ddp_a_nan_of_one_rank_reaches_all(
