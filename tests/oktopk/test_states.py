@@ -69,7 +69,7 @@ def step(reducer: Any, comm: MPI.Intracomm, device: str, number: int) -> list[by
     [
         *(("cpu", kind) for kind in KINDS),
         # others go on from states of the host, and those from theirs, in test_executors.py
-        *(pytest.param("cuda", kind, marks=on_gpus) for kind in [*KINDS][-4:]),
+        *(pytest.param("cuda", kind, marks=on_gpus) for kind in ("gaussiank", *[*KINDS][-4:])),
     ],
 )
 def test_a_state_goes_on_bit_for_bit(comm: MPI.Intracomm, device: str, kind: str) -> None:
