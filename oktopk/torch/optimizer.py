@@ -485,7 +485,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
         No parameter moves at a learning rate of 0, but a step would take entries out of the residuals.
         """
-        if not may_only_set_up(self.inner):
+        if not may_only_set_up(self):
             return False
         moving = self._replica.any(self._has_gradients(), f"step {self.reducer.steps}")
         self.reducer.complete()
@@ -654,12 +654,16 @@ class DistributedOptimizer(WrappedOptimizer):
                 warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
             with transport.together(StateError):
                 try:
-                    load_state(self.inner, state)
+                    self._load_wrapped(state)
                 except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
                     raise StateError(
                         f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
                     ) from error
         self._not_saved = not_saved
+
+    def _load_wrapped(self, state: dict[str, Any]) -> None:
+        """Load what is the wrapped optimizer's own."""
+        load_state(self.inner, state)
 
     @property
     def _one_vector(self) -> GradientAllreduce:

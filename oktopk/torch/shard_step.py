@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -40,10 +41,11 @@ class ShardStep:
     """Steps on this rank's shard of the parameters alone, so that the optimizer keeps moments of its elements alone.
 
     The *piece* of a parameter is what of it is in the shard, in one dimension, in the order of the vector; it may be empty. The
-    optimizer's state is kept by parameter, as ever, and has the shapes of pieces.
+    optimizer's state is kept here, by parameter as ever, and has the shapes of pieces. The optimizer has it while it
+    is lent alone, as it could not step on parameters with it once this object is gone.
 
     Args:
-        inner: the wrapped optimizer, see `is_elementwise`. What it keeps of whole parameters is cut to their pieces.
+        inner: the wrapped optimizer, see `is_elementwise`. Its state stays where it is until `adopt`.
         parameters: those that the reference is of.
         reducer: in two levels.
         memory: of both.
@@ -51,6 +53,7 @@ class ShardStep:
 
     Attributes:
         pieces: one a parameter.
+        state: the optimizer's; empty until `adopt`.
 
     Memory: the shard, in the parameters' type; while a step runs a copy of the parameters, and some 16 bytes an element of the
         shard.
@@ -78,8 +81,18 @@ class ShardStep:
         self._spans, self._numbers = list(pairwise(ends)), {id(p): n for n, p in enumerate(parameters)}
         self._own = [self._of_shard(span) for span in self._spans]
         self.pieces = [Parameter(self._vector[begin:end]) for begin, end in self._own]
-        for parameter, kept in inner.state.items():
-            kept |= {name: self._cut(value, parameter) for name, value in kept.items() if name != "step"}
+        self.state: Any = defaultdict(dict)
+        self._cut_state = {
+            parameter: {
+                name: value if name == "step" else self._cut(value, parameter) for name, value in kept.items()
+            }
+            for parameter, kept in inner.state.items()
+        }
+
+    def adopt(self) -> None:
+        """Take the optimizer's state: what it keeps of whole parameters was cut to their pieces at construction."""
+        self.state.update(self._cut_state)
+        self._cut_state, self._inner.state = {}, defaultdict(dict)
 
     def _of_shard(self, span: tuple[int, int]) -> tuple[int, int]:
         """Where the shard has a span of the vector."""
@@ -87,9 +100,18 @@ class ShardStep:
         return spans[0] if spans else (0, 0)
 
     @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within, the optimizer has its state, by parameter."""
+        self._inner.state = self.state
+        try:
+            yield
+        finally:
+            self.state, self._inner.state = self._inner.state, defaultdict(dict)
+
+    @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the optimizer's groups and state have the pieces in place of their parameters."""
-        groups, state = self._inner.param_groups, self._inner.state
+        """Within, the optimizer has its state, and in its groups and there pieces in place of their parameters."""
+        groups = self._inner.param_groups
         before = [group["params"] for group in groups]
         pairs = list(zip(self._parameters, self.pieces, strict=True))
         for group, whole in zip(groups, before, strict=True):
@@ -98,14 +120,15 @@ class ShardStep:
                 p if n is None else self.pieces[n] for n, p in zip(numbers, whole, strict=True)
             ]
         for parameter, piece in pairs:
-            if parameter in state:
-                state[piece] = state.pop(parameter)
+            if parameter in self.state:
+                self.state[piece] = self.state.pop(parameter)
         try:
-            yield
+            with self.lent():
+                yield
         finally:
             for parameter, piece in pairs:
-                if piece in state:
-                    state[parameter] = state.pop(piece)
+                if piece in self.state:
+                    self.state[parameter] = self.state.pop(piece)
             for group, whole in zip(groups, before, strict=True):
                 group["params"] = whole
 
@@ -138,11 +161,6 @@ class ShardStep:
         shown, _ = self._reference.stepped
         moved, pairs = self._vector != shown, zip(self.pieces, self._own, strict=True)
         return [piece for piece, (begin, end) in pairs if begin < end and bool(moved[begin:end].any())]
-
-    def drop(self) -> None:
-        """Let go of what the optimizer keeps of pieces, which it could not step on parameters with."""
-        for parameter in self._parameters:
-            self._inner.state.pop(parameter, None)
 
     # states
 

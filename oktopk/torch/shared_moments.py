@@ -20,6 +20,7 @@ from oktopk.allreduce import GradientAllreduce
 from oktopk.regions import equal_boundaries
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.replica import Replica
+from oktopk.torch.shard_step import ShardStep
 from oktopk.torch.shards import local_tensor
 
 SLICES = 100
@@ -57,14 +58,14 @@ class SharedMoments:
         reducer: of the ranks.
         memory: of both.
         slices: of the elements.
-        pieces: where the ranks of a host step on a shard each, what of each parameter is in this rank's, see `ShardStep`.
+        sharded: what steps, where the ranks of a host step on a shard each: has the moments then.
 
     Memory: 16 bytes for each element of a slice, and what the lists of an exchange take.
     Traffic: of each `average` a barrier; for each of the slice's elements that is not zero 10.25 bits
         to its owner and 10.25 bits from it, each times (P-1)/P, in P - 1 + ceil(log2 P) messages;
         control: an alltoall of 2 int64, and an allgather of 2 and of one for each parameter in the
         slice. With hosts that is between the first ranks of the hosts, which send the others of
-        their host 4 bytes an element; with pieces, whose slices are of a shard, between the ranks
+        their host 4 bytes an element; with `sharded`, where slices are of a shard, between the ranks
         that have the same shard.
     Source: own, docs/results/updates.md.
     """
@@ -76,15 +77,16 @@ class SharedMoments:
         reducer: GradientAllreduce,
         memory: TensorMemory,
         slices: int = SLICES,
-        pieces: Sequence[Tensor] | None = None,
+        sharded: ShardStep | None = None,
     ) -> None:
         self._slices = slices
-        self._tensors = replica.tensors if pieces is None else pieces
-        self._inner, self._replica, self._reducer, self._memory = inner, replica, reducer, memory
+        self._tensors = replica.tensors if sharded is None else sharded.pieces
+        self._keeps = inner if sharded is None else sharded
+        self._replica, self._reducer, self._memory = replica, reducer, memory
         self._host: Transport | None = None
         self._ranks, self._among = 1, reducer.transport
         if (group := reducer.group) is not None:
-            self._host, self._ranks = group.host if pieces is None else None, group.host.size
+            self._host, self._ranks = group.host if sharded is None else None, group.host.size
             self._among = group.between or self._among
         self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
         self._size = -(-self._ends[-1] // slices)
@@ -150,7 +152,7 @@ class SharedMoments:
 
     def _moments_of(self, number: int) -> Tensor | None:
         """The second moments of a parameter, if the optimizer divides by them alone: with amsgrad it does not."""
-        state = self._inner.state.get(self._replica.parameters[number]) or {}
+        state = self._keeps.state.get(self._replica.parameters[number]) or {}
         if "max_exp_avg_sq" in state or "exp_avg_sq" not in state:
             return None
         return local_tensor(state["exp_avg_sq"])

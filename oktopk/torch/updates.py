@@ -8,7 +8,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -162,6 +162,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     residual_decay: float
     """The power by which residuals forget; 0 where nothing is lost."""
 
+    _sharded: ShardStep | None = None
+
     def _options(self) -> dict[str, Any]:
         return levels_of(self._arguments["replica"]) if self._replica.plain else {"levels": "flat"}
 
@@ -201,9 +203,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
         self._moments: SharedMoments | None = None
         if self._ratio is not None and self._interval == 1 and self._replicas > SHARED_BY:
-            pieces = None if self._sharded is None else self._sharded.pieces
             self._moments = SharedMoments(
-                self.inner, self._replica, self.reducer, self._memory, pieces=pieces
+                self.inner, self._replica, self.reducer, self._memory, sharded=self._sharded
             )
         self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
         self._exchanges = 0
@@ -216,6 +217,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         shown = self._hash  # compared over the ranks in each exchange, as the groups are
         self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted), self._reconcile)
         self._replica.meet(self.reducer.transport, self.reducer.advice, groups)
+        if self._sharded is not None:  # now that nothing above can raise
+            self._sharded.adopt()
 
     def _replica_in_levels(self) -> Replica:
         """What this rank is a part of, now that it is known which ranks share a host."""
@@ -224,6 +227,22 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if self._arguments["replica"] == "summed":
             return SummedReplica(self._parameters, self.reducer)
         return HostReplica(self._parameters, self.reducer, self._memory)
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, which has it itself only while it steps where that is on a shard."""
+        return self.inner.state if self._sharded is None else self._sharded.state
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if self._sharded is None:
+            self.inner.state = given
+        else:
+            self._sharded.state = given
+
+    def _lent(self) -> AbstractContextManager[None]:
+        """Within, the wrapped optimizer has its state."""
+        return nullcontext() if self._sharded is None else self._sharded.lent()
 
     @property
     def local_share(self) -> float:
@@ -637,7 +656,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return super().state_dict()
 
     def _state(self) -> dict[str, Any]:
-        state = super()._state()
+        with self._lent():
+            state = super()._state()
         state["state"] = on_host(state["state"])
         optimizer = {name: state[name] for name in ("state", "param_groups")}
         optimizer["state"] = self._replica.saved(optimizer, self.param_groups)
@@ -755,6 +775,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return value
         return dense_views(value, [self._reference.views[numbers[id(parameter)]]])[0]
 
+    def _load_wrapped(self, state: dict[str, Any]) -> None:
+        with self._lent():
+            super()._load_wrapped(state)
+
     def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
         with nullcontext() if self._sharded is None else self._sharded.in_place():
             super()._check_parts(state, reducer, tables)
@@ -810,7 +834,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             raise RuntimeError(
                 "a DistributedOptimizer of sharded parameters cannot be copied, as FSDP2's modules cannot: save its state_dict()"
             )
-        copy.deepcopy(self.inner, memo)
+        with self._lent():
+            copy.deepcopy(self.inner, memo)
         with torch.no_grad():
             for parameter, view in zip(self._parameters, self._reference.views, strict=True):
                 memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
@@ -840,8 +865,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._take_written()
             self._reference.show_agreed()
         self._kept = None
-        if self._sharded is not None:
-            self._sharded.drop()
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()

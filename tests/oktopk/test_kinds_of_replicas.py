@@ -78,7 +78,7 @@ def over(*names: str, cases: list[Any]) -> Any:
 
 def moments(optimizer: Any) -> torch.Tensor:
     """A copy of what the wrapped optimizer keeps of this rank's parameters, numbers of steps apart."""
-    states = optimizer.inner.state.values()
+    states = optimizer.state.values()
     kept = [state[name] for state in states for name in sorted(state) if name != "step"]
     return held(kept) if kept else torch.empty(0)
 
@@ -257,7 +257,7 @@ def test_a_replica_with_a_nonfinite_gradient_on_one_rank_does_not_step(
     with fails if every == 1 else nullcontext():
         optimizer.step()
     assert torch.equal(moments(optimizer), before) == here
-    assert {float(state["step"]) for state in optimizer.inner.state.values()} == {every + 1.0 - here}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {every + 1.0 - here}
     if every == 2:
         assert torch.equal(held(model.parameters()), parameters) == here
         with fails:
@@ -280,7 +280,7 @@ def test_a_move_that_is_not_finite_is_found_on_all_ranks(replicas: Replicas) -> 
     train(model, optimizer, comm.rank, range(2))
     before, bad = flat(model), comm.size - 1 if optimizer.reducer.shards > 1 else 0
     if comm.rank == bad:
-        for state in optimizer.inner.state.values():
+        for state in optimizer.state.values():
             state["momentum_buffer"].fill_(math.inf)
     with pytest.raises(NonFiniteGradientError, match=f"rank.s. {bad}"):
         train(model, optimizer, comm.rank, range(2, 3))
@@ -318,7 +318,7 @@ def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: 
         scheduler.step()
         replicas.check_agreed(model, optimizer)
     assert scaler.get_scale() == (512.0 if here else 1024.0)
-    steps = {float(state["step"]) for state in optimizer.inner.state.values()}
+    steps = {float(state["step"]) for state in optimizer.state.values()}
     assert steps == {4.0 - here - (without and not replicas.per_host)}  # others of the host have gradients
 
 

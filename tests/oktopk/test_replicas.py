@@ -170,7 +170,7 @@ def test_states_that_part_inside_a_host_part_no_references(comm: MPI.Intracomm) 
     optimizer = wrap(model, comm, kind="sgd")
     for step in range(5):
         train(model, optimizer, comm.rank, range(step, step + 1))
-        for state in optimizer.inner.state.values():
+        for state in optimizer.state.values():
             state["momentum_buffer"].add_(1e-3 * comm.rank)
         check_agreed(model, optimizer, comm)
 
@@ -270,7 +270,7 @@ def test_a_ddp_over_several_hosts_is_refused_before_the_first_step(
         )
         assert str(raised.value).startswith(sentence)
         assert len(set(comm.allgather(str(raised.value)))) == 1
-        assert not optimizer.inner.state and np.array_equal(flat(model), start)
+        assert not optimizer.state and np.array_equal(flat(model), start)
     ddp.register_comm_hook(None, noop_hook)
     rank = optimizer.hosts[comm.rank] if optimizer.replica == "summed" else comm.rank
     train(ddp, optimizer, rank, range(4))

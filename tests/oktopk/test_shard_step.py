@@ -67,14 +67,14 @@ def make(comm: MPI.Intracomm, per_host: int = 2, kind: Any = "", **settings: Any
 
 def elements(optimizer: Any, name: str = "exp_avg") -> int:
     """What this rank keeps under a name, in elements."""
-    return sum(state[name].numel() for state in optimizer.inner.state.values())
+    return sum(state[name].numel() for state in optimizer.state.values())
 
 
 def gathered(optimizer: Any, name: str = "exp_avg") -> list[Tensor]:
     """What the ranks of this host keep of each parameter, flat."""
     group = optimizer.reducer.group
     whole = torch.zeros(optimizer.length)
-    mine = torch.cat([optimizer.inner.state[p][name].float().reshape(-1) for p in optimizer._parameters])
+    mine = torch.cat([optimizer.state[p][name].float().reshape(-1) for p in optimizer._parameters])
     if optimizer._sharded is None:
         whole = mine
     else:
@@ -113,7 +113,7 @@ def test_steps_on_shards_are_those_on_all_parameters(
             if step in (2, 3):
                 model[3].weight.grad = None
             optimizer.step()
-        names = sorted(optimizer.inner.state[model[0].weight])
+        names = sorted(optimizer.state[model[0].weight])
         kept = [torch.cat(gathered(optimizer, name)) for name in names if name != "step"]
         found.append((flat(model).tobytes(), optimizer._reference.vector, *kept))
         for name in names:
@@ -146,7 +146,7 @@ def test_parameters_of_16_bits_step_on_shards_as_on_all(
         found.append((flat(model).tobytes(), torch.cat(gathered(optimizer, "momentum_buffer"))))
         on_all(monkeypatch)
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
-    assert {state["momentum_buffer"].dtype for state in optimizer.inner.state.values()} == {dtype}
+    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {dtype}
 
 
 def test_a_host_with_a_nan_on_one_rank_steps_on_no_shard(comm: MPI.Intracomm) -> None:
@@ -172,7 +172,7 @@ def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     model, optimizer = make(comm)
     train(model, optimizer, comm.rank, range(1))
     group = optimizer.reducer.group
-    mine = torch.cat([optimizer.inner.state[p]["exp_avg_sq"] for p in optimizer._parameters])
+    mine = torch.cat([optimizer.state[p]["exp_avg_sq"] for p in optimizer._parameters])
     size = -(-len(mine) // SLICES)
     if group.between is not None:
         held = [each.numpy() for each in group.between.allgather_objects(mine)]
@@ -213,7 +213,7 @@ def test_redistributed_moments_are_the_mean_of_the_hosts(comm: MPI.Intracomm, to
     now = list(range(ranks)) if loaded.hosts is None else loaded.hosts
     inherited = inherited_ranks(now[comm.rank], max(now) + 1, len(hosts)) or range(len(hosts))
     for parameter, found, *parts in zip(other.parameters(), gathered(loaded), *hosts, strict=True):
-        kept = loaded.inner.state[parameter]["exp_avg"]
+        kept = loaded.state[parameter]["exp_avg"]
         assert loaded._sharded is not None or kept.shape == parameter.shape
         wanted = torch.stack([parts[host] for host in inherited]).mean(dim=0)
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-8) and wanted.any()
@@ -243,7 +243,7 @@ def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
     state = comm.bcast(copy.deepcopy(optimizer.state_dict()))
     again, loaded = make(comm)
     loaded.load_state_dict(copy.deepcopy(state))
-    assert not loaded.inner.state
+    assert not loaded.state
     for group in loaded.param_groups:
         group["lr"] = 0.0  # before which all ranks agree on whether there is a state
     train(again, loaded, comm.rank, range(3, 5))
@@ -324,7 +324,7 @@ def test_gradients_say_that_moments_of_shards_are_lost(
     gradients.load_state_dict(state)
     said = [str(each.message) for each in recwarn if "shards" in str(each.message)]
     assert len(said) == (comm.rank == 0) and all("none are kept" in each for each in said)
-    assert not gradients.inner.state
+    assert not gradients.state
 
 
 # which optimizers
@@ -378,7 +378,7 @@ def test_hooks_on_the_step_see_all_parameters_or_are_refused(comm: MPI.Intracomm
         match="the wrapped optimizer, or torch for all optimizers, has hooks on its step, which takes this rank's shard",
     ):
         train(model, optimizer, comm.rank, range(1))
-    assert not optimizer.inner.state and (flat(model) == start).all()
+    assert not optimizer.state and (flat(model) == start).all()
     hook.remove()
     train(model, optimizer, comm.rank, range(1))
 
@@ -397,6 +397,18 @@ def test_weights_beside_a_shard_are_found(comm: MPI.Intracomm) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="WithMasters keeps weights beside the parameters"):
             train(model, optimizer, comm.rank, range(1))
+
+
+def test_what_is_dropped_leaves_the_optimizer_no_shard(comm: MPI.Intracomm) -> None:
+    """Nor does it have one between steps, when a user saves it."""
+    model, optimizer = make(comm)
+    train(model, optimizer, comm.rank, range(2))
+    assert elements(optimizer) == optimizer.reducer.group.shard_length
+    inner = optimizer.inner
+    assert not inner.state_dict()["state"]
+    del optimizer
+    train(model, inner, comm.rank, range(2))
+    assert inner.state[model[0].weight]["exp_avg"].shape == (30, 20)
 
 
 def test_what_is_closed_steps_on_all_parameters_again(comm: MPI.Intracomm) -> None:
