@@ -608,6 +608,7 @@ class DistributedOptimizer(WrappedOptimizer):
         state: dict[str, Any],
         check: Callable[[dict[str, Any], dict[str, Any], bool], None] = lambda given, same, lost: None,
         empty: str = "",
+        also: str = "",
     ) -> None:
         """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
 
@@ -616,6 +617,7 @@ class DistributedOptimizer(WrappedOptimizer):
             check: raises StateError where this rank cannot load what is of a kind; fills in what of it is to be equal on all
                 ranks, and on those of a replica; knows whether all ranks load the state of one, so that the others' is lost.
             empty: why residuals start empty, in a sentence, where the state has none.
+            also: as `not_saved_of`.
 
         Raises:
             ValueError: on every rank alike. What the ranks have not found before the first part is loaded leaves parts loaded.
@@ -625,7 +627,7 @@ class DistributedOptimizer(WrappedOptimizer):
         transport = self.reducer.transport
         with self._replica.together(what):
             self.reducer.meet(what)
-            not_saved = not_saved_of(saved, transport)
+            not_saved = not_saved_of(saved, transport, also)
             if not_saved:
                 reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
                 tables = None

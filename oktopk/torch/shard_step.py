@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from collectives.transport import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce
 from oktopk.damage import StateError
 from oktopk.torch.adamw import AdamW
@@ -68,9 +69,9 @@ class ShardStep:
         memory: TensorMemory,
         reference: Reference,
     ) -> None:
-        group = reducer.group
-        assert group is not None
-        self._inner, self._parameters, self._reference = inner, parameters, reference
+        assert reducer.group is not None
+        self._group = group = reducer.group
+        self._inner, self._parameters, self._reference, self._memory = inner, parameters, reference, memory
         self._layout, self._shard = group.layout, group.shard
         # no other rank reads it between the mean of the gradients and the exchange
         self._gradients = memory.tensor(reducer.gradient_buffer)
@@ -163,6 +164,61 @@ class ShardStep:
         return [piece for piece, (begin, end) in pairs if begin < end and bool(moved[begin:end].any())]
 
     # states
+
+    def give_back(self, timeout: float) -> None:
+        """Give the optimizer its state of whole parameters, put together of those of this host's ranks. Collective in the host.
+
+        Moments are equal on the ranks of a host then, and unlike those of other hosts. Where ranks keep unlike things of a
+        parameter, nothing is given of it. Elements travel as float32.
+
+        Args:
+            timeout: seconds that ranks may come late.
+
+        Raises:
+            MissingRanksError: ranks of the host have not come.
+            ValueError: the device has no memory for it, on some rank; on every rank of the host alike.
+
+        Memory: what the optimizer keeps of n elements; beside it what it kept of the shard, and 4n/G bytes.
+        Traffic: that of `HostGroup.share_in_place` for each kind of moments, in the memory of gradients; a control allgather of
+            their names.
+        """
+        group, host = self._group, self._group.host
+        kept = [self.state.get(parameter) or {} for parameter in self._parameters]
+        shapes = [
+            {name: name != "step" and is_whole(value, piece) for name, value in state.items()}
+            for state, piece in zip(kept, self.pieces, strict=True)
+        ]
+        group.expect_all("close()", timeout, EVERY_RANK_CALLS)
+        try:
+            everyone = host.allgather_objects(shapes)
+            with host.together():
+                whole: list[dict[Any, Any]] = [
+                    {
+                        name: torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                        for name, value in state.items()
+                        if here[name]
+                    }
+                    for parameter, state, here in zip(self._parameters, kept, shapes, strict=True)
+                ]
+                mine = torch.empty(len(self._vector), dtype=torch.float32, device=self._vector.device)
+            alike = [all(each[number] == here for each in everyone) for number, here in enumerate(shapes)]
+            names = {name for state, same in zip(whole, alike, strict=True) if same for name in state}
+            for name in sorted(names):
+                having = [n for n, same in enumerate(alike) if same and name in whole[n]]
+                for number in having:
+                    begin, end = self._own[number]
+                    mine[begin:end].copy_(kept[number][name].reshape(-1))
+                with self._memory.stream_scope():
+                    group.share_in_place(self._memory.array(mine), group.gradient)
+                for number in having:
+                    whole[number][name].copy_(self._views[number])
+        finally:
+            group.expect_none()
+        for parameter, state, new, same in zip(self._parameters, kept, whole, alike, strict=True):
+            state.update(new)
+            if not same:
+                self.state.pop(parameter, None)
+        self._inner.state, self.state = self.state, defaultdict(dict)
 
     @property
     def sharding(self) -> list[Any]:

@@ -30,19 +30,19 @@ def by_rank(state: Any, rank: int = 0) -> dict[str, Any]:
     return {f"rank-{rank}": (state,)}
 
 
-def not_saved_of(saved: tuple[int, int] | None, transport: Transport) -> str:
+def not_saved_of(saved: tuple[int, int] | None, transport: Transport, also: str = "") -> str:
     """What is lost where every rank loads the state of one and the same rank, in a sentence; else "". Collective.
 
     Args:
         saved: as `oktopk.elastic.saved_rank` of this rank's state.
+        also: what is lost beside residuals, as the end of a sentence.
     """
     everyone = set(transport.allgather_objects(saved))
     if saved is None or len(everyone) > 1 or (transport.size, saved[1]) == (1, 1):
         return ""
     return (
-        f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are lost, and with "
-        "sends='updates' what the optimizers of the others kept, of shards of a host what all kept. Save and load each rank's "
-        "own beside it, see docs/frameworks.md"
+        f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are "
+        f"lost{also}. Save each rank's own state beside it, and load that before the next step, see docs/frameworks.md"
     )
 
 

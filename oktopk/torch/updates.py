@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -685,7 +686,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _load(self, state: dict[str, Any]) -> None:
         own = of_rank(state.pop("updates", None))
-        transport, saved, empty = self.reducer.transport, of_rank(state.get("reducer")), ""
+        transport, saved, empty, also = self.reducer.transport, of_rank(state.get("reducer")), "", ""
+        if own is not None:
+            also = ", and what the optimizers of other replicas kept"
+            if isinstance(own, dict) and own.get("sharding"):
+                also = ", and all moments, as each rank keeps those of its shard alone"
         if own is None and saved is not None:
             # residuals of gradients are of another size, and those of updates belong to a reference
             state.pop("reducer")
@@ -708,7 +713,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             same["measurements of the state's ratio"] = None if ratio is None else ratio["measured"]
 
         unwritten = not self._reference.written(by_version=not self._steps)
-        self._load_parts(state, check, empty)
+        self._load_parts(state, check, empty, also)
         with torch.no_grad():
             self._reference.look()
             self._reference.residual.gather()
@@ -857,14 +862,24 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def close(self) -> None:
         """Free what the library holds; the parameters become round(reference). Collective.
 
-        Steps since the last exchange are dropped, and moments that a rank has of its shard alone. Parameters of another type or
-        shape than at construction stay as they are.
+        Steps since the last exchange are dropped. Parameters of another type or shape than at construction stay as they are.
+
+        Moments that a rank has of its shard alone become those of its host, of whole parameters: the wrapped optimizer then steps
+        by itself. They are dropped where other ranks of the host do not come within `Settings.timeout`, or have no memory for
+        them, with a warning; and while an exception is handled, which these may not have.
+
+        Memory and traffic: with moments in shards as `ShardStep.give_back`; what the optimizer keeps of n elements stays.
         """
         self._as_wrapped.look()
         if not self._as_wrapped.problem:
             self._take_written()
             self._reference.show_agreed()
         self._kept = None
+        if self._sharded is not None and sys.exc_info()[0] is None:
+            try:
+                self._sharded.give_back(self.reducer.settings.timeout)
+            except (MissingRanksError, ValueError) as error:
+                warnings.warn(f"moments of shards are dropped: {error}", stacklevel=3)
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()
