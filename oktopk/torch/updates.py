@@ -259,13 +259,18 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         """What steps on this rank's shard; None where each rank steps on all parameters. Alike on all ranks. Collective.
 
         Between two exchanges the ranks of a host would have to tell each other what became of their shards.
+
+        Raises:
+            ValueError: a rank has no memory for it; on every rank alike.
         """
         transport, reducer = self.reducer.transport, self.reducer
         if reducer.group is None or self._replicas == transport.size or self._interval > 1:
             return None
         if not all(transport.allgather_objects(is_elementwise(self.inner))):
             return None
-        return ShardStep(self.inner, self._parameters, reducer, self._memory, self._reference)
+        with transport.together():
+            sharded = ShardStep(self.inner, self._parameters, reducer, self._memory, self._reference)
+        return sharded
 
     def _new_selecting_step(self) -> SelectingStep | None:
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Alike on all ranks."""

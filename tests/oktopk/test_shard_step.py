@@ -185,6 +185,29 @@ def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     Replicas(comm, 2).check_agreed(model, optimizer)
 
 
+def test_a_rank_without_memory_for_its_shard_is_an_error_of_all(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrapped optimizer keeps what it had."""
+
+    class WithoutMemory(updates.ShardStep):
+        def _cut(self, value: Any, parameter: Tensor) -> Any:
+            if comm.rank == 1:
+                raise RuntimeError("DefaultCPUAllocator: not enough memory")
+            return super()._cut(value, parameter)
+
+    model = network()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, plain, comm.rank, range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(updates, "ShardStep", WithoutMemory)
+        with pytest.raises(ValueError, match="^rank 1: DefaultCPUAllocator: not enough memory"):
+            make(comm, model=model, kind=lambda parameters: plain, timeout=5.0)
+    assert plain.state[model[0].weight]["exp_avg"].shape == (30, 20)
+    _, optimizer = make(comm, model=model, kind=lambda parameters: plain)
+    train(model, optimizer, comm.rank, range(2))
+
+
 # states
 
 
