@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -38,6 +39,16 @@ class HostReplica(Replica):
         self.several = self._host.size > 1
         self._views = dense_views(memory.tensor(reducer.gradient_buffer), parameters) if self.several else []
         self._agreement = StepAgreement(list, len(parameters))
+        self._left: dict[
+            int, int
+        ] = {}  # the versions of gradients that are in the buffer, by their ids, within a step
+
+    @contextmanager
+    def gradients(self) -> Iterator[str]:
+        try:
+            yield ""
+        finally:
+            self._left.clear()
 
     def refuse(self, problem: str, what: str, scaled: bool, steps: int) -> str:
         if problem and self.several:
@@ -48,6 +59,12 @@ class HostReplica(Replica):
     def take_mean(self) -> bool:
         """As the base class; one that is missing on this rank counts as zero where another rank has it."""
         return not self.several or self._mean(problem=False)
+
+    def in_buffer(self, gradient: Tensor) -> bool:
+        return id(gradient) in self._left and self._left[id(gradient)] == gradient._version
+
+    def clipped(self) -> None:
+        self._left.clear()
 
     def _mean(self, problem: bool) -> bool:
         """Make each `p.grad` the host's mean where any rank of the host has one. Collective in the host.
@@ -71,6 +88,13 @@ class HostReplica(Replica):
                 parameter.grad = torch.empty_like(parameter)
         held = zip(self.tensors, self._views, strict=True)
         _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
+        # one of another type than its parameter is rounded otherwise than what is read of the buffer
+        left = ((p.grad, p.dtype) for p in self.tensors)
+        self._left = {
+            id(grad): grad._version
+            for grad, dtype in left
+            if grad is not None and grad.dtype == dtype and not grad.is_inference()
+        }
         return True
 
 

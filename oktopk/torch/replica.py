@@ -140,6 +140,13 @@ class Replica:
         """Make each gradient the replica's. Returns False where another rank has told a problem by `refuse`."""
         return True
 
+    def in_buffer(self, gradient: Tensor) -> bool:
+        """Whether a gradient is as `take_mean` has left it in this step, and the reducer's gradient buffer has it, too."""
+        return False
+
+    def clipped(self) -> None:
+        """Gradients are no longer what `take_mean` has left: the library has scaled them, by kernels that count no version."""
+
     def ready(
         self, problem: str, what: str, overflowed: bool, finite: bool, square: float, steps: int
     ) -> Ready:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from oktopk.torch.gradients import dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.local_step import has_step_hooks
 from oktopk.torch.reference import Reference
+from oktopk.torch.replica import Replica
 from oktopk.torch.states import by_number, is_whole
 
 # these make what they keep in their first step
@@ -47,7 +48,7 @@ class ShardStep:
 
     Args:
         inner: the wrapped optimizer, see `is_elementwise`. Its state stays where it is until `adopt`.
-        parameters: those that the reference is of.
+        replica: of the parameters that the reference is of.
         reducer: in two levels.
         memory: of both.
         reference: of the parameters.
@@ -58,20 +59,22 @@ class ShardStep:
 
     Memory: the shard, in the parameters' type; while a step runs a copy of the parameters, and some 16 bytes an element of the
         shard.
-    Memory traffic: of a step twice the gradients, the parameters and float32[n], and some 30 bytes an element of the shard.
+    Memory traffic: of a step the parameters twice, and some 30 bytes an element of the shard; of gradients that the replica has
+        not left in the buffer, or that were clipped, them and float32[n].
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        parameters: Sequence[Tensor],
+        replica: Replica,
         reducer: GradientAllreduce,
         memory: TensorMemory,
         reference: Reference,
     ) -> None:
         assert reducer.group is not None
         self._group = group = reducer.group
-        self._inner, self._parameters, self._reference, self._memory = inner, parameters, reference, memory
+        self._inner, self._replica, self._reference, self._memory = inner, replica, reference, memory
+        self._parameters = parameters = replica.parameters
         self._layout, self._shard = group.layout, group.shard
         # no other rank reads it between the mean of the gradients and the exchange
         self._gradients = memory.tensor(reducer.gradient_buffer)
@@ -137,7 +140,8 @@ class ShardStep:
         """Step on the shard, while the parameters stay as they are. Returns `Reference.stepped`."""
         with torch.no_grad():
             gradients = [parameter.grad for parameter in self._parameters]
-            copied = [(v, g) for v, g in zip(self._views, gradients, strict=True) if g is not None]
+            pairs = zip(self._views, gradients, strict=True)
+            copied = [(v, g) for v, g in pairs if g is not None and not self._replica.in_buffer(g)]
             if copied:
                 targets, sources = zip(*copied, strict=True)
                 torch._foreach_copy_(targets, sources)

@@ -269,7 +269,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not all(transport.allgather_objects(is_elementwise(self.inner))):
             return None
         with transport.together():
-            sharded = ShardStep(self.inner, self._parameters, reducer, self._memory, self._reference)
+            sharded = ShardStep(self.inner, self._replica, reducer, self._memory, self._reference)
         return sharded
 
     def _new_selecting_step(self) -> SelectingStep | None:
@@ -440,6 +440,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return False
         if self.clip_norm:
             norms.clip(self.clip_norm, ready.norm)
+            replica.clipped()
         return True
 
     def _step_with_tables(self, finite: bool, problem: str) -> bool:

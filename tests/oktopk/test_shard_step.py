@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oktopk import DistributedOptimizer, levels
 from oktopk.elastic import inherited_ranks, redistribute
@@ -126,6 +127,40 @@ def test_steps_on_shards_are_those_on_all_parameters(
     sharded, whole = found
     assert sharded[0] == whole[0]
     assert all(torch.equal(one, other) for one, other in zip(sharded[1:], whole[1:], strict=True))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied into a tensor, within, by its memory."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.begin, self.elements = target.data_ptr(), 0
+        self.end = self.begin + target.numel() * target.element_size()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy_" in str(func):
+            targets = args[0] if isinstance(args[0], list) else args[:1]
+            self.elements += sum(t.numel() for t in targets if self.begin <= t.data_ptr() < self.end)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "times"), [({}, 1), ({"clip_norm": 1e-3}, 2), ({"replica": "summed"}, 1)], ids=str
+)
+def test_gradients_that_nothing_has_changed_are_copied_once(
+    comm: MPI.Intracomm, settings: dict[str, Any], times: int
+) -> None:
+    """To the memory that the host reads: its mean is read there, but for gradients that are clipped behind it."""
+    model, optimizer = make(comm, **settings)
+    rank = optimizer.hosts[comm.rank]
+    train(model, optimizer, rank, range(1))
+    alone = optimizer.reducer.group.host.size == 1  # has no mean
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        with Copies(optimizer._sharded._gradients) as copies:
+            optimizer.step()
+        assert copies.elements == (1 if alone else times) * optimizer.length
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
