@@ -242,11 +242,15 @@ class ShardStep:
             StateError: it is of another shard.
         """
         if not sharding:
-            return by_number(optimizer, self._inner.param_groups, self._cut)
+            kept = by_number(optimizer, self._inner.param_groups, self._cut)
+            # torch fills in {} for what flattened names of an optimizer without moments lack
+            return {
+                number: held for number, held in kept.items() if any(each != {} for each in held.values())
+            }
         if sharding != self.sharding:
             raise StateError("the state has moments of another shard: each rank saves and loads its own")
-        kept: dict[Any, Any] = optimizer["state"]
-        return kept
+        own: dict[Any, Any] = optimizer["state"]
+        return own
 
     def _cut(self, value: Any, parameter: Tensor) -> Any:
         """The piece of what an optimizer keeps of a whole parameter; anything else stays as it is."""
