@@ -18,6 +18,7 @@ from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense, missing_spans
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.replica_residual import ReplicaResidual
+from oktopk.torch.states import is_whole
 
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""
@@ -42,7 +43,7 @@ class Reference:
             used that are in it when `as_wrapped` has looked.
         reducer: whose residual it is.
         memory: of both.
-        share: of the residual that a rank's own parameters hold, in [0, 1]; in two levels over the ranks of the host.
+        share: of the residual that a replica's parameters hold, in [0, 1].
         as_wrapped: what the parameters were at construction: the reference is laid out as they.
 
     Raises:
@@ -52,6 +53,7 @@ class Reference:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
         residual: of the replica.
+        share: as given, over the ranks of the host in two levels.
         stepped: where an optimizer steps on this rank's shard alone, what it was shown as and what the last step made of it, for
             the next displacement; None where the parameters hold what steps have made.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
@@ -70,14 +72,16 @@ class Reference:
         share: float,
         as_wrapped: AsWrapped,
     ) -> None:
-        self._parameters, self.share, self._as_wrapped = parameters, share, as_wrapped
+        # in two levels the residual is in sums over the ranks of the host
+        self._ranks = 1 if reducer.group is None else reducer.group.host.size
+        self._parameters, self.share, self._as_wrapped = parameters, share / self._ranks, as_wrapped
         self._reducer, self._memory = reducer, memory
         self.vector = torch.zeros(reducer.length, dtype=torch.float32, device=parameters[0].device)
         self._array = memory.array(self.vector)
-        kind = TYPE_NAMES[parameters[0].dtype]
+        kind, sizes = TYPE_NAMES[parameters[0].dtype], [p.numel() for p in parameters]
         with memory.stream_scope():
-            self._moved = reducer.displacement([p.numel() for p in parameters], kind, self._array, share)
-        self.residual = ReplicaResidual(reducer, memory, [p.numel() for p in parameters], self.vector.device)
+            self._moved = reducer.displacement(sizes, kind, self._array, self.share)
+        self.residual = ReplicaResidual(reducer, memory, sizes, self.vector.device)
         self.views = dense_views(self.vector, parameters)
         self.stepped: tuple[Tensor, Tensor] | None = None
         self.marked: dict[int, Tensor] = {}
@@ -147,7 +151,7 @@ class Reference:
 
     def set_share(self, share: float) -> None:
         """Set what share of the residual the next `show` leaves in the parameters; to be called between a step and it."""
-        if share != self.share:
+        if (share := share / self._ranks) != self.share:
             self.share = share
             with self._memory.stream_scope():
                 self._moved.set_share(share)
@@ -233,6 +237,13 @@ class Reference:
         if local is not None and torch.equal(held, local.to(held.device)):
             return True
         return torch.equal(held, state["reference"].to(held.device).to(held.dtype))
+
+    def in_shape(self, value: Any, parameter: Tensor) -> Any:
+        """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension of the vector."""
+        numbers = {id(each): number for number, each in enumerate(self._parameters)}
+        if id(parameter) not in numbers or not is_whole(value, parameter) or value.shape == parameter.shape:
+            return value
+        return dense_views(value, [self.views[numbers[id(parameter)]]])[0]
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state, with what this rank's parameters held, where it has that.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from collectives.traffic import Traffic
 from collectives.transport import Transport
+from oktopk.damage import StateError
 from oktopk.torch.as_wrapped import AsWrapped
 
 Groups = Sequence[dict[str, Any]]
@@ -203,6 +204,15 @@ class Replica:
         """The reverse of `saved`."""
         kept: dict[Any, Any] = optimizer["state"]
         return kept
+
+    def check_shard(self, shard: Any) -> None:
+        """Raise StateError where a state is of another `shard`."""
+        if list(shard) != self.shard:
+            (saved, shards), (rank, ranks) = shard, self.shard
+            raise StateError(
+                f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
+                "loads its own"
+            )
 
     def close(self) -> None:
         """Free what the library holds."""

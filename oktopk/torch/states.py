@@ -67,6 +67,19 @@ def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     return convert(state) if isinstance(state, kind) else state
 
 
+def check_replica(reducer: Any, hosts: list[int] | None, replica: str) -> None:
+    """Raise StateError where a state of residuals is not of an optimizer's replicas, which has these `hosts` and `replica`."""
+    if not isinstance(reducer, dict):
+        return
+    saved, own = ("rank" if each is None else "host" for each in (reducer.get("hosts"), hosts))
+    if saved == own:
+        return
+    raise StateError(
+        f"the state is of replica={saved!r}, and this optimizer has replica={replica!r}: pass replica={saved!r}, or "
+        "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
+    )
+
+
 @state_errors(what=NOT_AN_OPTIMIZERS)
 def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Raise StateError where a state's groups are not those of the optimizer."""

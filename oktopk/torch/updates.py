@@ -28,7 +28,7 @@ from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
 from oktopk.torch.gradient_norms import GradientNorms, most_norm
-from oktopk.torch.gradients import dense_views, missing_spans
+from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import SHARED_BY, LocalStep, has_step_hooks, is_adaptive, most_share
@@ -45,7 +45,7 @@ from oktopk.torch.states import (
     by_number,
     by_rank,
     check_groups,
-    is_whole,
+    check_replica,
     kept_difference,
     names_kept,
     on_host,
@@ -174,7 +174,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         size, group = self.reducer.transport.size, self.reducer.group
         ranks = Counter(self.reducer.hosts or range(size)).values()  # of each replica
         self._replicas = len(ranks)
-        self._ranks_here = ranks_here = 1 if group is None else group.host.size
+        ranks_here = 1 if group is None else group.host.size
         equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
         share, power = self._arguments["local_share"], self._arguments["residual_decay"]
@@ -190,7 +190,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
         self._reference = Reference(
-            self._parameters, self.reducer, self._memory, share / ranks_here, self._as_wrapped
+            self._parameters, self.reducer, self._memory, self._share.now, self._as_wrapped
         )
         self._sharded = self._new_shard_step()
         self._left_out = " and the moments of all replicas but one" * (self._replicas > 1)
@@ -581,14 +581,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _end_window(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
         self._reference.residual.gather()
-        self._set_share()
+        self._reference.set_share(self._share.now)
         self._reference.show(factors)
         self._exchanges += 1
         self._begin_window()
-
-    def _set_share(self) -> None:
-        """Let the next `Reference.show` leave the share of now in the parameters; the residual is in sums over a host's ranks."""
-        self._reference.set_share(self._share.now / self._ranks_here)
 
     # what users write
 
@@ -707,7 +703,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None:
                 self._check_own(own)
                 given["what the residual of the state has forgotten"] = tuple(own["forgetting"])
-                self._check_replica(saved)
+                check_replica(saved, self.hosts, self.replica)
                 # torch's distributed checkpoint has those of one rank beside it
                 state.setdefault("param_groups", own["optimizer"]["param_groups"])
             check_groups(self.inner, state if own is None else own["optimizer"])
@@ -733,16 +729,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 own = {name: held for name, held in own.items() if name != "optimizer"}
             if self._selecting is not None:
                 self._selecting.forget()
-            self._loaded, self._exchanges = own, 0 if own is None else own["exchanges"]
-            self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
-            self._share.begin()
-            if own is not None:
-                self._share.load(own["local_share"])
-            self._set_share()
-            if self._ratio is not None:
-                self._ratio.measured = 0  # ranks number their averages by it
-                if own is not None and own["ratio"] is not None:
-                    self._ratio.load(own["ratio"])
+            self._loaded = own
+            self._load_counts(own)
             if fits and own is not None:
                 self._go_on(own)
                 return
@@ -750,6 +738,19 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             if own is not None or not all(transport.allgather_objects(unwritten)):
                 self._reference.take_all()
             self._reference.show()
+
+    def _load_counts(self, own: dict[str, Any] | None) -> None:
+        """Load what is neither the reference's nor of steps since the last exchange; None: as at construction."""
+        self._exchanges = 0 if own is None else own["exchanges"]
+        self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
+        self._share.begin()
+        if own is not None:
+            self._share.load(own["local_share"])
+        self._reference.set_share(self._share.now)
+        if self._ratio is not None:
+            self._ratio.measured = 0  # ranks number their averages by it
+            if own is not None and own["ratio"] is not None:
+                self._ratio.load(own["ratio"])
 
     def _kept_by(self, optimizer: dict[str, Any], own: dict[str, Any] | None, lost: bool) -> dict[Any, Any]:
         """What the wrapped optimizer is to keep of what a state has, by number.
@@ -775,16 +776,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return kept
         if sharding is None:
             return self._replica.loaded(optimizer, self.param_groups)
-        return by_number(optimizer, self.param_groups, self._in_shape)
-
-    def _in_shape(self, value: Any, parameter: Tensor) -> Any:
-        """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension of the vector."""
-        numbers = {id(each): number for number, each in enumerate(self._parameters)}
-        if id(parameter) not in numbers or value is None or not is_whole(value, parameter):
-            return value
-        if value.shape == parameter.shape:
-            return value
-        return dense_views(value, [self._reference.views[numbers[id(parameter)]]])[0]
+        return by_number(optimizer, self.param_groups, self._reference.in_shape)
 
     def _load_wrapped(self, state: dict[str, Any]) -> None:
         with self._lent():
@@ -803,12 +795,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     @state_errors(what="the state of updates is damaged: ")
     def _check_own(self, own: Any) -> None:
         """Raise StateError where a state cannot be loaded on this rank."""
-        if list(own["shard"]) != self._replica.shard:
-            (saved, shards), (rank, ranks) = own["shard"], self._replica.shard
-            raise StateError(
-                f"the state is of shard {saved} of {shards}, and this rank has shard {rank} of {ranks}: each rank saves and "
-                "loads its own"
-            )
+        self._replica.check_shard(own["shard"])
         self._reference.check_state(own)
         counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
         own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
@@ -821,18 +808,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 f"the state has {counts[2]} parameters in {counts[3]} groups, {counts[0]} steps after an exchange; the optimizer "
                 f"has {wanted[0]} in {wanted[1]} and exchanges every {self._interval}"
             )
-
-    def _check_replica(self, reducer: Any) -> None:
-        """Raise StateError where a state of residuals is not of these replicas."""
-        if not isinstance(reducer, dict):
-            return
-        saved, own = ("rank" if hosts is None else "host" for hosts in (reducer.get("hosts"), self.hosts))
-        if saved == own:
-            return
-        raise StateError(
-            f"the state is of replica={saved!r}, and this optimizer has replica={self.replica!r}: pass replica={saved!r}, or "
-            "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
-        )
 
     def _compare_states(self, state: dict[str, Any]) -> None:
         mine = numbers_of(state["param_groups"]), names_kept(state["state"])
@@ -854,12 +829,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         with torch.no_grad():
             own = self._own_state()
             copied._reference.residual.gather()
-            copied._exchanges = self._exchanges
-            copied._forgetting.load(own["forgetting"])
-            copied._share.load(own["local_share"])
-            copied._set_share()
-            if copied._ratio is not None:
-                copied._ratio.load(own["ratio"])
+            copied._load_counts(own)
             copied._go_on(own)
         return copied
 
