@@ -39,9 +39,8 @@ class HostReplica(Replica):
         self.several = self._host.size > 1
         self._views = dense_views(memory.tensor(reducer.gradient_buffer), parameters) if self.several else []
         self._agreement = StepAgreement(list, len(parameters))
-        self._left: dict[
-            int, int
-        ] = {}  # the versions of gradients that are in the buffer, by their ids, within a step
+        # within a step the versions of gradients that are in the buffer, by their ids
+        self._left: dict[int, int] = {}
 
     @contextmanager
     def gradients(self) -> Iterator[str]:

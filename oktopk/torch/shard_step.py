@@ -192,7 +192,7 @@ class ShardStep:
             {name: name != "step" and is_whole(value, piece) for name, value in state.items()}
             for state, piece in zip(kept, self.pieces, strict=True)
         ]
-        group.expect_all("close()", timeout, EVERY_RANK_CALLS)
+        group.expect_all("close", timeout, EVERY_RANK_CALLS)
         try:
             everyone = host.allgather_objects(shapes)
             with host.together():

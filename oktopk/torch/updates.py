@@ -128,7 +128,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     Elementwise are torch's Adam, AdamW, RAdam, Adamax, SGD and RMSprop, `oktopk.torch.AdamW`, and optimizers with an
     attribute `elementwise = True`; not where hooks are on their step. What such an optimizer keeps of a parameter is of this
-    rank's elements of it, in one dimension, and in a state under "updates" alone. The smallest host has G ranks: a rank keeps n/G
+    rank's elements of it, in one dimension; in `optimizer.state`, which the wrapped one has while it steps alone; and in a state
+    under "updates" alone. The smallest host has G ranks: a rank keeps n/G
     elements of n, and those of larger hosts that have no shard keep none. With `every` > 1 it steps on all parameters, as the
     ranks of a host would have to tell each other their shards between exchanges.
 
