@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,9 +196,9 @@ def test_pieces_are_averaged_among_the_ranks_that_have_the_same_shard(comm: MPI.
         pieces.append(case.state[parameter]["exp_avg_sq"].reshape(-1)[: last - first].clone())
         case.state[parameter]["exp_avg_sq"], begin = pieces[-1], end
     inner = torch.optim.Adam(case.parameters)
-    inner.state = case.state
+    sharded: Any = SimpleNamespace(pieces=pieces, state=case.state)
     shared = SharedMoments(
-        inner, Replica(case.parameters), case.reducer, memory_of(torch.device("cpu")), FEW, pieces
+        inner, Replica(case.parameters), case.reducer, memory_of(torch.device("cpu")), FEW, sharded
     )
     mine, weight = torch.cat(pieces), group.host.size
     every = [] if group.between is None else group.between.allgather_objects((mine.double(), weight))
