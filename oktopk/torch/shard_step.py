@@ -204,16 +204,16 @@ class ShardStep:
                     }
                     for parameter, state, here in zip(self._parameters, kept, shapes, strict=True)
                 ]
-                mine = torch.empty(len(self._vector), dtype=torch.float32, device=self._vector.device)
+                values = torch.empty(len(self._vector), dtype=torch.float32, device=self._vector.device)
             alike = [all(each[number] == here for each in everyone) for number, here in enumerate(shapes)]
             names = {name for state, same in zip(whole, alike, strict=True) if same for name in state}
             for name in sorted(names):
                 having = [n for n, same in enumerate(alike) if same and name in whole[n]]
                 for number in having:
                     begin, end = self._own[number]
-                    mine[begin:end].copy_(kept[number][name].reshape(-1))
+                    values[begin:end].copy_(kept[number][name].reshape(-1))
                 with self._memory.stream_scope():
-                    group.share_in_place(self._memory.array(mine), group.gradient)
+                    group.share_in_place(self._memory.array(values), group.gradient)
                 for number in having:
                     whole[number][name].copy_(self._views[number])
         finally:
@@ -245,7 +245,9 @@ class ShardStep:
             kept = by_number(optimizer, self._inner.param_groups, self._cut)
             # torch fills in {} for what flattened names of an optimizer without moments lack
             return {
-                number: held for number, held in kept.items() if any(each != {} for each in held.values())
+                number: of_one
+                for number, of_one in kept.items()
+                if any(each != {} for each in of_one.values())
             }
         if sharding != self.sharding:
             raise StateError("the state has moments of another shard: each rank saves and loads its own")
