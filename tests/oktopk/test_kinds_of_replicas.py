@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim._functional import adam
 
 from oktopk import NonFiniteGradientError
 from oktopk.elastic import of_rank
@@ -423,6 +425,83 @@ def test_all_ranks_go_on_from_one_ranks_problem(replicas: Replicas, at: int, sca
         scaler.update()
     assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
     replicas.check_agreed(model, optimizer)
+
+
+class Graph:
+    """Stands for a CUDA graph of a step of AdamW: a replay works in the memory of the capture, with the numbers of then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups
+        parameters, (first, second) = group["params"], group["betas"]
+        states = [optimizer.state[p] for p in parameters]
+        self._arguments: dict[str, Any] = {
+            "params": [p.detach() for p in parameters],
+            "grads": [p.grad.detach() for p in parameters],
+            "exp_avgs": [state["exp_avg"] for state in states],
+            "exp_avg_sqs": [state["exp_avg_sq"] for state in states],
+            "max_exp_avg_sqs": [],
+            "state_steps": [state["step"] for state in states],
+            "beta1": first,
+            "beta2": second,
+        }
+        kept = ("lr", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable")
+        self._arguments |= {name: group[name] for name in kept}
+
+    def replay(self) -> None:
+        adam(**self._arguments, decoupled_weight_decay=True)
+
+
+class Stepping(torch.optim.AdamW):
+    """Of a class of its own, so that it steps on all parameters of a host; `capture` its second step, and it is replayed."""
+
+    graph: Graph | None = None
+    capture = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.graph is None and self.state and self.capture:
+            self.graph = Graph(self)
+        if self.graph is None:
+            super().step()
+        else:
+            self.graph.replay()
+
+
+@over(
+    "settings",
+    cases=[
+        case("ranks", {"foreach": True}),
+        case("ranks", {"every": 2, "clip_norm": 0.1}),
+        case("hosts of 2", {"nonfinite": "skip"}, least=3),
+    ],
+)
+def test_a_capturable_optimizer_is_replayed_to_the_same_bits(
+    replicas: Replicas, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, gradients and a rate in a tensor keep their addresses, also where one rank leaves a step out."""
+    module = sys.modules["torch.optim.adam"]  # else torch captures on devices alone
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    foreach, ends = settings.pop("foreach", False), []
+    made = functools.partial(Stepping, weight_decay=0.1, capturable=True, foreach=foreach)
+    for captured in (False, True):
+        model, comm, rate = replicas.model(), replicas.comm, torch.tensor(2e-3)
+        optimizer = replicas.wrap(model, functools.partial(made, lr=rate), **settings)
+        optimizer.inner.capture = captured
+        addresses = [p.data_ptr() for p in model.parameters()]
+        for step in range(10):
+            rate.fill_(2e-3 / (1 + step))
+            optimizer.zero_grad(set_to_none=False)
+            loss(model, comm.rank, step).backward()
+            if step == 5 and "nonfinite" in settings and comm.rank == 1:
+                model[0].weight.grad[0, 0] = math.nan
+            optimizer.step()
+            assert [p.data_ptr() for p in model.parameters()] == addresses
+        assert (optimizer.inner.graph is not None) == captured
+        assert optimizer.param_groups[0]["lr"] is rate
+        replicas.check_agreed(model, optimizer)
+        ends.append((whole(model), moments(optimizer)))
+        optimizer.close()
+    assert np.array_equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
 
 
 @over(
