@@ -91,6 +91,9 @@ def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method
         missed = np.linalg.norm(best - optimizer.reducer.update)
         assert report.measures.missed == pytest.approx(missed, rel=1e-3, abs=1e-4)
         assert report.measures.xi < comm.size
+        left = comm.allreduce(optimizer.reducer.residual.astype(np.float64)) / comm.size
+        ratio = np.linalg.norm(left) / np.linalg.norm(optimizer.reducer.update.astype(np.float64))
+        assert report.measures.residual_over_update == pytest.approx(ratio, rel=1e-3)
 
 
 @pytest.mark.mpi(min_size=2)
