@@ -195,19 +195,18 @@ def test_nothing_is_lost_between_the_optimizers_and_the_reference(
     "what",
     "nonfinite",
     cases=[
-        *(case("ranks", what, how, least=2) for what in ("nan", "rates") for how in ("raise", "skip")),
-        *(case(f"shards of {number}", what, "raise") for number in SHARDS for what in ("nan", "rates")),
+        *(case("ranks", what, how, least=2) for what in ("nan", "momenta") for how in ("raise", "skip")),
+        *(case(f"shards of {number}", what, "raise") for number in SHARDS for what in ("nan", "momenta")),
     ],
 )
 def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: str) -> None:
-    """Where one rank's gradient is not finite, or its learning rate is another, which all ranks are told alike."""
+    """Where one rank's gradient is not finite, or its momentum is another, which all ranks are told alike."""
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, "sgd", density=0.1, every=3, nonfinite=nonfinite)
     balance = Balance(replicas, model, optimizer)
-    last, fails = comm.rank == comm.size - 1, what == "rates" or nonfinite == "raise"
-    sentence = (
-        "NaN or Inf" if what == "nan" else "'lr' of the optimizer's group 0 differs between ranks: 0.05 on"
-    )
+    last, fails = comm.rank == comm.size - 1, what == "momenta" or nonfinite == "raise"
+    differs = "'momentum' of the optimizer's group 0 differs between ranks: 0.9 on"
+    sentence = "NaN or Inf" if what == "nan" else differs
     for window in range(4):
         expected = pytest.raises((ValueError, NonFiniteGradientError), match=sentence)
         with expected if fails and window == 1 else nullcontext() as told:
@@ -216,17 +215,52 @@ def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: s
                 loss(model, comm.rank, step).backward()
                 if step == 4 and what == "nan" and last:
                     local_tensor(next(model.parameters()).grad)[0, 0] = math.nan
-                if step == 5 and what == "rates" and last:
-                    optimizer.param_groups[0]["lr"] = 0.5
+                if step == 5 and what == "momenta" and last:
+                    optimizer.param_groups[0]["momentum"] = 0.5
                 optimizer.step()
         assert told is None or len(set(comm.allgather(str(told.value)))) == 1
-        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.param_groups[0]["momentum"] = 0.9
         # ranks that shard a model leave the moves of a window that fails in it until the next exchange
         if window != 1 or replicas.mesh is None:
             balance.check()
     states = comm.allgather(of_rank(optimizer.state_dict()["reducer"])["residual"] is None)
     assert states == [False] * comm.size
     replicas.check_agreed(model, optimizer)
+
+
+@over(
+    "kind",
+    "every",
+    cases=[case("ranks", "sgd", 2, least=2), case("ranks", "adam", 1, least=2)],
+)
+def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
+    replicas: Replicas, kind: str, every: int
+) -> None:
+    """From the start, by a scheduler, and from a state; unless it is zero."""
+    model, comm, ends = replicas.model(), replicas.comm, []
+    more = {"momentum": 0.9} if kind == "sgd" else {}
+    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
+    made = functools.partial(rule, lr=0.01 * (1 + comm.rank), weight_decay=0.01, **more)
+    optimizer = replicas.wrap(model, made, every=every)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 + comm.rank, 0.5)
+    for step in range(8):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        schedule.step()
+        replicas.check_agreed(model, optimizer)
+    state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    other = replicas.model(3)
+    loaded = replicas.wrap(other, made, every=every)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    for network_, each in ((model, optimizer), (other, loaded)):
+        train(network_, each, comm.rank, range(8, 8 + 2 * every))
+        ends.append(each._reference.vector.clone())
+    assert torch.equal(*ends)
+    rates = comm.allgather(loaded.param_groups[0]["lr"])
+    assert len(set(rates)) > 1
+    loaded.param_groups[0]["lr"] *= comm.rank > 0
+    with pytest.raises(ValueError, match="'lr' of .* differs between ranks: 0.0 on rank 0, not 0 on rank 1"):
+        train(other, loaded, comm.rank, range(20, 20 + every))
 
 
 @over(
