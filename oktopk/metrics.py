@@ -1,4 +1,4 @@
-"""The paper's measures: xi of its convergence assumption, fill-in, balance of regions."""
+"""The paper's measures: xi of its convergence assumption, fill-in, balance of regions; and norms of update and residual."""
 
 from __future__ import annotations
 
@@ -95,20 +95,29 @@ class Sampler:
         threshold: Any = bits_magnitude(bits)
         ties: Any = k - larger  # as in every exact selection, the lowest indices first
         squares: Any = 0.0
+        of_update: Any = 0.0
+        left: Any = 0.0
         for chunk in self._chunks():
             total = self._vector[chunk]
             magnitude = abs(total)
             tied = magnitude == threshold
             top = total * ((magnitude > threshold) | (tied & (tied.cumsum() <= ties)))
             ties = ties - tied.sum()
-            squares = squares + _squares(top.astype(np.float64) - update[chunk].astype(np.float64) * to_sum)
+            applied = update[chunk].astype(np.float64) * to_sum
+            squares = squares + _squares(top.astype(np.float64) - applied)
+            of_update = of_update + _squares(applied)
+            left = left + _squares(
+                total.astype(np.float64) - applied
+            )  # nothing is lost: the sum of the residuals
         indices = self._backend.indices(selected.entries)
         fill_in = self._union(indices) / k
         balance = math.nan if boundaries is None else self._balance(indices, boundaries)
         self._transport.take_traffic()
         seconds = self._seconds + time.perf_counter() - began
-        missed = math.sqrt(float(squares)) / self._transport.size
-        return Measures(missed, self._gradient_norm, fill_in, balance, seconds)
+        missed, applied_norm, left_norm = (
+            math.sqrt(float(each)) / self._transport.size for each in (squares, of_update, left)
+        )
+        return Measures(missed, self._gradient_norm, fill_in, balance, applied_norm, left_norm, seconds)
 
     def close(self) -> None:
         """Free the persistent rounds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measures:
-    """One measured step; xi and its parts are equal on all ranks.
+    """One measured step; all but `seconds` is equal on all ranks.
 
     Attributes:
         missed: norm of (top k of the mean accumulated gradient) - (the update that was applied, as a mean).
@@ -20,6 +20,8 @@ class Measures:
         fill_in: entries that any rank selected, counted once, over k: 1 where all supports coincide, P where none meet.
         region_balance: entries that all ranks together selected in the busiest region, over the mean of the regions. 1 where
             regions balance, P where one has all entries; NaN without regions.
+        update_norm: norm of the update that was applied, as a mean.
+        residual_norm: norm of the mean of the residuals that the step left, before `residual_decay`: what is still to be applied.
         seconds: time that measuring took on this rank, apart from the step's own stages.
     """
 
@@ -27,12 +29,19 @@ class Measures:
     gradient_norm: float
     fill_in: float
     region_balance: float
+    update_norm: float
+    residual_norm: float
     seconds: float
 
     @property
     def xi(self) -> float:
         """missed / gradient_norm; NaN where the mean gradient is zero. Convergence assumes a bound; the paper measured xi < P."""
         return self.missed / self.gradient_norm if self.gradient_norm else math.nan
+
+    @property
+    def residual_over_update(self) -> float:
+        """residual_norm / update_norm: how many such updates the ranks still hold; NaN where nothing was applied."""
+        return self.residual_norm / self.update_norm if self.update_norm else math.nan
 
 
 @dataclass(slots=True)

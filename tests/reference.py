@@ -1,4 +1,4 @@
-"""`oktopk.reference` as one more executor of the contract's tests."""
+"""`oktopk.reference`, and updates of the library, as further executors of the contract's tests."""
 
 from __future__ import annotations
 
@@ -84,3 +84,45 @@ class ReferenceUpdates(ReferenceAllreduce):
         assert np.array_equal(parameters, self._reference - self._moved)
         self.update, self.residual = before - self._reference, self._moved / np.float32(comm.size)
         return len(selected)
+
+
+class LibraryUpdates:
+    """The same, of `DistributedOptimizer(sends="updates")` around SGD with a rate of P, which exchanges in each step."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, length: int, method: str, *, density: float, **settings: Any
+    ) -> None:
+        import torch  # here, as ranks import this file for tests without it
+
+        from oktopk.torch.updates import UpdatesOptimizer
+
+        self._comm, self._weight = comm, torch.nn.Parameter(torch.zeros(length))
+        inner = torch.optim.SGD([self._weight], lr=comm.size)
+        settings = {"average": True} | settings | {"density": density, "local_share": 1.0}
+        self._optimizer = UpdatesOptimizer(inner, comm, method, **settings)
+        self.update = np.zeros(length, np.float32)
+
+    @property
+    def residual(self) -> NDArray[np.float32]:
+        residual: NDArray[np.float32] = self._optimizer.reducer.residual / np.float32(self._comm.size)
+        return residual
+
+    def step(self, gradient: NDArray[np.float32]) -> StepReport:
+        """As `ReferenceAllreduce.step`; all ranks hold the same reference and, within `agreed`, the same parameters."""
+        import torch
+
+        optimizer, reference = self._optimizer, self._optimizer._reference.vector.numpy()
+        before = reference.copy()
+        self._weight.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+        assert np.array_equal(self._weight.detach().numpy(), reference - optimizer.reducer.residual)
+        with optimizer.agreed():
+            agreed = self._weight.detach().numpy().tobytes()
+        assert agreed == reference.tobytes()
+        assert len(set(self._comm.allgather(agreed))) == 1
+        self.update = before - reference
+        assert optimizer.report is not None
+        return optimizer.report
+
+    def close(self) -> None:
+        self._optimizer.close()

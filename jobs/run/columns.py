@@ -141,6 +141,11 @@ MEASURE_COLUMNS: dict[str, Column] = {
     "region_balance": Column(
         "f8", "entries selected in the busiest region over the mean region; NaN without regions", "mean"
     ),
+    "update_norm": Column("f8", "norm of the mean update that was applied", "mean"),
+    "residual_norm": Column("f8", "norm of the mean residual that the step left", "mean"),
+    "residual_over_update": Column(
+        "f8", "residual_norm / update_norm; NaN where nothing was applied", "mean"
+    ),
     "seconds": Column("f8", "seconds that measuring took, in no phase of the step", "mean"),
 }
 EVALUATION_COLUMNS: dict[str, Column] = {

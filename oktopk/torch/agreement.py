@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from collectives.transport import Transport, refuse
 from oktopk import devices
 from oktopk.torch.gradients import is_dense
+from oktopk.torch.local_step import agreed_settings
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import local_tensor
 from oktopk.torch.step_agreement import groups_difference, numbers_of
@@ -297,6 +298,7 @@ def compared(
     broadcast: bool,
     sends: str,
     shards: ShardedReplica | None = None,
+    tables: Sequence[Tensor] = (),
 ) -> list[int]:
     """The ranks whose parameters have other values than rank 0's. Collective.
 
@@ -305,6 +307,7 @@ def compared(
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
         shards: of the parameters, where they are sharded.
+        tables: those of the parameters whose gradients are sparse.
 
     Raises:
         ValueError: something else differs between ranks that the reducer cannot see; on every rank alike.
@@ -317,11 +320,14 @@ def compared(
     layout = repr(
         [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in held]]
     ).encode()
+    groups: Sequence[dict[str, Any]] = optimizer.param_groups
+    if sends == "updates" and shards is None:
+        groups = agreed_settings(optimizer, groups, tables)
     mine = _Mine(
         sum(p.numel() for p in held),
         hashlib.blake2b(layout, digest_size=8).digest(),
         None if shards is None else (shards.rank, shards.ranks),
-        _digest(_plain_state(optimizer, moments=sends == "gradients")),
+        _digest(_plain_state(optimizer, groups, moments=sends == "gradients")),
         _digest(held),
     )
     everyone = transport.allgather_objects(mine)
@@ -404,10 +410,12 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _plain_state(optimizer: torch.optim.Optimizer, moments: bool) -> list[Any]:
-    """Settings of all groups, and if asked for the state of their parameters, in the order of these."""
+def _plain_state(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], moments: bool
+) -> list[Any]:
+    """Settings of its groups, and if asked for the state of their parameters, in the order of these."""
     state: list[Any] = []
-    for group in optimizer.param_groups:
+    for group in groups:
         state.append({name: value for name, value in group.items() if name != "params"})
         state += [optimizer.state[p] for p in group["params"] if moments and p in optimizer.state]
     return state

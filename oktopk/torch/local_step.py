@@ -184,6 +184,34 @@ def is_zero(rate: Any) -> bool:
     return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
 
 
+def agreed_settings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], tables: Sequence[Tensor] = ()
+) -> list[dict[str, Any]]:
+    """What single ranks as replicas agree on: of a group without decoupled decay a rank's rate is its own, unless it is zero.
+
+    Decoupled decay multiplies the reference by the rate, and tables are stepped on by all ranks alike: there rates stay. A rank
+    whose rate is zero forgets otherwise than the others, and its first step may be one that only sets up its optimizer.
+
+    Args:
+        optimizer: the wrapped one.
+        groups: its own, or those of a state.
+        tables: parameters whose gradients are summed.
+    """
+    summed = set(map(id, tables))
+    return [
+        group
+        if _decays(optimizer, group) or (summed and not summed.isdisjoint(map(id, own["params"])))
+        else _without_rates(group)
+        for own, group in zip(optimizer.param_groups, groups, strict=True)
+    ]
+
+
+def _without_rates(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its rate and without what schedulers keep of rates; `lr` is then 0 or says that it is not."""
+    rate = {"lr": 0.0 if is_zero(group["lr"]) else "not 0"} if "lr" in group else {}
+    return {name: value for name, value in group.items() if name != "lr" and not name.endswith("_lr")} | rate
+
+
 def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
     return not optimizer.state and all(is_zero(group.get("lr")) for group in optimizer.param_groups)

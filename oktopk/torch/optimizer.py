@@ -300,7 +300,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     anywhere |= {"tables with sparse gradients": len(tables)}
                     rule = type(optimizer)
                     anywhere |= {"optimizer": f"{rule.__module__}.{rule.__qualname__}"}
-                strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
+                strangers = compared(transport, optimizer, trained, broadcast, sends, shards, tables)
                 if wanted is not None:
                     keywords |= self._choose(transport, wanted)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}

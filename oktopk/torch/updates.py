@@ -31,7 +31,14 @@ from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
 from oktopk.torch.local_share import LocalShare
-from oktopk.torch.local_step import SHARED_BY, LocalStep, has_step_hooks, is_adaptive, most_share
+from oktopk.torch.local_step import (
+    SHARED_BY,
+    LocalStep,
+    agreed_settings,
+    has_step_hooks,
+    is_adaptive,
+    most_share,
+)
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
 from oktopk.torch.reference import Reference
@@ -216,11 +223,20 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._begin_window()
         self._counted = [*self._parameters, *self._tables.tables]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
-        shown = self._hash  # compared over the ranks in each exchange, as the groups are
-        self._agreement = StepAgreement(lambda: [*groups(), shown], len(self._counted), self._reconcile)
+        self._agreement = StepAgreement(self._compared, len(self._counted), self._reconcile)
         self._replica.meet(self.reducer.transport, self.reducer.advice, groups)
         if self._sharded is not None:  # now that nothing above can raise
             self._sharded.adopt()
+
+    def _compared(self) -> list[dict[str, Any]]:
+        """What is compared over the ranks in each exchange: settings of the groups, and the hash of the reference."""
+        return [*self._agreed(self.param_groups), self._hash]
+
+    def _agreed(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Of the optimizer's groups, or those of a state, what all ranks agree on; ranks of one replica on all of it."""
+        if self._replica.plain and self.reducer.group is None:
+            return agreed_settings(self.inner, groups, self._tables.tables)
+        return groups
 
     def _replica_in_levels(self) -> Replica:
         """What this rank is a part of, now that it is known which ranks share a host."""
@@ -811,7 +827,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             )
 
     def _compare_states(self, state: dict[str, Any]) -> None:
-        mine = numbers_of(state["param_groups"]), names_kept(state["state"])
+        mine = numbers_of(self._agreed(state["param_groups"])), names_kept(state["state"])
         ranks, kept = zip(*self.reducer.transport.allgather_objects(mine), strict=True)
         refuse(groups_difference(ranks) or kept_difference(kept))
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim._functional import adam
 
 from oktopk import NonFiniteGradientError
 from oktopk.elastic import of_rank
@@ -193,19 +195,18 @@ def test_nothing_is_lost_between_the_optimizers_and_the_reference(
     "what",
     "nonfinite",
     cases=[
-        *(case("ranks", what, how, least=2) for what in ("nan", "rates") for how in ("raise", "skip")),
-        *(case(f"shards of {number}", what, "raise") for number in SHARDS for what in ("nan", "rates")),
+        *(case("ranks", what, how, least=2) for what in ("nan", "momenta") for how in ("raise", "skip")),
+        *(case(f"shards of {number}", what, "raise") for number in SHARDS for what in ("nan", "momenta")),
     ],
 )
 def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: str) -> None:
-    """Where one rank's gradient is not finite, or its learning rate is another, which all ranks are told alike."""
+    """Where one rank's gradient is not finite, or its momentum is another, which all ranks are told alike."""
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, "sgd", density=0.1, every=3, nonfinite=nonfinite)
     balance = Balance(replicas, model, optimizer)
-    last, fails = comm.rank == comm.size - 1, what == "rates" or nonfinite == "raise"
-    sentence = (
-        "NaN or Inf" if what == "nan" else "'lr' of the optimizer's group 0 differs between ranks: 0.05 on"
-    )
+    last, fails = comm.rank == comm.size - 1, what == "momenta" or nonfinite == "raise"
+    differs = "'momentum' of the optimizer's group 0 differs between ranks: 0.9 on"
+    sentence = "NaN or Inf" if what == "nan" else differs
     for window in range(4):
         expected = pytest.raises((ValueError, NonFiniteGradientError), match=sentence)
         with expected if fails and window == 1 else nullcontext() as told:
@@ -214,17 +215,52 @@ def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: s
                 loss(model, comm.rank, step).backward()
                 if step == 4 and what == "nan" and last:
                     local_tensor(next(model.parameters()).grad)[0, 0] = math.nan
-                if step == 5 and what == "rates" and last:
-                    optimizer.param_groups[0]["lr"] = 0.5
+                if step == 5 and what == "momenta" and last:
+                    optimizer.param_groups[0]["momentum"] = 0.5
                 optimizer.step()
         assert told is None or len(set(comm.allgather(str(told.value)))) == 1
-        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.param_groups[0]["momentum"] = 0.9
         # ranks that shard a model leave the moves of a window that fails in it until the next exchange
         if window != 1 or replicas.mesh is None:
             balance.check()
     states = comm.allgather(of_rank(optimizer.state_dict()["reducer"])["residual"] is None)
     assert states == [False] * comm.size
     replicas.check_agreed(model, optimizer)
+
+
+@over(
+    "kind",
+    "every",
+    cases=[case("ranks", "sgd", 2, least=2), case("ranks", "adam", 1, least=2)],
+)
+def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
+    replicas: Replicas, kind: str, every: int
+) -> None:
+    """From the start, by a scheduler, and from a state; unless it is zero."""
+    model, comm, ends = replicas.model(), replicas.comm, []
+    more = {"momentum": 0.9} if kind == "sgd" else {}
+    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
+    made = functools.partial(rule, lr=0.01 * (1 + comm.rank), weight_decay=0.01, **more)
+    optimizer = replicas.wrap(model, made, every=every)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 + comm.rank, 0.5)
+    for step in range(8):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        schedule.step()
+        replicas.check_agreed(model, optimizer)
+    state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    other = replicas.model(3)
+    loaded = replicas.wrap(other, made, every=every)
+    other.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    for network_, each in ((model, optimizer), (other, loaded)):
+        train(network_, each, comm.rank, range(8, 8 + 2 * every))
+        ends.append(each._reference.vector.clone())
+    assert torch.equal(*ends)
+    rates = comm.allgather(loaded.param_groups[0]["lr"])
+    assert len(set(rates)) > 1
+    loaded.param_groups[0]["lr"] *= comm.rank > 0
+    with pytest.raises(ValueError, match="'lr' of .* differs between ranks: 0.0 on rank 0, not 0 on rank 1"):
+        train(other, loaded, comm.rank, range(20, 20 + every))
 
 
 @over(
@@ -423,6 +459,83 @@ def test_all_ranks_go_on_from_one_ranks_problem(replicas: Replicas, at: int, sca
         scaler.update()
     assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
     replicas.check_agreed(model, optimizer)
+
+
+class Graph:
+    """Stands for a CUDA graph of a step of AdamW: a replay works in the memory of the capture, with the numbers of then."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups
+        parameters, (first, second) = group["params"], group["betas"]
+        states = [optimizer.state[p] for p in parameters]
+        self._arguments: dict[str, Any] = {
+            "params": [p.detach() for p in parameters],
+            "grads": [p.grad.detach() for p in parameters],
+            "exp_avgs": [state["exp_avg"] for state in states],
+            "exp_avg_sqs": [state["exp_avg_sq"] for state in states],
+            "max_exp_avg_sqs": [],
+            "state_steps": [state["step"] for state in states],
+            "beta1": first,
+            "beta2": second,
+        }
+        kept = ("lr", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable")
+        self._arguments |= {name: group[name] for name in kept}
+
+    def replay(self) -> None:
+        adam(**self._arguments, decoupled_weight_decay=True)
+
+
+class Stepping(torch.optim.AdamW):
+    """Of a class of its own, so that it steps on all parameters of a host; `capture` its second step, and it is replayed."""
+
+    graph: Graph | None = None
+    capture = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.graph is None and self.state and self.capture:
+            self.graph = Graph(self)
+        if self.graph is None:
+            super().step()
+        else:
+            self.graph.replay()
+
+
+@over(
+    "settings",
+    cases=[
+        case("ranks", {"foreach": True}),
+        case("ranks", {"every": 2, "clip_norm": 0.1}),
+        case("hosts of 2", {"nonfinite": "skip"}, least=3),
+    ],
+)
+def test_a_capturable_optimizer_is_replayed_to_the_same_bits(
+    replicas: Replicas, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, gradients and a rate in a tensor keep their addresses, also where one rank leaves a step out."""
+    module = sys.modules["torch.optim.adam"]  # else torch captures on devices alone
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    foreach, ends = settings.pop("foreach", False), []
+    made = functools.partial(Stepping, weight_decay=0.1, capturable=True, foreach=foreach)
+    for captured in (False, True):
+        model, comm, rate = replicas.model(), replicas.comm, torch.tensor(2e-3)
+        optimizer = replicas.wrap(model, functools.partial(made, lr=rate), **settings)
+        optimizer.inner.capture = captured
+        addresses = [p.data_ptr() for p in model.parameters()]
+        for step in range(10):
+            rate.fill_(2e-3 / (1 + step))
+            optimizer.zero_grad(set_to_none=False)
+            loss(model, comm.rank, step).backward()
+            if step == 5 and "nonfinite" in settings and comm.rank == 1:
+                model[0].weight.grad[0, 0] = math.nan
+            optimizer.step()
+            assert [p.data_ptr() for p in model.parameters()] == addresses
+        assert (optimizer.inner.graph is not None) == captured
+        assert optimizer.param_groups[0]["lr"] is rate
+        replicas.check_agreed(model, optimizer)
+        ends.append((whole(model), moments(optimizer)))
+        optimizer.close()
+    assert np.array_equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
 
 
 @over(

@@ -470,6 +470,8 @@ def test_measures_do_not_change_a_step_and_agree_with_the_definition(
         union = len(np.unique(np.concatenate(expected.selected)))
         assert report.measures.fill_in == pytest.approx(union / report.k)
         before = of_hosts(comm, reducer.gathered_residual(), hosts)
+        left = np.linalg.norm(before.sum(axis=0)) / comm.size
+        assert report.measures.residual_norm == pytest.approx(left, rel=1e-3)
 
 
 @pytest.mark.mpi(min_size=3)

@@ -36,7 +36,7 @@ def missed_by(update: np.ndarray, accumulated: np.ndarray, k: int) -> float:
 
 
 @pytest.mark.parametrize("method", SPARSE)
-def test_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, method: str) -> None:
+def test_norms_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, method: str) -> None:
     for at, kind in enumerate(GRADIENTS):
         # every third shape, with another method the others; of every kind and of every shape sums and means
         for number, (length, density) in enumerate(SHAPES[(at + SPARSE.index(method)) % 3 :: 3]):
@@ -56,6 +56,10 @@ def test_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, metho
                 rounding = 1e-6 * float(np.linalg.norm(accumulated)) + 2e-45 * length
                 assert measures.gradient_norm == pytest.approx(norm, rel=1e-5)
                 assert measures.missed == pytest.approx(expected, rel=1e-5, abs=rounding)
+                left = everyones(comm, reducer.residual, length).sum(axis=0) / comm.size
+                for told, vector in ((measures.update_norm, mean), (measures.residual_norm, left)):
+                    assert told == pytest.approx(np.linalg.norm(vector), rel=1e-5, abs=rounding)
+                assert math.isnan(measures.residual_over_update) == (not mean.any())
                 if norm == 0:
                     assert math.isnan(measures.xi)
                 else:

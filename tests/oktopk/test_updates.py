@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
@@ -69,6 +70,84 @@ def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dt
     assert not optimizer.reducer.residual.any()
 
 
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("plain", torch.float32), ("bfloat16", torch.bfloat16), ("int4", torch.float32)]
+)
+def test_odd_lengths_are_agreed_on_after_every_exchange_on_any_number_of_ranks(
+    comm: MPI.Intracomm, wire: str, dtype: torch.dtype
+) -> None:
+    """Whatever each rank reads, at a rate of its own, and where one of them has no gradient."""
+    agreed = moved = True
+    for ranks in range(1, comm.size + 1):
+        part = comm.Split(comm.rank < ranks)
+        drawn = torch.Generator().manual_seed(comm.rank)
+        for length in (1, 7, 1003):
+            start = torch.randn(length, generator=torch.Generator().manual_seed(3)).to(dtype)
+            weight = nn.Parameter(start.clone())
+            inner = torch.optim.SGD([weight], lr=0.1 * (1 + part.rank), momentum=0.9, weight_decay=0.01)
+            optimizer: Any = DistributedOptimizer(inner, part, density=0.1, wire=wire, sends="updates")
+            for step in range(4):
+                weight.grad = torch.randn(length, generator=drawn).to(dtype)
+                if step == 2 and part.rank == part.size - 1:
+                    weight.grad = None
+                optimizer.step()
+                reference = optimizer._reference.vector
+                with optimizer.agreed():
+                    agreed &= torch.equal(weight, reference.to(dtype))
+                agreed &= len(set(part.allgather(reference.numpy().tobytes()))) == 1
+                # a single element may round back to where it was
+                moved &= length == 1 or step < 2 or not torch.equal(reference, start.float())
+            optimizer.close()
+        part.Free()
+    assert comm.allreduce(agreed and moved, MPI.LAND)
+
+
+class Tied(nn.Module):
+    """An embedding that rescales the rows it reads, whose weight is that of the last layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rows, self.last = nn.Embedding(11, 3, max_norm=1.0), nn.Linear(3, 11)
+        self.last.weight = self.rows.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.rows(tokens))
+        return scores
+
+
+@pytest.mark.filterwarnings("ignore:.*max_norm")
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.mpi(min_size=2))])
+def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
+    comm: MPI.Intracomm, share: float
+) -> None:
+    """Where ranks that read a row hold the same one; else the ranks that have parted are told so, all of them."""
+    model, told = Tied(), ""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer: Any = DistributedOptimizer(inner, comm, density=0.2, wire="int8", local_share=share)
+    assert optimizer.length == 44
+    drawn = torch.Generator().manual_seed(comm.rank)
+    for step in range(8):
+        tokens, following = torch.randint(11, (2, 5), generator=drawn)
+        optimizer.zero_grad()
+        error = nn.functional.cross_entropy(model(tokens), following)
+        assert (model.rows.weight[tokens].norm(dim=1) < 1.0001).all()
+        if step != 3 or comm.rank:
+            error.backward()
+        try:
+            optimizer.step()
+        except ValueError as parted:
+            told = str(parted)
+            break
+        with optimizer.agreed():
+            average.update_parameters(model)
+            held = comm.allgather((flat(model).tobytes(), flat(average).tobytes()))
+        assert len(set(held)) == len(set(references(optimizer, comm))) == 1
+    assert len(set(comm.allgather(told))) == 1
+    assert ("have parted" in told) == (share > 0)
+
+
 @pytest.mark.parametrize(("method", "every"), [("union", 1), ("oktopk", 1), ("oktopk", 2)])
 def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method: str, every: int) -> None:
     """SGD moves by the rate times the gradient, so that what entered the residuals is known."""
@@ -91,6 +170,9 @@ def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method
         missed = np.linalg.norm(best - optimizer.reducer.update)
         assert report.measures.missed == pytest.approx(missed, rel=1e-3, abs=1e-4)
         assert report.measures.xi < comm.size
+        left = comm.allreduce(optimizer.reducer.residual.astype(np.float64)) / comm.size
+        ratio = np.linalg.norm(left) / np.linalg.norm(optimizer.reducer.update.astype(np.float64))
+        assert report.measures.residual_over_update == pytest.approx(ratio, rel=1e-3)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -68,13 +68,13 @@ def test_phases_and_stages_are_recorded_as_measured() -> None:
 
 def test_what_measuring_took_is_in_no_phase() -> None:
     step = timed([0, 0, 0, 0, 10, 10], {"select": 2.0}, [1.0])
-    step.report.measures = Measures(1.0, 2.0, 1.0, 1.0, seconds=7.0)
+    step.report.measures = Measures(1.0, 2.0, 1.0, 1.0, 4.0, 2.0, seconds=7.0)
     found = gather(MPI.COMM_SELF, measure([step], 0.0))
     assert found is not None
     assert found.steps["seconds_reduction"].tolist() == [3.0]
     assert found.steps["seconds_rest"].tolist() == [1.0]
     assert found.measures["seconds"].tolist() == [7.0]
-    assert found.measures["xi"].tolist() == [0.5]
+    assert found.measures["xi"].tolist() == found.measures["residual_over_update"].tolist() == [0.5]
 
 
 @pytest.mark.mpi

@@ -18,6 +18,7 @@ from jobs.train.__main__ import main
 from jobs.train.optimizers import build_optimizer
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import make_network
+from oktopk.torch.arguments import default_method, default_sends
 from tests.jobs.train.conftest import CONFIGS, Configured, Words
 
 BERT = CONFIGS / "bert.toml"
@@ -80,6 +81,14 @@ def test_gpts_shipped_file_has_three_sizes() -> None:
     assert sizes == {"17.1": 17.1, "5.0": 5.0, "98.0": 98.0}
 
 
+def test_gpts_shipped_file_sends_what_the_library_does_by_default() -> None:
+    config = load(CONFIGS / "gpt.toml", ["data.path=x.h5"])
+    optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(3, 4))])
+    reduction = config.reduction
+    assert reduction.sends == default_sends(optimizer, None, reduction.density) == "updates"
+    assert reduction.method == default_method(reduction.sends, reduction.density, reduction.every)
+
+
 def test_gpts_loss_is_the_mean_over_tokens_that_one_follows(configured: Configured) -> None:
     workload = build_workload(configured("gpt"), rank=0, size=1)
     tokens, labels = next(workload.batches(0))
@@ -96,8 +105,10 @@ def test_a_tiny_gpt_learns_text(comm: MPI.Intracomm, tmp_path: Path, method: str
     # evaluated, and saved at the end, where ranks that step alone have parted
     given += ["training.batch_size=4", "training.steps=24", "training.eval_every=12"]
     given.append("reduction.density=0.2")
-    if method == "updates":
-        given += ["reduction.sends=updates", "reduction.every=5", "reduction.deferred=false"]
+    if method == "updates":  # as the file has it
+        given.append("reduction.every=5")
+    else:
+        given += ["reduction.sends=gradients", f"reduction.method={method}", "reduction.deferred=true"]
     assert main(given, comm=comm) == 0
     (run,) = read_runs([folder / "run.h5"])
     assert run.evaluations["loss"][-1] < 0.9 * run.steps["loss"][0]
