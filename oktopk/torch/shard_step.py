@@ -169,7 +169,7 @@ class ShardStep:
 
     # states
 
-    def give_back(self, timeout: float) -> None:
+    def give_back(self, timeout: float, problem: str = "") -> None:
         """Give the optimizer its state of whole parameters, put together of those of this host's ranks. Collective in the host.
 
         Moments are equal on the ranks of a host then, and unlike those of other hosts. Where ranks keep unlike things of a
@@ -177,10 +177,11 @@ class ShardStep:
 
         Args:
             timeout: seconds that ranks may come late.
+            problem: why this rank's parameters cannot have moments of their shapes, in a sentence; "" if they can.
 
         Raises:
             MissingRanksError: ranks of the host have not come.
-            ValueError: the device has no memory for it, on some rank; on every rank of the host alike.
+            ValueError: a problem of some rank, or no memory on its device; on every rank of the host alike.
 
         Memory: what the optimizer keeps of n elements; beside it what it kept of the shard, and 4n/G bytes.
         Traffic: that of `HostGroup.share_in_place` for each kind of moments, in the memory of gradients; a control allgather of
@@ -196,6 +197,8 @@ class ShardStep:
         try:
             everyone = host.allgather_objects(shapes)
             with host.together():
+                if problem:
+                    raise ValueError(problem)
                 whole: list[dict[Any, Any]] = [
                     {
                         name: torch.empty_like(parameter, dtype=value.dtype, device=value.device)

@@ -858,8 +858,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         Steps since the last exchange are dropped. Parameters of another type or shape than at construction stay as they are.
 
         Moments that a rank has of its shard alone become those of its host, of whole parameters: the wrapped optimizer then steps
-        by itself. They are dropped where other ranks of the host do not come within `Settings.timeout`, or have no memory for
-        them, with a warning; and while an exception is handled, which these may not have.
+        by itself. They are dropped, with a warning, where other ranks of the host do not come within `Settings.timeout`, have no
+        memory for them, or have parameters of another type or shape. While an exception is handled, which these may not have, they
+        are dropped without one.
 
         Memory and traffic: with moments in shards as `ShardStep.give_back`; what the optimizer keeps of n elements stays.
         """
@@ -870,7 +871,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._kept = None
         if self._sharded is not None and sys.exc_info()[0] is None:
             try:
-                self._sharded.give_back(self.reducer.settings.timeout)
+                self._sharded.give_back(self.reducer.settings.timeout, self._as_wrapped.problem)
             except (MissingRanksError, ValueError) as error:
                 warnings.warn(f"moments of shards are dropped: {error}", stacklevel=3)
         if self._ratio is not None:

@@ -557,6 +557,11 @@ def test_another_type_or_shape_on_one_rank_is_named_on_all(replicas: Replicas, c
     what = "type" if change == "type" else "shape"
     with pytest.raises(ValueError, match=f"rank 1: the {what} of a parameter of shape .30, 20. was"):
         optimizer.step()
+    inner, one_host = optimizer.inner, replicas.per_host and comm.rank < replicas.per_host
+    expected = pytest.warns(UserWarning, match=f"moments of shards are dropped: .*the {what} of a")
+    with expected if one_host and optimizer._sharded is not None else nullcontext():
+        optimizer.close()
+    assert not (one_host and inner.state)
 
 
 @over(
