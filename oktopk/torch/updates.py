@@ -859,8 +859,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
         Moments that a rank has of its shard alone become those of its host, of whole parameters: the wrapped optimizer then steps
         by itself. They are dropped, with a warning, where other ranks of the host do not come within `Settings.timeout`, have no
-        memory for them, or have parameters of another type or shape. While an exception is handled, which these may not have, they
-        are dropped without one.
+        memory for them, or have parameters of another type or shape; without one while an exception is handled, which these may
+        not have.
 
         Memory and traffic: with moments in shards as `ShardStep.give_back`; what the optimizer keeps of n elements stays.
         """

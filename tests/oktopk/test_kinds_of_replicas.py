@@ -292,7 +292,7 @@ def test_a_replica_with_a_nonfinite_gradient_on_one_rank_does_not_step(
     fails = pytest.raises(NonFiniteGradientError, match=named) if raises else nullcontext()
     with fails if every == 1 else nullcontext():
         optimizer.step()
-    assert torch.equal(moments(optimizer), before) == here
+    assert torch.equal(moments(optimizer), before) == (here or not len(before))  # a rank may have no shard
     assert {float(state["step"]) for state in optimizer.state.values()} == {every + 1.0 - here}
     if every == 2:
         assert torch.equal(held(model.parameters()), parameters) == here
