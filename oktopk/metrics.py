@@ -95,8 +95,8 @@ class Sampler:
         threshold: Any = bits_magnitude(bits)
         ties: Any = k - larger  # as in every exact selection, the lowest indices first
         squares: Any = 0.0
-        of_update: Any = 0.0
-        left: Any = 0.0
+        update_squares: Any = 0.0
+        residual_squares: Any = 0.0
         for chunk in self._chunks():
             total = self._vector[chunk]
             magnitude = abs(total)
@@ -105,19 +105,19 @@ class Sampler:
             ties = ties - tied.sum()
             applied = update[chunk].astype(np.float64) * to_sum
             squares = squares + _squares(top.astype(np.float64) - applied)
-            of_update = of_update + _squares(applied)
-            left = left + _squares(
-                total.astype(np.float64) - applied
-            )  # nothing is lost: the sum of the residuals
+            update_squares = update_squares + _squares(applied)
+            # nothing is lost, so this is the sum of the residuals
+            residual_squares = residual_squares + _squares(total.astype(np.float64) - applied)
         indices = self._backend.indices(selected.entries)
         fill_in = self._union(indices) / k
         balance = math.nan if boundaries is None else self._balance(indices, boundaries)
         self._transport.take_traffic()
         seconds = self._seconds + time.perf_counter() - began
-        missed, applied_norm, left_norm = (
-            math.sqrt(float(each)) / self._transport.size for each in (squares, of_update, left)
+        missed, update_norm, residual_norm = (
+            math.sqrt(float(each)) / self._transport.size
+            for each in (squares, update_squares, residual_squares)
         )
-        return Measures(missed, self._gradient_norm, fill_in, balance, applied_norm, left_norm, seconds)
+        return Measures(missed, self._gradient_norm, fill_in, balance, update_norm, residual_norm, seconds)
 
     def close(self) -> None:
         """Free the persistent rounds."""

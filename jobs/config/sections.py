@@ -41,7 +41,9 @@ class Section(BaseModel):
         for key, names in owners.items():
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             if kind not in names and getattr(self, key) != default:
-                raise ValueError(f"{key} is for {' and '.join(names)}, not for {kind}")
+                raise ValueError(
+                    f"{key} {getattr(self, key)!r}: it is for {' and '.join(names)}, not for {kind}"
+                )
 
 
 class ModelConfig(Section):

@@ -181,7 +181,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_zero(rate: Any) -> bool:
     """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
-    return rate is not None and not (isinstance(rate, Tensor) and rate.is_cuda) and float(rate) == 0.0
+    if isinstance(rate, Tensor):
+        return not rate.is_cuda and rate.numel() == 1 and float(rate) == 0.0
+    return isinstance(rate, int | float) and rate == 0
+
+
+_RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_lr"))
+"""What groups have of rates, by torch's schedulers, too."""
 
 
 def agreed_settings(
@@ -190,7 +196,8 @@ def agreed_settings(
     """What single ranks as replicas agree on: of a group without decoupled decay a rank's rate is its own, unless it is zero.
 
     Decoupled decay multiplies the reference by the rate, and tables are stepped on by all ranks alike: there rates stay. A rank
-    whose rate is zero forgets otherwise than the others, and its first step may be one that only sets up its optimizer.
+    whose rate is zero forgets otherwise than the others. Where nothing is kept of parameters, as by SGD without momentum, a step
+    at a rate of zero may be one that only sets up the optimizer, which ranks ask each other: there rates stay, too.
 
     Args:
         optimizer: the wrapped one.
@@ -200,7 +207,10 @@ def agreed_settings(
     summed = set(map(id, tables))
     return [
         group
-        if _decays(optimizer, group) or (summed and not summed.isdisjoint(map(id, own["params"])))
+        if _decays(optimizer, group)
+        or not (group.get("momentum") or "betas" in group)
+        or not isinstance(group.get("lr"), int | float | Tensor)  # is none, perhaps on this rank alone
+        or (summed and not summed.isdisjoint(map(id, own["params"])))
         else _without_rates(group)
         for own, group in zip(optimizer.param_groups, groups, strict=True)
     ]
@@ -208,8 +218,8 @@ def agreed_settings(
 
 def _without_rates(group: dict[str, Any]) -> dict[str, Any]:
     """A group without its rate and without what schedulers keep of rates; `lr` is then 0 or says that it is not."""
-    rate = {"lr": 0.0 if is_zero(group["lr"]) else "not 0"} if "lr" in group else {}
-    return {name: value for name, value in group.items() if name != "lr" and not name.endswith("_lr")} | rate
+    rate = {"lr": 0.0 if is_zero(group["lr"]) else "not 0"}
+    return {name: value for name, value in group.items() if name not in _RATES} | rate
 
 
 def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:

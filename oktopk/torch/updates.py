@@ -230,7 +230,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _compared(self) -> list[dict[str, Any]]:
         """What is compared over the ranks in each exchange: settings of the groups, and the hash of the reference."""
-        return [*self._agreed(self.param_groups), self._hash]
+        groups = self._agreed(self.param_groups)
+        if (
+            self._interval > 1
+        ):  # rates and decays of the steps since the last exchange, which may have been others
+            decays = zip(groups, self._local.factors, strict=True)
+            groups = [{**group, "decay since the last exchange": factor} for group, factor in decays]
+        return [*groups, self._hash]
 
     def _agreed(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Of the optimizer's groups, or those of a state, what all ranks agree on; ranks of one replica on all of it."""
@@ -252,11 +258,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         return self.inner.state if self._sharded is None else self._sharded.state
 
     @state.setter
-    def state(self, given: Any) -> None:
+    def state(self, state: Any) -> None:
         if self._sharded is None:
-            self.inner.state = given
+            self.inner.state = state
         else:
-            self._sharded.state = given
+            self._sharded.state = state
 
     def _lent(self) -> AbstractContextManager[None]:
         """Within, the wrapped optimizer has its state."""
@@ -827,8 +833,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             )
 
     def _compare_states(self, state: dict[str, Any]) -> None:
-        mine = numbers_of(self._agreed(state["param_groups"])), names_kept(state["state"])
-        ranks, kept = zip(*self.reducer.transport.allgather_objects(mine), strict=True)
+        numbers_and_names = numbers_of(self._agreed(state["param_groups"])), names_kept(state["state"])
+        ranks, kept = zip(*self.reducer.transport.allgather_objects(numbers_and_names), strict=True)
         refuse(groups_difference(ranks) or kept_difference(kept))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
@@ -859,8 +865,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
         Moments that a rank has of its shard alone become those of its host, of whole parameters: the wrapped optimizer then steps
         by itself. They are dropped, with a warning, where other ranks of the host do not come within `Settings.timeout`, have no
-        memory for them, or have parameters of another type or shape; without one while an exception is handled, which these may
-        not have.
+        memory for them, or have parameters of another type or shape; and while an exception is handled, which these may not have.
 
         Memory and traffic: with moments in shards as `ShardStep.give_back`; what the optimizer keeps of n elements stays.
         """
@@ -869,11 +874,17 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._take_written()
             self._reference.show_agreed()
         self._kept = None
-        if self._sharded is not None and sys.exc_info()[0] is None:
-            try:
-                self._sharded.give_back(self.reducer.settings.timeout, self._as_wrapped.problem)
-            except (MissingRanksError, ValueError) as error:
-                warnings.warn(f"moments of shards are dropped: {error}", stacklevel=3)
+        if self._sharded is not None:
+            dropped = "an exception is handled, and other ranks may not close: call close() after it"
+            if sys.exc_info()[0] is None:
+                try:
+                    self._sharded.give_back(self.reducer.settings.timeout, self._as_wrapped.problem)
+                    dropped = ""
+                except (MissingRanksError, ValueError) as error:
+                    dropped = str(error)
+            if dropped:
+                warnings.warn(f"moments of shards are dropped: {dropped}", stacklevel=3)
+            self._sharded = None  # the wrapped optimizer has its state for good
         if self._ratio is not None:
             self._ratio.close()
         self._replica.reshard()

@@ -206,8 +206,8 @@ def test_the_first_steps_are_those_of_ddp_alone_and_then_buckets_stay(
     ("how", "saved_at", "options"),
     [
         pytest.param("a file", 3, {"bucket_cap_mb": 1.0}, id="other buckets"),
-        ("dcp, an object", 0, {}),
-        ("dcp, a dict", 4, {}),
+        ("dcp, an object", 4, {}),
+        ("dcp, a dict", 0, {}),
         ("a copy", 3, {}),
         ("the DDP", 2, {}),
     ],

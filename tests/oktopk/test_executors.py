@@ -135,7 +135,7 @@ SHARED = {"staged": 0, "gloo": 1, "cuda": 0, "cuda, staged": 1}
 
 
 def marks(name: str, at: int) -> list[pytest.MarkDecorator]:
-    """Of the case at this place of a way."""
+    """Of the case at this place of a way, or of all cases where two ways share them."""
     found = [on_gpus] if "cuda" in name else []
     if SHARED.get(name, at % 2) != at % 2:
         found.append(pytest.mark.long("`make test` has each case in one of two ways"))
@@ -173,7 +173,7 @@ def gradient_of(comm: MPI.Intracomm, step: int) -> NDArray[np.float32]:
     [
         pytest.param(
             *(name, *case),
-            marks=marks(name, at),
+            marks=marks(name, CASES.index(case) if name in SHARED else at),
             id=f"{name}-{case[0]}-{case[1]}",
         )
         for name, cases in WAYS.items()
@@ -222,7 +222,7 @@ def test_every_way_gives_the_bits_and_words_of_messages_between_hosts(
                 else:
                     assert kept == before
         else:
-            measure = step == MEASURED and name == "gloo"
+            measure = step == MEASURED and name in ("gloo", "staged")
             reports = [plain.step(expected, gradient, measure), way.step(found, gradient, measure)]
             one, other = (repr(counted(report, way)) for report in reports)
             assert one == other, step

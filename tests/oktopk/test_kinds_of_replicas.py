@@ -240,8 +240,8 @@ def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
     model, comm, ends = replicas.model(), replicas.comm, []
     more = {"momentum": 0.9} if kind == "sgd" else {}
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[kind]
-    made = functools.partial(rule, lr=0.01 * (1 + comm.rank), weight_decay=0.01, **more)
-    optimizer = replicas.wrap(model, made, every=every)
+    kind_of = functools.partial(rule, lr=0.01 * (1 + comm.rank), weight_decay=0.01, **more)
+    optimizer = replicas.wrap(model, kind_of, every=every)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2 + comm.rank, 0.5)
     for step in range(8):
         train(model, optimizer, comm.rank, range(step, step + 1))
@@ -249,7 +249,7 @@ def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
         replicas.check_agreed(model, optimizer)
     state, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
     other = replicas.model(3)
-    loaded = replicas.wrap(other, made, every=every)
+    loaded = replicas.wrap(other, kind_of, every=every)
     other.load_state_dict(weights)
     loaded.load_state_dict(state)
     for network_, each in ((model, optimizer), (other, loaded)):
@@ -258,9 +258,33 @@ def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
     assert torch.equal(*ends)
     rates = comm.allgather(loaded.param_groups[0]["lr"])
     assert len(set(rates)) > 1
+    damaged = copy.deepcopy(loaded.state_dict())
+    if comm.rank == 1:
+        of_rank(damaged["updates"])["optimizer"]["param_groups"][0]["lr"] = "abc"
+    with pytest.raises(
+        ValueError, match="'lr' of the optimizer's group 0 differs between ranks: .* abc on rank 1"
+    ):
+        loaded.load_state_dict(damaged)
     loaded.param_groups[0]["lr"] *= comm.rank > 0
     with pytest.raises(ValueError, match="'lr' of .* differs between ranks: 0.0 on rank 0, not 0 on rank 1"):
         train(other, loaded, comm.rank, range(20, 20 + every))
+
+
+@over("kind", cases=[case("ranks", "sgd", least=2), case("ranks", "adamw", least=2)])
+def test_rates_that_all_ranks_need_are_compared(replicas: Replicas, kind: str) -> None:
+    """Where the optimizer keeps nothing, and where decay took one in a step before the exchange."""
+    model, comm = replicas.model(), replicas.comm
+    rule = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+    optimizer = replicas.wrap(model, functools.partial(rule, lr=0.01, weight_decay=0.1), every=2)
+    (group,) = optimizer.param_groups
+    train(model, optimizer, comm.rank, range(2))
+    group["lr"] = 0.01 * (1 + comm.rank)
+    train(model, optimizer, comm.rank, range(2, 3))
+    if kind == "adamw":
+        group["weight_decay"] = 0.0
+    what = "'lr'" if kind == "sgd" else "'decay since the last exchange'"
+    with pytest.raises(ValueError, match=f"{what} of the optimizer's group 0 differs between ranks"):
+        train(model, optimizer, comm.rank, range(3, 4))
 
 
 @over(
@@ -362,7 +386,8 @@ def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: 
     "every",
     "how",
     cases=[
-        case("ranks", 1, "own, by Ok-Topk"),
+        case("ranks", 1, "own"),
+        case("ranks", 1, "own, by Ok-Topk", long=True),
         case("ranks", 3, "own, the optimizer first"),
         case("ranks", 3, "agreed"),
         case("ranks", 1, "agreed, the optimizer first"),
@@ -516,10 +541,10 @@ def test_a_capturable_optimizer_is_replayed_to_the_same_bits(
     module = sys.modules["torch.optim.adam"]  # else torch captures on devices alone
     monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
     foreach, ends = settings.pop("foreach", False), []
-    made = functools.partial(Stepping, weight_decay=0.1, capturable=True, foreach=foreach)
+    stepping = functools.partial(Stepping, weight_decay=0.1, capturable=True, foreach=foreach)
     for captured in (False, True):
         model, comm, rate = replicas.model(), replicas.comm, torch.tensor(2e-3)
-        optimizer = replicas.wrap(model, functools.partial(made, lr=rate), **settings)
+        optimizer = replicas.wrap(model, functools.partial(stepping, lr=rate), **settings)
         optimizer.inner.capture = captured
         addresses = [p.data_ptr() for p in model.parameters()]
         for step in range(10):

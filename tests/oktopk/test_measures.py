@@ -57,8 +57,8 @@ def test_norms_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm,
                 assert measures.gradient_norm == pytest.approx(norm, rel=1e-5)
                 assert measures.missed == pytest.approx(expected, rel=1e-5, abs=rounding)
                 left = everyones(comm, reducer.residual, length).sum(axis=0) / comm.size
-                for told, vector in ((measures.update_norm, mean), (measures.residual_norm, left)):
-                    assert told == pytest.approx(np.linalg.norm(vector), rel=1e-5, abs=rounding)
+                for length_of, vector in ((measures.update_norm, mean), (measures.residual_norm, left)):
+                    assert length_of == pytest.approx(np.linalg.norm(vector), rel=1e-5, abs=rounding)
                 assert math.isnan(measures.residual_over_update) == (not mean.any())
                 if norm == 0:
                     assert math.isnan(measures.xi)

@@ -122,7 +122,7 @@ def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
     comm: MPI.Intracomm, share: float
 ) -> None:
     """Where ranks that read a row hold the same one; else the ranks that have parted are told so, all of them."""
-    model, told = Tied(), ""
+    model, sentence = Tied(), ""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer: Any = DistributedOptimizer(inner, comm, density=0.2, wire="int8", local_share=share)
@@ -138,14 +138,14 @@ def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
         try:
             optimizer.step()
         except ValueError as parted:
-            told = str(parted)
+            sentence = str(parted)
             break
         with optimizer.agreed():
             average.update_parameters(model)
             held = comm.allgather((flat(model).tobytes(), flat(average).tobytes()))
         assert len(set(held)) == len(set(references(optimizer, comm))) == 1
-    assert len(set(comm.allgather(told))) == 1
-    assert ("have parted" in told) == (share > 0)
+    assert len(set(comm.allgather(sentence))) == 1
+    assert ("have parted" in sentence) == (share > 0)
 
 
 @pytest.mark.parametrize(("method", "every"), [("union", 1), ("oktopk", 1), ("oktopk", 2)])
