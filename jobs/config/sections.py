@@ -40,10 +40,9 @@ class Section(BaseModel):
         """Refuse keys that were set and are for other kinds than this one."""
         for key, names in owners.items():
             default = type(self).model_fields[key].get_default(call_default_factory=True)
-            if kind not in names and getattr(self, key) != default:
-                raise ValueError(
-                    f"{key} {getattr(self, key)!r}: it is for {' and '.join(names)}, not for {kind}"
-                )
+            value = getattr(self, key)
+            if kind not in names and value != default:
+                raise ValueError(f"{key} {value!r} is for {' and '.join(names)}, not for {kind}")
 
 
 class ModelConfig(Section):

@@ -112,11 +112,10 @@ class Run(RunRecord):
         elapsed = self.steps["elapsed"].astype(np.float64)
         # an evaluation follows its step; a measurement is part of its own
         for extra, follows in ((self.evaluations, 1), (self.measures, 0)):
-            if not len(extra["step"]):
-                continue
-            spent = np.cumsum(extra["seconds"])
-            before = np.searchsorted(extra["step"], self.steps["step"] - follows, side="right")
-            elapsed = elapsed - np.where(before > 0, spent[before - 1], 0.0)
+            if len(extra["step"]):
+                spent = np.cumsum(extra["seconds"])
+                before = np.searchsorted(extra["step"], self.steps["step"] - follows, side="right")
+                elapsed = elapsed - np.where(before > 0, spent[before - 1], 0.0)
         return elapsed
 
     def at_steps(self, values: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:

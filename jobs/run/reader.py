@@ -161,8 +161,7 @@ class RunReader:
         most = self.path.stat().st_size + _SLACK
         if dataset.ndim != dimensions or dataset.dtype.kind not in "iufS" or dataset.nbytes > most:
             raise ValueError(f"its {name} is {dataset.dtype} of shape {dataset.shape}")
-        values: NDArray[Any] = dataset[...]
-        return values
+        return np.asarray(dataset[...])
 
 
 def read_record(path: str | Path, done: int) -> RunRecord:

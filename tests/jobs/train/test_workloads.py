@@ -105,7 +105,7 @@ REFUSED = {
     "bert": {
         "model.vocabulary=30522": r"text\.h5: a vocabulary of \d+ words, but model\.vocabulary is 30522",
         "data.name=prepared data.eval_sequences=0": "'bert' does not take data.name 'prepared'",
-        "optimizer.name=adam": "bias_correction is for adamw, not for adam",
+        "optimizer.name=adam": "bias_correction False is for adamw, not for adam",
         "schedule.name=linear schedule.warmup=2": r"a warmup of 2.0 runs is not in \[0, 1\]",
         "data.path=nowhere.h5": r"nowhere\.h5: no such file",
     },
