@@ -492,9 +492,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks are the parallelism
     # Open MPI's module for libfabric sleeps for 1 s in every process when it finds no network of its own
     os.environ.setdefault("OMPI_MCA_btl", "^ofi,tcp")
-    # there are more ranks than cores: one that waits sleeps, as one that yields in a loop takes cores from those that compute
-    os.environ.setdefault("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
-    os.environ.setdefault("OMPI_MCA_threads_pthreads_nanosleep_time", "1000")
     # else each process compiles the tests and their asserts anew, in 3 s
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     with tempfile.TemporaryDirectory() as folder:
