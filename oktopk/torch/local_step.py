@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
+from numbers import Real
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ def is_zero(rate: Any) -> bool:
     """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
     if isinstance(rate, Tensor):
         return not rate.is_cuda and rate.numel() == 1 and float(rate) == 0.0
-    return isinstance(rate, int | float) and rate == 0
+    return isinstance(rate, Real) and rate == 0
 
 
 _RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_lr"))
@@ -209,7 +210,7 @@ def agreed_settings(
         group
         if _decays(optimizer, group)
         or not (group.get("momentum") or "betas" in group)
-        or not isinstance(group.get("lr"), int | float | Tensor)  # is none, perhaps on this rank alone
+        or not isinstance(group.get("lr"), Real | Tensor)  # is none, perhaps on this rank alone
         or (summed and not summed.isdisjoint(map(id, own["params"])))
         else _without_rates(group)
         for own, group in zip(optimizer.param_groups, groups, strict=True)

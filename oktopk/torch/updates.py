@@ -231,9 +231,8 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _compared(self) -> list[dict[str, Any]]:
         """What is compared over the ranks in each exchange: settings of the groups, and the hash of the reference."""
         groups = self._agreed(self.param_groups)
-        if (
-            self._interval > 1
-        ):  # rates and decays of the steps since the last exchange, which may have been others
+        if self._interval > 1:
+            # of rates and decays in the steps since the last exchange, which may have been others
             decays = zip(groups, self._local.factors, strict=True)
             groups = [{**group, "decay since the last exchange": factor} for group, factor in decays]
         return [*groups, self._hash]
@@ -882,7 +881,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                     dropped = ""
                 except (MissingRanksError, ValueError) as error:
                     dropped = str(error)
-            if dropped:
+            if dropped and self._sharded.state:
                 warnings.warn(f"moments of shards are dropped: {dropped}", stacklevel=3)
             self._sharded = None  # the wrapped optimizer has its state for good
         if self._ratio is not None:
