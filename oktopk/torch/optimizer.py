@@ -39,7 +39,7 @@ from oktopk.torch.agreement import (
     rescaled_warning,
     unregister_reducer,
 )
-from oktopk.torch.arguments import check_numbers, default_method, default_sends, refused
+from oktopk.torch.arguments import check_numbers, default_method, default_sends, default_start, refused
 from oktopk.torch.auto import OPEN, check_auto, wanted_of
 from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TensorMemory, memory_of
@@ -126,8 +126,8 @@ class DistributedOptimizer(WrappedOptimizer):
             predicted to be a fifth shorter by that, which may cost loss; a `method` of None is "union" then.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
-            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number; up to 4 it grows as
-            the learning rate falls, to six times as much.
+            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number; up to 4 it begins five
+            times as large, and grows as the learning rate falls, to six times as much: see `LocalShare`.
         residual_decay: with updates, how fast a residual forgets, >= 0: after t exchanges what joined it before exchange s counts
             ((s + 29) / (t + 29))^residual_decay of itself. 0: nothing is lost. None: 2 with Adam's kind, `every` of 1 and several
             replicas, else 0.
@@ -140,7 +140,8 @@ class DistributedOptimizer(WrappedOptimizer):
             that is loaded goes on with its own wire and exchange, and of gradients, before the first step, with its own levels.
             None: the defaults.
         compute_ms: milliseconds of a dense step on one rank, optimizer included, without communication, for every="auto".
-        keywords: those of `oktopk.Settings`.
+        keywords: those of `oktopk.Settings`. Where updates of Adam's kind are exchanged in each step, and you say nothing of the
+            first steps, `density_warmup_steps` is 100: the density falls from 25 %.
 
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
@@ -250,6 +251,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.clip_norm = clip_norm
         if method is None:
             method = default_method(self._sends, plain(keywords.get("density", Settings.density)), every)
+        keywords |= default_start(optimizer, self._sends, every, keywords)
         unsaid, sends = sends is None, self._sends if sends is None else sends
         own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
         own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}

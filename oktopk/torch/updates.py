@@ -82,9 +82,10 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     So a rank's own parameters hold a share of what it has not sent yet, and differ a little from
     those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
     of them did. By default the share is 1/P, as much as the rank's updates will count; with several
-    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05, and up to four
-    replicas grows as the learning rate falls, to six times as much, see `LocalShare`; of more it is at
-    most 0.1 over the root of their number.
+    replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05. With up to
+    four replicas it begins five times as large, is small after 500 exchanges, and grows as the
+    learning rate falls, to six times as much, see `LocalShare`; of more it is at most 0.1 over the
+    root of their number.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
     With several replicas, an optimizer of Adam's kind and an exchange in each step residuals forget
@@ -186,12 +187,12 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         equal_replicas = size**2 / sum(each**2 for each in ranks)  # they count as so many of one size
         often = is_adaptive(self.inner) and self._interval == 1 and self._replicas > 1
         share, power = self._arguments["local_share"], self._arguments["residual_decay"]
-        grows = share is None and often and equal_replicas <= SHARED_BY
+        varies = share is None and often and equal_replicas <= SHARED_BY
         if share is None:
             share = min(ranks_here / size, most_share(equal_replicas) if often else 1.0)
         if power is None:
             power = ADAM_DECAY if often else 0.0
-        self._share, self.residual_decay = LocalShare(share, grows), float(power)
+        self._share, self.residual_decay = LocalShare(share, varies), float(power)
         averages = share < 1 and self._interval == 1
         self._forgetting = ResidualDecay(self.residual_decay)
         self._local = LocalStep(self.inner, equal_replicas, averages)
@@ -588,7 +589,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             factor = self._forgetting.count(any(self._local.moved(parameters, anywhere)))
             reference.residual.scale(factor, self._local.moved(parameters, anywhere))
             if new:
-                self._share.renew(self.param_groups)
+                self._share.renew(self.param_groups, self._forgetting.exchanges)
         self._failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)

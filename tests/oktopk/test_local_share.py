@@ -1,4 +1,4 @@
-"""The share of its residual that a replica's parameters hold, as the learning rate falls."""
+"""The share of its residual that a replica's parameters hold, by exchanges and as the learning rate falls."""
 
 from __future__ import annotations
 
@@ -18,42 +18,57 @@ from oktopk.elastic import of_rank
 from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import SHARED_BY
 
+LATE = 500  # exchanges, after which a share no longer falls by their number
+
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_share_grows_as_the_rate_falls(kind: Any) -> None:
-    share = LocalShare(0.05, grows=True)
+    share = LocalShare(0.05, varies=True)
     rates = [0.1, 0.4, 1.0, 0.5, 0.25, 0.1, 0.0, math.inf, 1e-6, 1.0, 2.0, 1.0]
     # up to the largest rate as at first, below it more, six times at most; rates that are no rates change nothing
     expected = [0.05, 0.05, 0.05, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.05, 0.05, 0.1]
-    found = [share.renew([{"lr": kind(rate)}, {"lr": kind(rate / 9)}, {}]) for rate in rates]
+    found = [share.renew([{"lr": kind(rate)}, {"lr": kind(rate / 9)}, {}], LATE) for rate in rates]
     assert found == pytest.approx(expected) and share.now == found[-1]
 
 
+def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> None:
+    share, fixed = LocalShare(0.05, varies=True), LocalShare(0.05, varies=False)
+    assert share.now == 0.25
+    exchanges = [0, 1, 100, 125, 250, 499, 500, 501, 10**6]
+    expected = [0.25, 0.25, 0.25, 0.2, 0.1, 25 / 499, 0.05, 0.05, 0.05]
+    assert [share.renew([{"lr": 1.0}], each) for each in exchanges] == pytest.approx(expected)
+    assert {fixed.renew([{"lr": 1.0}], each) for each in exchanges} == {0.05}
+    # the larger of both, not their product
+    assert [share.renew([{"lr": 0.5}], each) for each in (100, 200, 400)] == pytest.approx([0.25, 0.125, 0.1])
+    assert share.renew([{"lr": 0.1}], 1) == pytest.approx(0.3)
+
+
 def test_a_share_is_one_at_most_and_one_that_is_given_stays() -> None:
-    large, given = LocalShare(0.5, grows=True), LocalShare(0.05, grows=False)
+    large, given = LocalShare(0.5, varies=True), LocalShare(0.05, varies=False)
+    assert large.now == 1.0
     for share, least in ((large, 1.0), (given, 0.05)):
-        assert [share.renew([{"lr": rate}]) for rate in (1.0, 0.1)] == [share.state()[0], least]
-    assert LocalShare(0.05, grows=True).renew([{}]) == 0.05
+        assert [share.renew([{"lr": rate}], LATE) for rate in (1.0, 0.1)] == [share.state()[0], least]
+    assert LocalShare(0.05, varies=True).renew([{}], LATE) == 0.25
 
 
 def test_a_share_goes_on_from_a_state_and_another_one_has_grown_as_far() -> None:
-    saved = LocalShare(0.05, grows=True)
+    saved = LocalShare(0.05, varies=True)
     for rate in (1.0, 0.4):
-        saved.renew([{"lr": rate}])
+        saved.renew([{"lr": rate}], LATE)
     same, other, given = (
-        LocalShare(0.05, grows=True),
-        LocalShare(0.02, grows=True),
-        LocalShare(0.7, grows=False),
+        LocalShare(0.05, varies=True),
+        LocalShare(0.02, varies=True),
+        LocalShare(0.7, varies=False),
     )
     for share in (same, other, given):
         share.load(saved.state())
     assert [same.now, other.now, given.now] == pytest.approx([0.125, 0.05, 0.7])
-    renewed = [share.renew([{"lr": 0.25}]) for share in (same, other, given)]
+    renewed = [share.renew([{"lr": 0.25}], LATE) for share in (same, other, given)]
     assert renewed == pytest.approx([0.2, 0.08, 0.7])
     same.load(given.state())  # which knows the largest rate, too
-    assert [same.now, same.renew([{"lr": 0.25}])] == pytest.approx([0.05, 0.2])
+    assert [same.now, same.renew([{"lr": 0.25}], LATE)] == pytest.approx([0.05, 0.2])
     same.begin()
-    assert [same.now, same.renew([{"lr": 0.25}])] == [0.05, 0.05]
+    assert [same.now, same.renew([{"lr": 0.25}], LATE)] == pytest.approx([0.25, 0.05])
 
 
 @pytest.mark.parametrize(
@@ -151,10 +166,12 @@ def test_states_without_a_share_begin_it_anew_and_one_that_was_given_grows_on(co
     plain = torch.optim.AdamW(network.parameters(), lr=0.001)
     _, other = train(comm, range(4, 5), state, weights)
     first = other._share.state()[0]
-    assert other.local_share == pytest.approx(3 * first if comm.size <= SHARED_BY else first)
+    # five exchanges, so that it is as large as at first, though the rate has fallen to a third
+    begun = 5 * first if comm.size <= SHARED_BY else first
+    assert other.local_share == pytest.approx(begun)
     other.load_state_dict(plain.state_dict())
-    assert other._share.state() == [first, first, 0.0]
-    assert other._reference.share == first
+    assert other._share.state() == [first, begun, 0.0]
+    assert other._reference.share == begun
 
 
 @pytest.mark.mpi(min_size=2)

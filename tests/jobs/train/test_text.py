@@ -18,7 +18,7 @@ from jobs.train.__main__ import main
 from jobs.train.optimizers import build_optimizer
 from jobs.train.setup import build_workload
 from jobs.train.tasks.text import make_network
-from oktopk.torch.arguments import default_method, default_sends
+from oktopk.torch.arguments import default_method, default_sends, default_start
 from tests.jobs.train.conftest import CONFIGS, Configured, Words
 
 BERT = CONFIGS / "bert.toml"
@@ -87,6 +87,8 @@ def test_gpts_shipped_file_sends_what_the_library_does_by_default() -> None:
     reduction = config.reduction
     assert reduction.sends == default_sends(optimizer, None, reduction.density) == "updates"
     assert reduction.method == default_method(reduction.sends, reduction.density, reduction.every)
+    start = default_start(optimizer, reduction.sends, reduction.every, {})
+    assert start == {"density_warmup_steps": reduction.density_warmup_steps}
 
 
 def test_gpts_loss_is_the_mean_over_tokens_that_one_follows(configured: Configured) -> None:
