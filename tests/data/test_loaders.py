@@ -71,7 +71,8 @@ def samples(batches: Iterable[Any]) -> list[bytes]:
             targets = batch.targets.split(batch.target_lengths.tolist())
             draws = batch.draws if batch.draws is not None else np.zeros(len(batch.indices), np.uint64)
             for (wave, length), target, draw in zip(waves, targets, draws, strict=True):
-                found.append(wave[:length].numpy().tobytes() + target.numpy().tobytes() + draw.tobytes())
+                spoken = wave[:length].cpu().numpy().tobytes()
+                found.append(spoken + target.cpu().numpy().tobytes() + draw.tobytes())
             continue
         columns = [tensor.cpu() for tensor in batch]
         assert len({len(column) for column in columns}) == 1

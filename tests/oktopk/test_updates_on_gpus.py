@@ -37,6 +37,8 @@ def place(request: pytest.FixtureRequest, comm: MPI.Intracomm) -> torch.device:
 
 
 def make(comm: MPI.Intracomm, place: torch.device, per_host: int, kind: str, **settings: Any) -> Any:
+    if place.type == "cuda" and per_host > torch.cuda.device_count():
+        pytest.skip("ranks of a host would share a GPU")
     model: nn.Module = network().to(place)
     return model, Replicas(comm, per_host).wrap(model, lambda p: KINDS[kind](list(p)), **settings)
 
