@@ -10,7 +10,7 @@ from collectives.sparse import ENTRY
 
 
 class Workspace:
-    """Named buffers that grow by half and never shrink.
+    """Named buffers that grow by half, and shrink where they are forgotten.
 
     Each transport has its own, so that instances side by side share no scratch.
     """
@@ -25,6 +25,11 @@ class Workspace:
             grown = 0 if buffer is None else len(buffer) * 3 // 2
             buffer = self._buffers[name] = self._allocate(max(count, grown))
         return buffer[:count]
+
+    def forget(self, *names: str) -> None:
+        """Drop buffers, all of them without names; their memory is freed with the last entries that refer to it."""
+        for name in names or tuple(self._buffers):
+            self._buffers.pop(name, None)
 
     @property
     def nbytes(self) -> int:

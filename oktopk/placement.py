@@ -63,6 +63,11 @@ class Placement:
         if self._grid is None:
             self._grid = self.among.grid = connect_grid(self.among)
 
+    def forget_scratch(self) -> None:
+        """Free what a step writes before it reads it; between steps, where the next one needs far less of it."""
+        for transport in (self._transport, self.among):
+            transport.workspace.forget()
+
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         """The update of the whole vector, and the residual of what this rank holds. As `ErrorFeedback`."""
         return ErrorFeedback(self._backend, self._length, settings, sparse, update=update)
@@ -194,6 +199,10 @@ class TwoLevels(Placement):
     def open_grid(self) -> None:
         if self.group.between is not None:
             super().open_grid()
+
+    def forget_scratch(self) -> None:
+        super().forget_scratch()
+        self.group.host.workspace.forget()
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         return ErrorFeedback(self._backend, self._length, settings, sparse, self.carried, update)

@@ -330,6 +330,8 @@ class Steps:
             self._executors.pop("dense").close()
         if step >= warmup + settings.density_warmup_steps:
             self._final = chosen
+            if step and settings.density_at(step - 1) > density:  # scratch of a far larger k
+                self._placement.forget_scratch()
         return chosen
 
     def _instance(self, name: str) -> Method:

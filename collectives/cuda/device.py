@@ -278,11 +278,6 @@ class DeviceWorkspace(Workspace):
         memory = self._device.allocate(count, np.uint64)
         return DeviceEntries(self._device, memory.data.ptr, count, memory)
 
-    def forget(self, *names: str) -> None:
-        """Drop buffers; their memory is freed with the last entries that refer to it."""
-        for name in names:
-            self._buffers.pop(name, None)
-
     def set_buffer(self, name: str, entries: DeviceEntries) -> None:
         """Use these entries as the buffer of that name, until more are asked for."""
         self._buffers[name] = entries

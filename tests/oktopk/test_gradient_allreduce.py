@@ -123,3 +123,19 @@ def test_no_step_allocates_anything_as_long_as_the_gradient(comm: MPI.Intracomm)
     assert peaks[True]
     assert peaks[False]
     assert max(*peaks[True], *peaks[False]) < 4 * length / 4, peaks
+
+
+@pytest.mark.parametrize("method", ["oktopk", "union"])
+def test_scratch_of_a_density_that_fell_is_freed(comm: MPI.Intracomm, method: str) -> None:
+    """A large density at the start of a run costs no memory in the rest of it."""
+    length, scratch = 100_000, []
+    for falls in (0, 4):
+        reducer = GradientAllreduce(comm, length, method, density=0.005, density_warmup_steps=falls)
+        each = []
+        for gradient in gradients(comm, length, 6):
+            reducer.step(gradient)
+            each.append(reducer.transport.workspace.nbytes)
+        scratch.append(each)
+        reducer.close()
+    never, fell = scratch
+    assert fell[0] > 10 * never[-1] and fell[-1] <= 1.5 * never[-1]

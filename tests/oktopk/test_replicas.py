@@ -67,6 +67,8 @@ class Oracle:
         self.order = np.concatenate(shards).astype(np.int64)  # in which ties are shared out
         most = local_step.most_share(1 / (self.weights[:, 0] ** 2).sum())
         self.share = np.minimum(self.weights, most if adam and len(sizes) > 1 else 1)
+        if adam and len(sizes) > 1 and self.replicas <= local_step.SHARED_BY:
+            self.share = np.minimum(1, 5 * self.share)  # as it begins
         self.squares = np.zeros(2)
         self.steps = 0
 
