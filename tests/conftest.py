@@ -1,8 +1,9 @@
 """What every test may count on.
 
 A test marked `@pytest.mark.mpi` takes the fixture `comm` and must hold for any number of ranks. `make test` runs it on 1 and
-3 (those of jobs on 3 alone), one marked `also(ranks=8)` on 8 too; `make test-long` one marked `also(ranks=4)` on 4, and so on
-for 5 and 6; `make test-all` those of the library on 2, 4, 5 and 8.
+3 (those of jobs, and of files that import torch, on 3 alone, unless marked `also(ranks=1)`), one marked `also(ranks=8)` on 8
+too; `make test-long` one marked `also(ranks=4)` on 4, and so on for 5 and 6; `make test-all` those of the library on 2, 4, 5
+and 8.
 `@pytest.mark.mpi(min_size=2)` skips it on fewer. Every rank runs it; it fails when it fails on any rank (see multirank.py). By
 hand:
 
@@ -68,6 +69,7 @@ LONGEST = (
     "tests/collectives/test_compiled.py",
 )
 NO_GPU = "no GPU"  # the reason that the marks of such tests give
+gc.disable()  # while tests are collected: a tenth of that, in each process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,6 +173,7 @@ def pytest_collection_finish() -> None:
     """Keep what is imported by now out of garbage collections: torch and the tests are a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     Frozen.modules = len(sys.modules)
 
 

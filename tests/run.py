@@ -2,9 +2,9 @@
 
 Four checks of the sources (lint, format, types, spelling, each counts as one) beside the single-process tests, then the
 tests marked `mpi` on 1 and 3 ranks, those of communication on 8 ranks too, and beside these, as ranks that wait leave cores
-idle, the tests of GPUs on a host that stands in for them (tests/host_cuda). Tests marked `long`, those of jobs on 1 rank,
-2 ranks for the library's, and 6 for those of several hosts, are left to --long. --all runs both, 4, 5 and 8 ranks for the
-library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing and a job that
+idle, the tests of GPUs on a host that stands in for them (tests/host_cuda). Tests marked `long`, those of jobs and of torch on
+1 rank, 2 ranks for the library's, and 6 for those of several hosts, are left to --long. --all runs both, 4, 5 and 8 ranks for
+the library's, and Slurm. A group that hangs is ended. A test that took its job down, a group that ran nothing and a job that
 failed for no reported reason count as failed.
 
     python -m tests.run --ranks 2,4 -k regions --no-lint --no-single
@@ -48,7 +48,10 @@ MANY_RANKS = 8  # in every run: communication, and tests that need four ranks or
 OTHER_RANKS = (2,)  # left to --long
 # left to --long: hosts, or replicas, of 2 + 2 and 3 + 1 ranks, of 2 + 2 + 1, and of 2 + 2 + 2 and 3 + 3
 HOSTS_RANKS = (4, 5, 6)
-NOT_ALONE = "tests/jobs"  # whose tests on 1 rank are left to --long: those of a single process train and bench on one rank
+# Whose tests on 1 rank are left to --long, but those marked `also(ranks=1)`: tests of a single process train and bench on one
+# rank, the contract and all that is below torch hold there in every run, and each process takes 3 s to start torch.
+NOT_ALONE = "tests/jobs"
+WITH_TORCH = re.compile(r"^(?:import|from) torch\b", re.MULTILINE)
 ONLY_ALL_RANKS = (4, 5, MANY_RANKS)  # left to --all, as they take as long as all of the others
 FOR_ANY_RANKS = ("tests/collectives", "tests/oktopk")  # whose tests these numbers of ranks are for
 HOST_CUDA_TEST_SECONDS = 240  # more than a kernel on the host waits for other ranks
@@ -368,6 +371,15 @@ def files_with_rank_tests(paths: Sequence[str]) -> list[str]:
     return marked(files_of_tests(paths), "mpi")
 
 
+def not_alone(files: Sequence[str]) -> list[str]:
+    """Those whose tests on one rank are left to --long."""
+    return [
+        file
+        for file in files
+        if file.startswith(NOT_ALONE) or WITH_TORCH.search(Path(file).read_text(encoding="utf-8"))
+    ]
+
+
 def files_of_ranks_alone() -> list[str]:
     """Test files that are marked as a whole. The processes of the other tests need not import them."""
     files = files_with_rank_tests(ALL_TESTS)
@@ -382,22 +394,22 @@ def rank_groups(options: argparse.Namespace, files: Sequence[str]) -> list[tuple
         mark = "mpi" if options.all else "mpi and long" if options.long else "mpi and not long"
         return [(ranks, everything, mark) for ranks in options.ranks]
     library = [file for file in everything if file.startswith(FOR_ANY_RANKS)]
-    of_jobs = [file for file in everything if file.startswith(NOT_ALONE)]
-    *of_hosts, many = (
+    others = not_alone(everything)
+    alone, *of_hosts, many = (
         (ranks, marked(files, "also(ranks=", ranks), f"mpi and not long and also(ranks={ranks})")
-        for ranks in (*HOSTS_RANKS, MANY_RANKS)
+        for ranks in (1, *HOSTS_RANKS, MANY_RANKS)
     )
     if options.all:
         few = [(ranks, everything, "mpi") for ranks in RANKS]
         several = [(ranks, library, "mpi") for ranks in (*OTHER_RANKS, *ONLY_ALL_RANKS)]
         return [*few, *several, *(group for group in of_hosts if group[0] not in ONLY_ALL_RANKS)]
     if options.long:
-        others = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
-        others += [*of_hosts, (1, of_jobs, "mpi and not long")]
+        more = [(ranks, library, "mpi and not long") for ranks in OTHER_RANKS]
+        more += [*of_hosts, (1, others, "mpi and not long")]
         repeated = [(ranks, everything, "mpi and long") for ranks in RANKS]
-        return others + repeated * bool(marked(files, "long"))
-    not_of_jobs = [file for file in everything if file not in of_jobs]
-    return [(1, not_of_jobs, "mpi and not long"), (3, everything, "mpi and not long"), many]
+        return more + repeated * bool(marked(files, "long"))
+    without = [file for file in everything if file not in others]
+    return [(1, without, "mpi and not long"), alone, (3, everything, "mpi and not long"), many]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -419,8 +431,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="Run only what is left out by default: tests marked long, those of jobs on 1 rank, 2 ranks for the library's, "
-        "4, 5 and 6 for those of several hosts",
+        help="Run only what is left out by default: tests marked long, those of jobs and of torch on 1 rank, 2 ranks for the "
+        "library's, 4, 5 and 6 for those of several hosts",
     )
     parser.add_argument(
         "--all",

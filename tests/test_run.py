@@ -27,6 +27,7 @@ from tests.run import (
     files_of_tests,
     files_with_rank_tests,
     marked,
+    not_alone,
     parse,
     rank_groups,
     run,
@@ -54,6 +55,9 @@ def test_three(): pass
 @pytest.mark.long('a reason')
 def test_four(): pass
 """
+OF_A_GROUP = pytest.mark.long(
+    "starts a run; `make test` has a group whose tests are skipped, and one without tests"
+)
 
 
 @pytest.mark.timeout(240)
@@ -68,9 +72,14 @@ def test_four(): pass
             "1 passed, 3 failed, 1 skipped in",
             marks=pytest.mark.long("`make test` has one process"),
         ),
-        ("import pytest\ndef test_one(): pytest.skip()", 0, "0 passed, 0 failed, 1 skipped in"),
+        pytest.param(
+            "import pytest\ndef test_one(): pytest.skip()",
+            0,
+            "0 passed, 0 failed, 1 skipped in",
+            marks=OF_A_GROUP,
+        ),
         ("import no_such_module", 0, "0 passed, 1 failed, 0 skipped in"),
-        ("", 0, "0 passed, 0 failed, 0 skipped in"),
+        pytest.param("", 0, "0 passed, 0 failed, 0 skipped in", marks=OF_A_GROUP),
     ],
     ids=[
         "passes, some left out",
@@ -158,7 +167,7 @@ def test_what_runs_beside_ends_with_an_interrupt(tmp_path: Path) -> None:
 
 
 def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
-    """Every file of rank tests on 1 and 3 ranks, those of jobs on 1 in the long run, those of the library on more."""
+    """Every file of rank tests on 1 and 3 ranks, those of jobs and torch on 1 in the long run, those of the library on more."""
 
     def jobs(*words: str) -> set[tuple[int, str, str]]:
         groups = rank_groups(parse(words), files_with_rank_tests(ALL_TESTS))
@@ -186,10 +195,15 @@ def test_what_test_leaves_out_long_runs_and_all_runs_both() -> None:
     assert jobs("--all") == {(*job, "mpi") for job in everything | more} | of_six
     one, other, long = jobs(), jobs("--long"), "mpi and long"
     assert everything <= {job[:2] for job in one | other}
-    assert many and many < one and {mark for _, _, mark in one - many} == {"mpi and not long"}
+    assert many and many < one
     assert of_hosts < other
-    alone = {(1, file, "mpi and not long") for file in files if file.startswith("tests/jobs")}
-    assert alone and alone < other and not alone & one
+    alone = {(1, file, "mpi and not long") for file in not_alone(files)}
+    assert {
+        f"tests/{name}.py" for name in ("jobs/bench/test_hook", "oktopk/test_updates", "test_blocks")
+    } <= {file for _, file, _ in alone}
+    assert alone < other and not alone & one
+    of_one = {(1, file, "mpi and not long and also(ranks=1)") for file in marked(files, "also(ranks=", 1)}
+    assert of_one and of_one < one and {mark for _, _, mark in one - many - of_one} == {"mpi and not long"}
     other -= of_hosts | alone
     assert {(ranks, mark) for ranks, _, mark in other} == {(2, "mpi and not long"), (1, long), (3, long)}
     assert jobs("--ranks", "4") == {(4, file, "mpi and not long") for file in files}
@@ -222,7 +236,7 @@ def test_files_that_come_first_are_there() -> None:
 
 def test_marks_name_ranks_of_a_run_and_tests_on_gpus() -> None:
     """Others are left out there, as tests/conftest.py does by their marks."""
-    known = {"also": {*HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
+    known = {"also": {1, *HOSTS_RANKS, MANY_RANKS}, "host_cuda": {0, *HOST_CUDA_RANKS}}
     for mark, numbers in known.items():
         for file in marked(files_of_tests(ALL_TESTS), mark):
             text = (ROOT / file).read_text("utf-8")

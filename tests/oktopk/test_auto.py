@@ -56,6 +56,7 @@ def test_all_ranks_take_what_rank_0_predicts(comm: MPI.Intracomm, monkeypatch: p
         optimizer.close()
 
 
+@pytest.mark.also(ranks=1)
 def test_links_are_measured_within_their_time(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     spent: list[float] = []
     measure = choice.links_document

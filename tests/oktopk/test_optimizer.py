@@ -17,7 +17,7 @@ from oktopk import DistributedOptimizer
 from tests.replicas import layers
 from tests.training import flat, loss, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=1)]
 
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2),

@@ -85,6 +85,7 @@ def test_a_process_group_forgets_what_ranks_missed_earlier(
     assert reducer.step(np.ones(10, np.float32)).global_nnz
 
 
+@pytest.mark.also(ranks=1)
 def test_no_communicator_is_the_default_process_group_where_there_is_one(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_rank_that_comes_within_the_limit_is_waited_for(
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz
 
 
+@pytest.mark.also(ranks=1)
 def test_ranks_of_one_host_listen_on_loopback(
     group: dist.ProcessGroup, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -524,6 +524,7 @@ def test_betas_are_those_of_a_replicas_own_gradients() -> None:
     assert [most_share(replicas) for replicas in (2, 4, 16)] == [0.05, 0.05, 0.025]
 
 
+@pytest.mark.also(ranks=1)
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
@@ -564,6 +565,7 @@ class SignsOfMomentum(torch.optim.Optimizer):
                 parameter -= group["lr"] * torch.sign(mean.lerp_(parameter.grad, 0.1))
 
 
+@pytest.mark.also(ranks=1)
 @pytest.mark.parametrize(
     ("kind", "settings", "expected", "varies"),
     [

@@ -48,6 +48,7 @@ def backward(model: nn.Module, comm: MPI.Intracomm, step: int = 0) -> None:
     squares(model, comm.rank, step).backward()
 
 
+@pytest.mark.also(ranks=1)
 @pytest.mark.parametrize(
     "variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
 )
