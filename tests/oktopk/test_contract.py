@@ -152,38 +152,38 @@ def test_ok_topk_loses_nothing_keeps_its_caps_and_equals_the_oracle(
 def test_reference_and_updates_lose_nothing_pass_no_cap_and_equal_the_oracle(
     comm: MPI.Intracomm, which: str, at: int
 ) -> None:
-    """`oktopk.reference` of gradients and of updates in turn, and the library's updates with the other half of the shapes."""
+    """`oktopk.reference` of gradients and of updates in turn with a third of the shapes, and updates with half of them."""
     kind = [*GRADIENTS][at]
-    shapes = shapes_of(kind, ("reference", "updates").index(which), 2)
+    shapes = shapes_of(kind, 1, 2) if which == "updates" else shapes_of(kind, at % 3, 3)
     if which == "reference" and at % 2:
         which = "reference of updates"
     steps = STEPS if which == "updates" else 3  # its thresholds are exact in every second one
     check_contract(comm, which, "oktopk", kind, shapes, steps)
 
 
-THIRDS = 3
+def parts() -> list[Any]:
+    """(method, kind, whether the rest) for all methods but Ok-Topk: of each kind one shape, and in `make test-all` the rest.
 
-
-def thirds() -> list[Any]:
-    """(method, kind, which third of the shapes) for all methods but Ok-Topk; `make test-all` alone runs the other two.
-
-    In `make test` every method runs with every kind, and every pair of a kind and a shape runs with two methods.
+    In `make test` every method runs with every kind and with every shape, and every pair of a kind and a shape with one of them.
     """
     others = [method for method in METHODS if method != "oktopk"]
+    assert len(others) == len(SHAPES)
     long = pytest.mark.long("`make test` has these shapes with other methods, and Ok-Topk with all")
     return [
-        pytest.param(method, kind, third, marks=[long] if (third + number) % THIRDS else [])
-        for number, method in enumerate(others)
+        pytest.param(method, kind, rest, marks=[long] if rest else [], id=f"{method}-{kind}{'-rest' * rest}")
+        for method in others
         for kind in GRADIENTS
-        for third in range(THIRDS)
+        for rest in (False, True)
     ]
 
 
-@pytest.mark.parametrize(("method", "kind", "third"), thirds())
+@pytest.mark.parametrize(("method", "kind", "rest"), parts())
 def test_other_methods_lose_nothing_keep_their_caps_and_equal_their_oracles(
-    comm: MPI.Intracomm, device: str, method: str, kind: str, third: int
+    comm: MPI.Intracomm, device: str, method: str, kind: str, rest: bool
 ) -> None:
-    check_contract(comm, device, method, kind, shapes_of(kind, third, THIRDS))
+    at = [name for name in METHODS if name != "oktopk"].index(method)
+    one = shapes_of(kind, at, len(SHAPES))
+    check_contract(comm, device, method, kind, [shape for shape in SHAPES if (shape in one) != rest])
 
 
 @pytest.mark.parametrize("method", METHODS)
