@@ -107,19 +107,21 @@ def two_groups(held: list[nn.Parameter]) -> Any:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Callable[[Run, int], None] | None]] = {
-    "plain": ({}, {}, None, None),
-    "oktopk": ({"method": "oktopk"}, {}, None, None),
+    "oktopk, clipped": ({"method": "oktopk", "clip_norm": 0.5}, {}, None, None),
     "groups, decay, frozen": ({}, {}, two_groups, lambda run, step: setattr(run.held[2], "grad", None)),
     "missing gradients": ({"nonfinite": "raise", "method": "oktopk"}, {}, None, missing),
     "nan raises": ({"nonfinite": "raise"}, {}, None, not_a_number),
-    "nan is skipped": ({"nonfinite": "skip"}, {}, None, not_a_number),
-    "clipped": ({"clip_norm": 0.5}, {}, None, None),
+    "nan is skipped, torch's own choice of kernels": (
+        {"nonfinite": "skip"},
+        {"fused": None},
+        None,
+        not_a_number,
+    ),
     "a tensor rate": ({}, {"lr": torch.tensor(2e-3)}, None, None),
     "gtopk": ({"method": "gtopk"}, {}, None, None),
     "union, int8": ({"method": "union", "wire": "int8"}, {}, None, None),
     "warm-up": ({"dense_warmup_steps": 2}, {}, None, None),
     "bfloat16": ({}, {"dtype": torch.bfloat16}, None, None),
-    "torch's own choice of kernels": ({}, {"fused": None}, None, None),
     "foreach": ({}, {"fused": None, "foreach": True}, None, None),
 }
 

@@ -88,8 +88,9 @@ def residuals(comm: MPI.Intracomm, state: OkTopkState) -> dict[str, np.ndarray]:
     ("device", "options", "settings"),
     [
         pytest.param("cpu", {}, {}, id="cpu"),
-        pytest.param("cpu", {"gradient_as_bucket_view": True}, {}, id="cpu, views"),
-        pytest.param("cpu", {"static_graph": True}, {}, id="cpu, static graph"),
+        pytest.param(
+            "cpu", {"gradient_as_bucket_view": True, "static_graph": True}, {}, id="cpu, views, static graph"
+        ),
         pytest.param("cpu", {"find_unused_parameters": True}, {}, id="cpu, unused parameters"),
         on_torchs_gpu(
             "cuda", {"gradient_as_bucket_view": True}, {"peer_memory": True}, id="cuda, peer memory"
@@ -167,10 +168,8 @@ def two_types() -> Branches:
     [
         pytest.param(Branches, {}, 1, id="plain"),
         pytest.param(Branches, {}, 3, id="warm-up"),
-        pytest.param(Branches, {"gradient_as_bucket_view": True}, 1, id="views"),
         pytest.param(Branches, {"static_graph": True}, 2, id="static graph"),
         pytest.param(Branches, {"find_unused_parameters": True}, 1, id="unused parameters"),
-        pytest.param(two_types, {}, 1, id="two types"),
         pytest.param(two_types, {"gradient_as_bucket_view": True}, 1, id="two types, views"),
     ],
 )

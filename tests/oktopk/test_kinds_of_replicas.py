@@ -86,15 +86,13 @@ def moments(optimizer: Any) -> torch.Tensor:
 
 
 EACH_KIND = [
-    *(case("ranks", {"kind": kind}) for kind in ("adamw", "adamw foreach", "sgd", "adam tensor rate")),
-    *(case("ranks", {"every": 3}), case("ranks", {"local_share": 0.0}), case("ranks", {"method": "gtopk"})),
-    case("ranks", {"method": "oktopk"}),
-]
-EACH_KIND += [
+    case("ranks", {"kind": "adamw", "every": 3}),
+    case("ranks", {"kind": "adamw foreach", "local_share": 0.0}),
+    case("ranks", {"kind": "sgd", "method": "gtopk"}),
+    case("ranks", {"kind": "adam tensor rate", "method": "oktopk"}),
     case("ranks", {"first_density": 0.16, "density_warmup_steps": 6}),
     case("hosts of 2", {}),
-    case("hosts of 3", {"every": 3, "wire": "int4"}),
-    case("hosts of 3", {"local_share": 0.0}),
+    case("hosts of 3", {"every": 3, "wire": "int4", "local_share": 0.0}),
     case("hosts of 2", {"clip_norm": 0.1, "method": "oktopk"}),
 ]
 EACH_KIND += [
