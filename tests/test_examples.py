@@ -1,4 +1,4 @@
-"""examples/ work as they are on two ranks or four. Blocks of code in README and docs: test_blocks.py.
+"""examples/ work as they are on two ranks or four. Blocks of code in README and docs, in `make test` too: test_blocks.py.
 
 Without the extra `examples` nine are skipped, and fail where CI is set: `make` installs it there.
 """
@@ -15,9 +15,7 @@ import pytest
 from tests.launched import PATIENCE, ROOT, run_ranks, run_torchrun
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-IN_EACH_RUN = "flat_numpy"
 OF_SEVERAL_RANKS = ("hsdp", "hosts", "summed_hosts")  # two replicas of two
-LONG = pytest.mark.long("starts ranks; `make test` has one, and tests of what the others show")
 OF_BYTES = "CHANGELOG.md --steps 240 --layers 2 --hidden 64 --length 64 --batch 16 --rate 3e-3"
 
 
@@ -27,12 +25,11 @@ def missing_libraries(source: str) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-@pytest.mark.timeout(PATIENCE)
-@pytest.mark.parametrize(
-    "path",
-    [path if path.stem == IN_EACH_RUN else pytest.param(path, marks=LONG) for path in EXAMPLES],
-    ids=lambda path: path.stem,
+@pytest.mark.long(
+    "starts ranks; `make test` has the blocks of README and docs, and tests of what examples show"
 )
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short_and_does_what_it_is_for(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     # with a class to copy; with its own network, schedule and evaluation

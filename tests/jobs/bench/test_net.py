@@ -233,12 +233,16 @@ def test_a_bench_over_tcp_takes_mpis_algorithm_from_outside(networks: None, tmp_
 @pytest.mark.timeout(PATIENCE)
 def test_ranks_that_do_not_divide_leave_no_host_empty(networks: None, tmp_path: Path) -> None:
     (tmp_path / "seen_by_ranks.py").write_text(SEEN)
-    words = ["--hosts", "4", "--ranks", "6", "--module", "seen_by_ranks"]
+    words = ["--hosts", "4", "--ranks", "6", "--rate", "none", "--module", "seen_by_ranks"]
     done = call(command(*words), PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stderr
+    assert "4 hosts at none, 6 ranks" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["h1", "h1", "h2", "h2", "h3", "h4"]
 
 
+@pytest.mark.long(
+    "four ranks start torch; `make test` has hosts of two ranks, unshaped links and a bench over shaped ones"
+)
 @pytest.mark.timeout(PATIENCE)
 def test_unshaped_links_of_hosts_with_two_ranks(networks: None, tmp_path: Path) -> None:
     path = tmp_path / "net.json"

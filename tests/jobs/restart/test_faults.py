@@ -29,15 +29,17 @@ DISK = pytest.mark.long("a job on a disk of its own; `make test` has writes that
 @pytest.mark.parametrize(
     ("moments", "steps", "ranks"),
     [
-        (("step", "checkpoint"), 120, RANKS),
+        (("checkpoint",), 120, RANKS),
         pytest.param(
             ("start", "step", "checkpoint", "step", "step") * 4,
             1200,
             3,
-            marks=pytest.mark.long("`make test` has a kill in a step and one in a checkpoint, on 2 ranks"),
+            marks=pytest.mark.long(
+                "`make test` has a kill in a checkpoint, on 2 ranks, and one of them that raises in a step"
+            ),
         ),
     ],
-    ids=["2", "20"],
+    ids=["1", "20"],
 )
 def test_after_kills_a_run_ends_as_an_undisturbed_one(
     tmp_path: Path, moments: tuple[str, ...], steps: int, ranks: int
