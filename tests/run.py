@@ -345,11 +345,11 @@ def workers(options: argparse.Namespace, share: str = "loadfile", most: int = WO
 
 
 def rank_command(
-    ranks: int, module_args: Sequence[str], options: argparse.Namespace
+    ranks: int, module_args: Sequence[str], options: argparse.Namespace, few: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a pytest on several ranks; one rank needs no launcher, so that processes share its tests."""
+    """Command and environment of a pytest on several ranks; one needs no launcher, so that processes share tests, if not few."""
     command, environment = mpiexec_command(ranks, module_args, mpiexec=options.mpiexec)
-    shared = workers(options, most=RANK_WORKERS) if ranks == 1 else []
+    shared = workers(options, most=RANK_WORKERS) if ranks == 1 and not few else []
     return [sys.executable, *module_args, *shared] if shared else command, environment
 
 
@@ -535,7 +535,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 outcomes = Path(folder) / f"ranks-{number}"
                 marked = ["--with-mpi", "-m", mark, f"--outcomes={outcomes}", *files]
-                command, environment = rank_command(ranks, [*pytest, *marked], options)
+                few = "also(" in mark
+                command, environment = rank_command(ranks, [*pytest, *marked], options, few)
                 title = f"{ranks} rank{'s' if ranks > 1 else ''}"
                 may_be_empty = partial or mark == "mpi and long"
                 run_group(tally, title, command, RANKS_SECONDS, environment, outcomes, may_be_empty)
