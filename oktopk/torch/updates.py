@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from collectives.closing import closes
 from collectives.traffic import Traffic
-from collectives.transport import MissingRanksError, refuse
-from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
-from oktopk.damage import StateError, state_errors
+from collectives.transport import MissingRanksError
+from oktopk.allreduce import NonFiniteGradientError
 from oktopk.displacement import Displacement
-from oktopk.elastic import between_exchanges, of_rank
 from oktopk.results import StepReport
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
@@ -39,7 +34,6 @@ from oktopk.torch.local_step import (
     is_adaptive,
     most_share,
 )
-from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
 from oktopk.torch.reference import Reference
 from oktopk.torch.replica import Replica
@@ -47,25 +41,14 @@ from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.shard_step import ShardStep, is_elementwise
 from oktopk.torch.shared_moments import SharedMoments
-from oktopk.torch.states import (
-    NOT_AN_OPTIMIZERS,
-    by_number,
-    by_rank,
-    check_groups,
-    check_replica,
-    kept_difference,
-    names_kept,
-    on_host,
-)
-from oktopk.torch.step_agreement import REFERENCE, StepAgreement, groups_difference, numbers_of
-
-# the ratio and the hash of the reference are new in the first exchanges, then in every tenth
-_FIRST, _EVERY = 20, 10
+from oktopk.torch.step_agreement import REFERENCE, StepAgreement
+from oktopk.torch.updates_state import UpdatesState
+from oktopk.torch.window import Window
 
 _is_sparse = operator.attrgetter("is_sparse")
 
 
-class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
+class UpdatesOptimizer(UpdatesState, sends="updates"):
     """What `DistributedOptimizer(optimizer, sends="updates")` makes, and by default of AdamW: the optimizer comes first.
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. Entries of the
@@ -168,12 +151,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     Source: Li & Hoefler, PPoPP 2022, algorithm 2, where the learning rate stands before the residual: the update of SGD.
     """
 
-    reducer: GradientAllreduce
-    residual_decay: float
-    """The power by which residuals forget; 0 where nothing is lost."""
-
-    _sharded: ShardStep | None = None
-
     def _options(self) -> dict[str, Any]:
         return levels_of(self._arguments["replica"]) if self._replica.plain else {"levels": "flat"}
 
@@ -207,8 +184,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._left_out = " and all moments"
         self._selecting = self._new_selecting_step()
         self._applied = self._update
-        self._kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
-        self._ratio: SampledRatio | None = None
         if is_adaptive(self.inner):
             self._ratio = SampledRatio(self._replica, self.reducer, self._memory)
         self._moments: SharedMoments | None = None
@@ -216,12 +191,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             self._moments = SharedMoments(
                 self.inner, self._replica, self.reducer, self._memory, sharded=self._sharded
             )
-        self._loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
-        self._exchanges = 0
-        self._failed = False  # the last exchange has, on all ranks
         # why weights beside the parameters are refused; None until these have moved
         self._beside: str | None = None
-        self._begin_window()
+        self._window = Window(self._interval, len(self._parameters), self._local)
         self._counted = [*self._parameters, *self._tables.tables]
         groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
         self._agreement = StepAgreement(self._compared, len(self._counted), self._reconcile)
@@ -252,32 +224,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             return SummedReplica(self._parameters, self.reducer)
         return HostReplica(self._parameters, self.reducer, self._memory)
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's, which has it itself only while it steps where that is on a shard."""
-        return self.inner.state if self._sharded is None else self._sharded.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._sharded is None:
-            self.inner.state = state
-        else:
-            self._sharded.state = state
-
-    def _lent(self) -> AbstractContextManager[None]:
-        """Within, the wrapped optimizer has its state."""
-        return nullcontext() if self._sharded is None else self._sharded.lent()
-
-    @property
-    def local_share(self) -> float:
-        """Of its residual that a replica's own parameters hold, as of now."""
-        return self._share.now
-
-    @property
-    def replica(self) -> str:
-        """What has a reference of its own: "rank", "host", "summed" or "shards"."""
-        return self._replica.name
-
     def _new_shard_step(self) -> ShardStep | None:
         """What steps on this rank's shard; None where each rank steps on all parameters. Alike on all ranks. Collective.
 
@@ -303,15 +249,6 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if not (self._replica.plain and takes_steps(inner)):
             return None
         return SelectingStep(inner, self._parameters, reducer, self._as_wrapped)
-
-    def _begin_window(self) -> None:
-        self._steps = 0  # since the last exchange
-        self._whole = False  # in this step each parameter has a gradient
-        self._selected = False  # this step's moves are not in the parameters: the exchange computes them
-        self._broken = False  # a gradient was not finite, and all ranks are to raise
-        self._problem = ""  # of a step, for the exchange to raise
-        self._present = bytearray(len(self._parameters))  # has had a gradient
-        self._local.begin_window()
 
     # a step
 
@@ -339,7 +276,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._reference.look()
         here = self._as_wrapped.problem or unreadable or self._wrapped.unwrapped() or self._unreadable()
         here = here or self._reduced_over_hosts()
-        self._problem = problem = self._problem or here
+        self._window.problem = problem = self._window.problem or here
         if self._tables and grad_scaler is not None:  # tables are summed: all skip, or none
             skipped = self._unscale(grad_scaler, problem)
             if skipped is not None:
@@ -349,29 +286,28 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 self._reference.watch()
                 return
         scaled = grad_scaler is not None
-        self._problem = self._replica.refuse(problem, f"step {self.reducer.steps}", scaled, self._steps)
+        window, what = self._window, f"step {self.reducer.steps}"
+        window.problem = self._replica.refuse(problem, what, scaled, window.steps)
         # a problem may be of another rank of the replica; `_unscale` has answered for tables
-        if self._problem and grad_scaler is not None and not self._tables:
+        if window.problem and grad_scaler is not None and not self._tables:
             self._answer(grad_scaler)
-        finite = not self._problem and self._finite(grad_scaler)
+        finite = not window.problem and self._finite(grad_scaler)
         if not finite and self._selecting is not None:
             self._selecting.forget()
-        problem = self._problem  # perhaps of another rank of the replica
+        problem = window.problem  # perhaps of another rank of the replica
         if not self._tables:
             if finite:
                 self._step_alone()
         elif not self._step_with_tables(finite, problem):
             return
-        self._steps += 1
-        self._local.count_decay()
-        if self._steps >= self._interval:
+        if window.count_step():
             self._exchange(measure, problem or self._own_weights())
         else:
             self._reference.watch()
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
-        if self._beside is None and not self._selected:
+        if self._beside is None and not self._window.selected:
             with nullcontext() if self._sharded is None else self._sharded.in_place():
                 if moved := self._moved():
                     self._beside = (
@@ -395,7 +331,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         gradients = self._gradients()
         if any(map(_is_sparse, gradients)):
             return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
-        if self._exchanges or self._steps or self._loaded is not None:
+        if not self._window.is_first_step or self._loaded is not None:
             return ""
         if gradients or not self._reference.written():
             return ""
@@ -407,7 +343,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     def _reduced_over_hosts(self) -> str:
         """Why this host has no gradient of its own, in a sentence; "" if it has, or had once."""
         group = self.reducer.group
-        if group is None or self.report is not None or self._steps:
+        if group is None or self.report is not None or self._window.steps:
             return ""
         return reduced_over_hosts(self._wrapped.all, group.host.size)
 
@@ -422,7 +358,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         What was written into parameters is taken before they are. Where several ranks are a replica, of its gradient; False, too,
         where another of them has a problem. A GPU is waited for once, for both.
         """
-        replica, reducer = self._replica, self.reducer
+        replica, reducer, window = self._replica, self.reducer, self._window
         found: list[Tensor] = []
         if scaler is not None:
             found += self._answer(scaler, unscale=True).values()
@@ -432,7 +368,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             )
         healthy = replica.take_mean()
         gradients = self._gradients()
-        self._whole = len(gradients) == len(self._parameters)
+        window.whole = len(gradients) == len(self._parameters)
         norms = GradientNorms(gradients, self._reference.vector.device)
         written = self._reference.changed()  # compared while a GPU computes the norms
         if self._selecting is not None:
@@ -447,9 +383,9 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             ranks = reducer.transport.size
             norms.look_closely(math.inf if self.clip_norm else most_norm(self.param_groups, ranks))
         what = f"step {reducer.steps}"
-        ready = replica.ready("", what, overflowed, norms.finite, norms.square, self._steps)
-        self._problem = ready.problem
-        if loaded is not None and self._steps < ready.steps and self._reference.fits(loaded):
+        ready = replica.ready("", what, overflowed, norms.finite, norms.square, window.steps)
+        window.problem = ready.problem
+        if loaded is not None and window.steps < ready.steps and self._reference.fits(loaded):
             self._go_on(loaded)  # of this shard nothing was written
         if ready.problem:
             return False
@@ -459,7 +395,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
                 flag.fill_(1.0)
             return False
         if not ready.finite:
-            self._broken = self._broken or reducer.settings.nonfinite == "raise"
+            window.broken = window.broken or reducer.settings.nonfinite == "raise"
             return False
         if self.clip_norm:
             norms.clip(self.clip_norm, ready.norm)
@@ -473,7 +409,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             False where the step is skipped on all ranks, since a table's gradient is not finite.
         """
         dense = [(p, p.grad) for p in self._parameters]
-        self._problem = ""  # raised here
+        self._window.problem = ""  # raised here
         with self._memory.stream_scope():
             reduced = self._tables.reduce(problem)
         if not reduced:
@@ -496,16 +432,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
 
     def _step_alone(self) -> None:
         """The wrapped optimizer's step on this rank's gradient."""
-        if self._whole and not self._tables:
-            self._present = bytearray(b"\1") * len(self._parameters)
+        if self._window.whole and not self._tables:
+            self._window.add([True] * len(self._parameters))
         else:
-            present = [p.grad is not None for p in self._parameters]
-            self._present = bytearray(map(operator.or_, self._present, present))
+            self._window.add(p.grad is not None for p in self._parameters)
         self._local.take(1.0 if self._ratio is None else self._ratio.scale, self._step_wrapped)
 
     def _step_wrapped(self) -> None:
-        self._selected = self._selecting is not None and self._selecting.run()
-        if not self._selected:
+        self._window.selected = self._selecting is not None and self._selecting.run()
+        if not self._window.selected:
             self._reference.stepped = self._inner_step()
 
     def _inner_step(self) -> tuple[Tensor, Tensor] | None:
@@ -520,11 +455,11 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
     @torch.no_grad()
     def _exchange(self, measure: bool, problem: str) -> None:
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
-        reference, transport = self._reference, self.reducer.transport
-        if not self._selected:
+        reference, transport, window = self._reference, self.reducer.transport, self._window
+        if not window.selected:
             reference.look()  # the optimizer, or a hook of it, may have moved parameters
-        new = self._exchanges < _FIRST or self._exchanges % _EVERY == 0
-        if new or self._failed or reference.marked:
+        new = window.renews
+        if new or window.failed or reference.marked:
             self._hash[REFERENCE] = reference.digest()
         if new:
             problem = self._replica.unequal(problem)
@@ -533,17 +468,17 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if first and (warning := reduced_twice_warning(self._wrapped.all, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
         tables = bytes(table.grad is not None for table in self._tables.tables)
-        token = self._agreement.tell(bytes(self._present) + tables)
-        if self._selected and self._selecting is not None and not problem:
+        token = self._agreement.tell(bytes(window.present) + tables)
+        if window.selected and self._selecting is not None and not problem:
             moved: Displacement = self._selecting.displacement
         else:
             # where there is a problem nothing can be read: this window's moves stay in the parameters, but for those of a
             # shard, which are dropped
             moved = reference.displacement(
-                bytes(len(self._present)) if problem else self._present, flagged=self._broken
+                bytes(len(window.present)) if problem else window.present, flagged=window.broken
             )
-        stepped = any(self._present)
-        absent = () if all(self._present) else missing_spans(self._sizes, self._present)
+        stepped = any(window.present)
+        absent = () if all(window.present) else missing_spans(self._sizes, window.present)
         what, applied, anywhere = f"step {self.reducer.steps}", False, b""
         failed: Exception | None = None
         report = self.report
@@ -565,18 +500,15 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         if skipped or isinstance(failed, NonFiniteGradientError):
             reference.residual.bound()
         if failed is not None:
-            self._failed = True
+            window.failed = True
             if problem:  # the other ranks have stepped, this one has not
                 reference.residual.gather()
-                present = self._present
-                self._exchanges += 1
-                self._begin_window()
-                self._present = present
+                window.end(moved=False)
             else:
                 self._end_window()
             raise failed
         assert report is not None
-        report.every = self._interval
+        report.every = window.every
         report.replicas = self._replicas
         factors, report.skipped = None, skipped
         if not skipped:
@@ -590,7 +522,7 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
             reference.residual.scale(factor, self._local.moved(parameters, anywhere))
             if new:
                 self._share.renew(self.param_groups, self._forgetting.exchanges)
-        self._failed = False
+        window.failed = False
         report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
         if new and self._ratio is not None:
@@ -606,297 +538,13 @@ class UpdatesOptimizer(DistributedOptimizer, sends="updates"):
         self._reference.residual.gather()
         self._reference.set_share(self._share.now)
         self._reference.show(factors)
-        self._exchanges += 1
-        self._begin_window()
-
-    # what users write
+        self._window.end()
 
     def _reconcile(self) -> bytes:
         """Where tokens tell that ranks may have parted: give all of them what some have written. Collective."""
         self._reference.reconcile(self.reducer.transport)
         self._hash[REFERENCE] = self._reference.digest()
         return b""
-
-    @torch.no_grad()
-    def _take_written(self, changed: bool | None = None) -> None:
-        """Make what was written to since the last step the reference. changed: as `Reference.written`.
-
-        Raises:
-            RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
-        """
-        if changed is None:  # else the step has looked
-            self._reference.look()
-            if self._as_wrapped.problem:
-                raise RuntimeError(self._as_wrapped.problem)
-        reference, loaded = self._reference, self._loaded
-        numbers = reference.written(by_version=not self._steps, changed=changed)
-        if numbers and loaded is not None and self._reference.fits(loaded):
-            self._go_on(loaded)
-        elif numbers:
-            reference.take(numbers)
-            reference.watch()
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
-
-        After weights were loaded outside of it they may differ between ranks until the next exchange: take a step first.
-
-        Not collective. `step` raises within; `state_dict` is as outside.
-        """
-        if self._kept is not None:
-            yield
-            return
-        with torch.no_grad():
-            self._take_written()
-            self._kept = self._reference.show_agreed()
-        self._replica.reshard()
-        try:
-            yield
-        finally:
-            kept, self._kept = self._kept, None
-            if kept is not None:  # not closed within
-                with torch.no_grad():
-                    self._reference.leave_agreed(kept)
-                self._replica.reshard()
-
-    # state
-
-    @property
-    def gradient(self) -> Any:
-        """float32[n]: this rank's gradient as it is now, on the host; zero where there is none."""
-        with self._replica.gradients():
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-            return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
-
-        Between exchanges, too. Save the model within `agreed`, or each rank its own. Where the model holds either of these when
-        the state is loaded, training goes on bit for bit; also where each rank's own is loaded after it.
-
-        What the wrapped optimizer keeps is this rank's own as well, and is in "updates" once more, by the same tensors, for
-        `torch.distributed.checkpoint`; there of sharded parameters this rank's shards, as plain tensors. What it keeps of a shard
-        of a host is there alone. All tensors are on the host.
-        """
-        return super().state_dict()
-
-    def _state(self) -> dict[str, Any]:
-        with self._lent():
-            state = super()._state()
-        state["state"] = on_host(state["state"])
-        optimizer = {name: state[name] for name in ("state", "param_groups")}
-        optimizer["state"] = self._replica.saved(optimizer, self.param_groups)
-        own = self._own_state() | {"optimizer": optimizer}
-        if self._sharded is not None:  # else other ranks, or other optimizers, would take it for theirs
-            state["state"] = {}
-        return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
-
-    @torch.no_grad()
-    def _own_state(self) -> dict[str, Any]:
-        if self._kept is None:
-            self._take_written()
-        return {
-            **self._reference.state(self._kept),
-            "steps": self._steps,
-            "exchanges": self._exchanges,
-            "present": list(self._present),
-            "factors": self._local.factors,
-            "forgetting": self._forgetting.state(),
-            "local_share": self._share.state(),
-            "ratio": None if self._ratio is None else self._ratio.state(),
-            "shard": self._replica.shard,
-            "sharding": None if self._sharded is None else self._sharded.sharding,
-        }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        own = of_rank(state.pop("updates", None))
-        transport, saved, empty, also = self.reducer.transport, of_rank(state.get("reducer")), "", ""
-        if own is not None:
-            also = ", and what the optimizers of other replicas kept"
-            if isinstance(own, dict) and own.get("sharding"):
-                also = ", and all moments, as each rank keeps those of its shard alone"
-        if own is None and saved is not None:
-            # residuals of gradients are of another size, and those of updates belong to a reference
-            state.pop("reducer")
-            empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
-
-        def check(given: dict[str, Any], same: dict[str, Any], lost: bool) -> None:
-            given["whether the state is of updates"] = own is not None
-            if own is not None:
-                self._check_own(own)
-                given["what the residual of the state has forgotten"] = tuple(own["forgetting"])
-                check_replica(saved, self.hosts, self.replica)
-                # torch's distributed checkpoint has those of one rank beside it
-                state.setdefault("param_groups", own["optimizer"]["param_groups"])
-            check_groups(self.inner, state if own is None else own["optimizer"])
-            with state_errors(what=NOT_AN_OPTIMIZERS):
-                state["state"] = self._kept_by(state if own is None else own["optimizer"], own, lost)
-            moment = None if own is None else (own["exchanges"], own["steps"])
-            same["the exchanges of the state, and steps since"] = moment
-            ratio = None if own is None else own["ratio"]
-            same["measurements of the state's ratio"] = None if ratio is None else ratio["measured"]
-
-        unwritten = not self._reference.written(by_version=not self._steps)
-        self._load_parts(state, check, empty, also)
-        with torch.no_grad():
-            self._reference.look()
-            self._reference.residual.gather()
-            self._begin_window()
-            fits = own is not None and all(transport.allgather_objects(self._reference.fits(own)))
-            fits = not self._replica.any(not fits, "load_state_dict")
-            if own is not None and self._not_saved:
-                own = between_exchanges(own)
-            if own is not None:
-                # without moments, which are loaded, and would take 8n bytes until the next step
-                own = {name: held for name, held in own.items() if name != "optimizer"}
-            if self._selecting is not None:
-                self._selecting.forget()
-            self._loaded = own
-            self._load_counts(own)
-            if fits and own is not None:
-                self._go_on(own)
-                return
-            # a rank's own parameters, which differ a little, are no reference; what a user has written is
-            if own is not None or not all(transport.allgather_objects(unwritten)):
-                self._reference.take_all()
-            self._reference.show()
-
-    def _load_counts(self, own: dict[str, Any] | None) -> None:
-        """Load what is neither the reference's nor of steps since the last exchange; None: as at construction."""
-        self._exchanges = 0 if own is None else own["exchanges"]
-        self._forgetting.load([0, 0, 0] if own is None else own["forgetting"])
-        self._share.begin()
-        if own is not None:
-            self._share.load(own["local_share"])
-        self._reference.set_share(self._share.now)
-        if self._ratio is not None:
-            self._ratio.measured = 0  # ranks number their averages by it
-            if own is not None and own["ratio"] is not None:
-                self._ratio.load(own["ratio"])
-
-    def _kept_by(self, optimizer: dict[str, Any], own: dict[str, Any] | None, lost: bool) -> dict[Any, Any]:
-        """What the wrapped optimizer is to keep of what a state has, by number.
-
-        Args:
-            optimizer: its "state" and "param_groups".
-            own: what the state has under "updates".
-            lost: as `check` of `_load_parts`: of moments of shards no rank then keeps any, as the others have none.
-
-        Raises:
-            StateError: the state is of shards, and this optimizer keeps moments of all parameters.
-        """
-        sharding = None if own is None else own["sharding"]
-        if self._sharded is not None:
-            return {} if lost and sharding else self._sharded.loaded(optimizer, sharding)
-        if sharding:
-            raise StateError(
-                "the state has moments of one shard, and here each rank steps on all parameters: go on with every=1, the same "
-                "optimizer and no hooks on its step"
-            )
-        if own is None:
-            kept: dict[Any, Any] = optimizer["state"]
-            return kept
-        if sharding is None:
-            return self._replica.loaded(optimizer, self.param_groups)
-        return by_number(optimizer, self.param_groups, self._reference.in_shape)
-
-    def _load_wrapped(self, state: dict[str, Any]) -> None:
-        with self._lent():
-            super()._load_wrapped(state)
-
-    def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
-        with nullcontext() if self._sharded is None else self._sharded.in_place():
-            super()._check_parts(state, reducer, tables)
-
-    def _go_on(self, own: dict[str, Any]) -> None:
-        """Go on from a state; what this rank's parameters held is put back, where the state is of as many ranks."""
-        self._steps, self._present = own["steps"], bytearray(own["present"])
-        self._local.factors = list(own["factors"])
-        self._reference.load(own)
-
-    @state_errors(what="the state of updates is damaged: ")
-    def _check_own(self, own: Any) -> None:
-        """Raise StateError where a state cannot be loaded on this rank."""
-        self._replica.check_shard(own["shard"])
-        self._reference.check_state(own)
-        counts = own["steps"], own["exchanges"], len(own["present"]), len(own["factors"])
-        own["ratio"] is None or (own["ratio"]["measured"], own["ratio"]["squares"])
-        ResidualDecay.check_state(own["forgetting"])
-        LocalShare.check_state(own["local_share"])
-        own["optimizer"]["state"], own["optimizer"]["param_groups"]
-        wanted = len(self._parameters), len(self.param_groups)
-        if counts[2:] != wanted or not 0 <= counts[0] < self._interval or counts[1] < 0:
-            raise StateError(
-                f"the state has {counts[2]} parameters in {counts[3]} groups, {counts[0]} steps after an exchange; the optimizer "
-                f"has {wanted[0]} in {wanted[1]} and exchanges every {self._interval}"
-            )
-
-    def _compare_states(self, state: dict[str, Any]) -> None:
-        numbers_and_names = numbers_of(self._agreed(state["param_groups"])), names_kept(state["state"])
-        ranks, kept = zip(*self.reducer.transport.allgather_objects(numbers_and_names), strict=True)
-        refuse(groups_difference(ranks) or kept_difference(kept))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesOptimizer:
-        """As `DistributedOptimizer.__deepcopy__`. Collective."""
-        if not self._replica.plain:
-            raise RuntimeError(
-                "a DistributedOptimizer of sharded parameters cannot be copied, as FSDP2's modules cannot: save its state_dict()"
-            )
-        with self._lent():
-            copy.deepcopy(self.inner, memo)
-        with torch.no_grad():
-            for parameter, view in zip(self._parameters, self._reference.views, strict=True):
-                memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
-        copied: UpdatesOptimizer = super().__deepcopy__(memo)  # type: ignore[assignment]
-        with torch.no_grad():
-            own = self._own_state()
-            copied._reference.residual.gather()
-            copied._load_counts(own)
-            copied._go_on(own)
-        return copied
-
-    @closes
-    @torch.no_grad()
-    def close(self) -> None:
-        """Free what the library holds; the parameters become round(reference). Collective.
-
-        Steps since the last exchange are dropped. Parameters of another type or shape than at construction stay as they are.
-
-        Moments that a rank has of its shard alone become those of its host, of whole parameters: the wrapped optimizer then steps
-        by itself. They are dropped, with a warning, where other ranks of the host do not come within `Settings.timeout`, have no
-        memory for them, or have parameters of another type or shape; and while an exception is handled, which these may not have.
-
-        Memory and traffic: with moments in shards as `ShardStep.give_back`; what the optimizer keeps of n elements stays.
-        """
-        self._as_wrapped.look()
-        if not self._as_wrapped.problem:
-            self._take_written()
-            self._reference.show_agreed()
-        self._kept = None
-        if self._sharded is not None:
-            dropped = "an exception is handled, and other ranks may not close: call close() after it"
-            if sys.exc_info()[0] is None:
-                try:
-                    self._sharded.give_back(self.reducer.settings.timeout, self._as_wrapped.problem)
-                    dropped = ""
-                except (MissingRanksError, ValueError) as error:
-                    dropped = str(error)
-            if dropped and self._sharded.state:
-                warnings.warn(f"moments of shards are dropped: {dropped}", stacklevel=3)
-            self._sharded = None  # the wrapped optimizer has its state for good
-        if self._ratio is not None:
-            self._ratio.close()
-        self._replica.reshard()
-        self._replica.close()
-        super().close()
-
-    def __repr__(self) -> str:
-        one_pass = "" if self._selecting is None else ", AdamW in the pass that selects"
-        shown = f"replica={self.replica!r}, local_share={self.local_share:.3g}"
-        shown += f", residual_decay={self.residual_decay:.3g}{one_pass}"
-        shown += ", each rank steps on its shard" * (self._sharded is not None)
-        return f"{super().__repr__()[:-1]}, {shown})"
 
 
 def _count(report: StepReport, sent: Traffic) -> None:

@@ -480,7 +480,7 @@ def test_all_ranks_go_on_from_one_ranks_problem(replicas: Replicas, at: int, sca
             scaler.step(optimizer)
         assert told is None or len(set(comm.allgather(str(told.value)))) == 1
         scaler.update()
-    assert len(set(comm.allgather((optimizer._exchanges, optimizer._ratio.measured)))) == 1
+    assert len(set(comm.allgather((optimizer._window.exchanges, optimizer._ratio.measured)))) == 1
     replicas.check_agreed(model, optimizer)
 
 

@@ -202,13 +202,13 @@ def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
         assert (
             comm.allreduce(sent.bytes) == 0 < comm.allreduce(sent.control_bytes)
         )  # means are read, not sent
-        optimizer._exchanges = 21  # of which none measures the ratio
+        optimizer._window.exchanges = 21  # of which none measures the ratio
         train(model, optimizer, comm.rank, range(2 * window + 1, 2 * window + 2))
         mine = np.bincount(hosts, comm.allgather(optimizer.report.bytes_between))
         assert np.mean(mine) <= 4 * step_limit(optimizer.report.k, len(mine))
         between += mine
     assert between.all()
-    optimizer._exchanges = 0
+    optimizer._window.exchanges = 0
     ratio = optimizer._ratio
     sizes = comm.allgather(ratio._sum is not None)
     assert sum(sizes) == max(hosts) + 1  # one rank of each host

@@ -282,7 +282,7 @@ def test_a_rank_without_any_element_takes_part(comm: MPI.Intracomm, mesh: Any, t
         optimizer.zero_grad()
         model(train_once).sum().backward()
         optimizer.step()
-    assert len(set(comm.allgather(optimizer._steps))) == 1
+    assert len(set(comm.allgather(optimizer._window.steps))) == 1
     check_agreed(model, optimizer, mesh, comm)
 
 
