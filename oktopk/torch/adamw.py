@@ -15,8 +15,8 @@ from torch import Tensor
 
 from oktopk.allreduce import GradientAllreduce
 from oktopk.displacement import ADAMW_TERMS, AdamWDisplacement, adamw_terms
-from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped, gradient_of
+from oktopk.torch.interop import TYPE_NAMES
 from oktopk.torch.local_step import has_step_hooks
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,20 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives.transport import Transport, refuse
-from oktopk import devices
 from oktopk.torch.gradients import is_dense
-from oktopk.torch.local_step import agreed_settings
+from oktopk.torch.interop import TYPE_NAMES
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import local_tensor
-from oktopk.torch.step_agreement import groups_difference, numbers_of
-
-GRADIENT_TYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in devices.GRADIENT_TYPES["cuda"]
-}
-"""What `GradientAllreduce` calls a type of torch's."""
-
-TYPE_NAMES = {dtype: name for name, dtype in GRADIENT_TYPES.items()}
-"""The same, by the type of torch's."""
+from oktopk.torch.step_agreement import agreed_settings, groups_difference, numbers_of
 
 _REDUCERS: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 """What reduces gradients -> the ids of its parameters, which it keeps. No weak references to these: `torch.utils.swap_tensors`,
@@ -298,7 +289,6 @@ def compared(
     broadcast: bool,
     sends: str,
     shards: ShardedReplica | None = None,
-    tables: Sequence[Tensor] = (),
 ) -> list[int]:
     """The ranks whose parameters have other values than rank 0's. Collective.
 
@@ -307,7 +297,6 @@ def compared(
         broadcast: whether parameters may have other values than on rank 0.
         sends: "gradients" or "updates".
         shards: of the parameters, where they are sharded.
-        tables: those of the parameters whose gradients are sparse.
 
     Raises:
         ValueError: something else differs between ranks that the reducer cannot see; on every rank alike.
@@ -320,9 +309,8 @@ def compared(
     layout = repr(
         [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in held]]
     ).encode()
-    groups: Sequence[dict[str, Any]] = optimizer.param_groups
-    if sends == "updates" and shards is None:
-        groups = agreed_settings(optimizer, groups, tables)
+    # hosts are not known yet: the first exchange compares their ranks' rates
+    groups = agreed_settings(optimizer, optimizer.param_groups, sends == "updates" and shards is None)
     mine = _Mine(
         sum(p.numel() for p in held),
         hashlib.blake2b(layout, digest_size=8).digest(),

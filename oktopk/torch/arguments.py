@@ -99,7 +99,7 @@ def refused(sends: str, arguments: dict[str, Any], optimizer: torch.optim.Optimi
         optimizer: to be wrapped.
         tables: whether some parameters have sparse gradients.
     """
-    replica, every = arguments["replica"], arguments["every"]
+    replica = arguments["replica"]
     if sends == "gradients":
         if replica != "auto":
             return f"replica={replica!r} is for sends='updates': gradients are summed over all ranks"
@@ -122,8 +122,8 @@ def refused(sends: str, arguments: dict[str, Any], optimizer: torch.optim.Optimi
         return f"replica={replica!r} is for two levels: leave out levels='flat'"
     if arguments["gradient_type"] not in ("", "float32"):
         return f"gradient_type={arguments['gradient_type']!r} is for sends='gradients': updates are float32"
-    if tables and every != 1:
-        return f"every={every!r} is not for tables with sparse gradients, which are summed in each step"
+    if tables:
+        return "tables with sparse gradients are for sends='gradients': take that, or build them with sparse=False"
     return _refused_optimizer(optimizer)
 
 

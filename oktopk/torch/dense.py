@@ -14,7 +14,7 @@ from collectives.cuda.environment import gpu_problem
 from collectives.limit import Limit
 from collectives.transport import NoPeerMemoryError, refuse
 from oktopk.settings import Settings
-from oktopk.torch.agreement import TYPE_NAMES
+from oktopk.torch.interop import TYPE_NAMES
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator

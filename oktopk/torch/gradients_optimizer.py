@@ -20,11 +20,11 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.damage import StateError, state_errors
 from oktopk.results import StepReport
-from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, groups_of, reduced_twice_warning, state_digest
+from oktopk.torch.agreement import groups_of, reduced_twice_warning, state_digest
 from oktopk.torch.auto import levels_of_state
 from oktopk.torch.engine import Engine, OneVector
 from oktopk.torch.gradients import GradientsInPlace, dense_views
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.interop import GRADIENT_TYPES, TYPE_NAMES, TensorMemory
 from oktopk.torch.local_step import may_only_set_up
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.overlap import BackwardBuckets, BucketLayout
@@ -219,6 +219,23 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._tables.leave_out(anywhere[len(self._parameters) :])
         self._version = self._update._version
         return report
+
+    def _unscale(self, scaler: GradScaler) -> StepReport | None:
+        """Divide the gradients by the scale, where the user has not. Collective.
+
+        Returns:
+            The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
+        """
+        if self.overlapped is not None:  # refused on every rank, though some may have started no bucket yet
+            raise RuntimeError(
+                "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
+            )
+        found = self._answer(scaler, unscale=True)
+        skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
+        if skipped is not None:
+            for flag in found.values():
+                flag.fill_(1.0)
+        return skipped
 
     @torch._disable_dynamo
     def apply(self) -> None:

@@ -12,11 +12,11 @@ from torch.futures import Future
 
 from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
-from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES, FoundOptimizers
+from oktopk.torch.agreement import FoundOptimizers
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.engine import Engine
 from oktopk.torch.gradients import is_dense, missing_spans
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.interop import GRADIENT_TYPES, TYPE_NAMES, TensorMemory
 from oktopk.torch.overlap import when_accumulated
 from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import SparseTables

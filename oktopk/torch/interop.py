@@ -12,6 +12,15 @@ from torch import Tensor
 
 from collectives.cuda.environment import gpu_problem
 from collectives.element_types import ELEMENT_TYPES
+from oktopk import devices
+
+GRADIENT_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in devices.GRADIENT_TYPES["cuda"]
+}
+"""What `GradientAllreduce` calls a type of torch's."""
+
+TYPE_NAMES = {dtype: name for name, dtype in GRADIENT_TYPES.items()}
+"""The same, by the type of torch's."""
 
 
 class TensorMemory:

@@ -70,7 +70,7 @@ class LocalStep:
         adaptive = is_adaptive(self._inner)
         try:
             for group in groups:
-                if _decays(self._inner, group):
+                if decays(self._inner, group):
                     group["weight_decay"] = 0.0
                 if adaptive and "betas" in group:
                     group["betas"] = betas_of_replica(
@@ -86,7 +86,7 @@ class LocalStep:
         """Add this step to the decay that is due in the next exchange, whether this replica has stepped or not."""
         factors = self.factors
         for number, group in enumerate(self._inner.param_groups):
-            if _decays(self._inner, group):
+            if decays(self._inner, group):
                 factors[number] *= 1.0 - float(group["lr"]) * group["weight_decay"]
         self._factors = factors
 
@@ -95,7 +95,7 @@ class LocalStep:
 
         Args:
             parameters: as the optimizer has them.
-            anywhere: bool[parameters], those with a gradient on some rank; there may be more behind them.
+            anywhere: bool[parameters], those with a gradient on some rank.
         """
         if all(factor == 1.0 for factor in self._factors):
             return None
@@ -103,10 +103,9 @@ class LocalStep:
         for group, factor in zip(self._inner.param_groups, self._factors, strict=True):
             factors |= dict.fromkeys(map(id, group["params"]), factor)
         every = list(map(factors.get, map(id, parameters), repeat(1.0)))
-        here = anywhere[: len(parameters)]
-        if all(here):
+        if all(anywhere):
             return every
-        return [factor if used else 1.0 for factor, used in zip(every, here, strict=True)]
+        return [factor if used else 1.0 for factor, used in zip(every, anywhere, strict=True)]
 
     def moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> Iterator[bool]:
         """Of each parameter, whether the last step may have moved it on some rank: its rate is not 0, as far as the host knows.
@@ -116,8 +115,7 @@ class LocalStep:
         """
         resting = [group for group in self._inner.param_groups if is_zero(group.get("lr"))]
         still = {id(parameter) for group in resting for parameter in group["params"]}
-        here = anywhere[: len(parameters)]
-        return (bool(used) and id(each) not in still for used, each in zip(here, parameters, strict=True))
+        return (bool(used) and id(each) not in still for used, each in zip(anywhere, parameters, strict=True))
 
 
 def betas_of_replica(
@@ -187,48 +185,12 @@ def is_zero(rate: Any) -> bool:
     return isinstance(rate, Real) and rate == 0
 
 
-_RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_lr"))
-"""What groups have of rates, by torch's schedulers, too."""
-
-
-def agreed_settings(
-    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], tables: Sequence[Tensor] = ()
-) -> list[dict[str, Any]]:
-    """What single ranks as replicas agree on: of a group without decoupled decay a rank's rate is its own, unless it is zero.
-
-    Decoupled decay multiplies the reference by the rate, and tables are stepped on by all ranks alike: there rates stay. A rank
-    whose rate is zero forgets otherwise than the others. Where nothing is kept of parameters, as by SGD without momentum, a step
-    at a rate of zero may be one that only sets up the optimizer, which ranks ask each other: there rates stay, too.
-
-    Args:
-        optimizer: the wrapped one.
-        groups: its own, or those of a state.
-        tables: parameters whose gradients are summed.
-    """
-    summed = set(map(id, tables))
-    return [
-        group
-        if _decays(optimizer, group)
-        or not (group.get("momentum") or "betas" in group)
-        or not isinstance(group.get("lr"), Real | Tensor)  # is none, perhaps on this rank alone
-        or (summed and not summed.isdisjoint(map(id, own["params"])))
-        else _without_rates(group)
-        for own, group in zip(optimizer.param_groups, groups, strict=True)
-    ]
-
-
-def _without_rates(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its rate and without what schedulers keep of rates; `lr` is then 0 or says that it is not."""
-    rate = {"lr": 0.0 if is_zero(group["lr"]) else "not 0"}
-    return {name: value for name, value in group.items() if name not in _RATES} | rate
-
-
 def may_only_set_up(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step begins by asking all ranks if it only sets up the optimizer's state; equal on all ranks."""
     return not optimizer.state and all(is_zero(group.get("lr")) for group in optimizer.param_groups)
 
 
-def _decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def decays(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether a group has decoupled weight decay: its parameters times 1 - lr · weight_decay in each step."""
     muon = getattr(torch.optim, "Muon", ())
     decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, (torch.optim.AdamW, muon))

@@ -29,7 +29,6 @@ from oktopk.rows import RowReport
 from oktopk.settings import Settings, check_names, plain, timeout_of
 from oktopk.state import check_state
 from oktopk.torch.agreement import (
-    TYPE_NAMES,
     check_reduced_once,
     check_wrapping,
     compare_states,
@@ -42,7 +41,7 @@ from oktopk.torch.agreement import (
 from oktopk.torch.arguments import check_numbers, default_method, default_sends, default_start, refused
 from oktopk.torch.auto import OPEN, check_auto, wanted_of
 from oktopk.torch.engine import Engine
-from oktopk.torch.interop import TensorMemory, memory_of
+from oktopk.torch.interop import TYPE_NAMES, TensorMemory, memory_of
 from oktopk.torch.local_step import may_only_set_up
 from oktopk.torch.modules import broadcast_tensors
 from oktopk.torch.overlap import (
@@ -302,7 +301,7 @@ class DistributedOptimizer(WrappedOptimizer):
                     anywhere |= {"tables with sparse gradients": len(tables)}
                     rule = type(optimizer)
                     anywhere |= {"optimizer": f"{rule.__module__}.{rule.__qualname__}"}
-                strangers = compared(transport, optimizer, trained, broadcast, sends, shards, tables)
+                strangers = compared(transport, optimizer, trained, broadcast, sends, shards)
                 if wanted is not None:
                     keywords |= self._choose(transport, wanted)
                 options = {"device": memory.device, "gradient_type": gradient_type, "stream": memory.stream}
@@ -512,26 +511,6 @@ class DistributedOptimizer(WrappedOptimizer):
         if not found:
             found[self._applied.device] = torch.zeros((), dtype=torch.float32, device=self._applied.device)
         return found
-
-    def _unscale(self, scaler: GradScaler, problem: str = "") -> StepReport | None:
-        """Divide the gradients by the scale, where the user has not. Collective.
-
-        Args:
-            problem: why this rank's gradients cannot be read: they stay as they are.
-
-        Returns:
-            The report of the step, where an Inf on some rank skips it: every rank's scaler then has it too. Else None.
-        """
-        if self.overlapped is not None:  # refused on every rank, though some may have started no bucket yet
-            raise RuntimeError(
-                "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
-            )
-        found = self._answer(scaler, unscale=not problem)
-        skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
-        if skipped is not None:
-            for flag in found.values():
-                flag.fill_(1.0)
-        return skipped
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.

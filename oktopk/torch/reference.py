@@ -13,10 +13,9 @@ from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.damage import StateError
 from oktopk.displacement import Displacement, ShardDisplacement
-from oktopk.torch.agreement import TYPE_NAMES
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense, missing_spans
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.interop import TYPE_NAMES, TensorMemory
 from oktopk.torch.replica_residual import ReplicaResidual
 from oktopk.torch.states import is_whole
 

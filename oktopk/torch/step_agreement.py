@@ -1,20 +1,42 @@
-"""What ranks tell each other in every step: which parameters have a gradient, and the numbers of the optimizer's groups."""
+"""What ranks must have alike of an optimizer, and when they compare it.
+
+| what of it | among | when |
+|---|---|---|
+| settings of its groups; with updates of single ranks without their own rates | all ranks | construction, each exchange, load |
+| all settings of its groups | the ranks that shard a model | construction, each step, load |
+| what it keeps, with gradients | all ranks | construction, load, the step behind a load |
+| what it keeps, with updates: the names alone | all ranks | load |
+| decay since the last exchange, with `every` above 1 | all ranks | each exchange |
+| hash of the reference, with updates | all ranks | the first 20 exchanges, every tenth, behind an error or a write |
+
+A rank's own rates: `agreed_settings`. In construction and load `oktopk.torch.agreement` compares, in steps a `StepAgreement`,
+whose tokens also tell which parameters have a gradient on some rank.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from collectives.tokens import parts_of, token_of
 from collectives.transport import Transport
+from oktopk.torch.local_step import LocalStep, decays, is_zero
+
+if TYPE_CHECKING:
+    from oktopk.torch.reference import Reference
 
 REFERENCE = "reference"
 """A number that stands for parameters which all ranks agree on: a group of its own, see `numbers_of`."""
+
+_RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr", "base_lr"))
+"""What groups have of rates, by torch's schedulers, too."""
 
 _MOST_KEPT = 64
 _PLAIN = (bool, int, float, str, type(None))
@@ -26,6 +48,37 @@ def numbers_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {name: plain for name, value in _settings(group) if (plain := _plain(value)) is not None}
         for group in groups
     ]
+
+
+def agreed_settings(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], single: bool
+) -> Sequence[dict[str, Any]]:
+    """What all ranks agree on: of single ranks, and a group without decoupled decay, a rate is the rank's own, unless it is zero.
+
+    Decoupled decay multiplies the reference by the rate: there rates stay. A rank whose rate is zero forgets otherwise than the
+    others. Where nothing is kept of parameters, as by SGD without momentum, a step at a rate of zero may be one that only sets
+    up the optimizer, which ranks ask each other: there rates stay, too.
+
+    Args:
+        optimizer: the wrapped one.
+        groups: its own, or those of a state.
+        single: whether updates are sent, and each replica is a rank. Else ranks agree on all settings.
+    """
+    return [
+        _without_rates(group)
+        if single
+        and not decays(optimizer, group)
+        and (group.get("momentum") or "betas" in group)
+        and isinstance(group.get("lr"), Real | Tensor)  # else it is none, perhaps on this rank alone
+        else group
+        for group in groups
+    ]
+
+
+def _without_rates(group: dict[str, Any]) -> dict[str, Any]:
+    """A group without its rate and without what schedulers keep of rates; `lr` is then 0 or says that it is not."""
+    rate = {"lr": 0.0 if is_zero(group["lr"]) else "not 0"}
+    return {name: value for name, value in group.items() if name not in _RATES} | rate
 
 
 def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -176,3 +229,57 @@ class StepAgreement:
             everyone = transport.allgather_objects(told.present)
             self._anywhere = self._known[present] = bytes(map(max, zip(*everyone, strict=True)))
         return self._anywhere
+
+
+class UpdatesAgreement(StepAgreement):
+    """As the base class, of updates: compares the decay that is due and the reference, too.
+
+    Args:
+        optimizer: the wrapped one.
+        local: its steps.
+        reference: as of now.
+        transport: of the ranks.
+        every: steps between two exchanges.
+        single: as of `agreed_settings`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        local: LocalStep,
+        reference: Reference,
+        transport: Transport,
+        *,
+        every: int,
+        single: bool,
+    ) -> None:
+        self._optimizer, self._local, self._reference, self._transport = (
+            optimizer,
+            local,
+            reference,
+            transport,
+        )
+        self._decays, self._single, self._hash = every > 1, single, {REFERENCE: 0}
+        super().__init__(self._compared, len(reference.views), self._reconcile)
+
+    def settings(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Of the optimizer's groups, or those of a state, what all ranks agree on."""
+        return agreed_settings(self._optimizer, groups, self._single)
+
+    def look(self) -> None:
+        """Compute the hash of the reference, for the next `tell`."""
+        self._hash[REFERENCE] = self._reference.digest()
+
+    def _compared(self) -> list[dict[str, Any]]:
+        groups = self.settings(self._optimizer.param_groups)
+        if self._decays:
+            # of rates and decays in the steps since the last exchange, which may have been others
+            due = zip(groups, self._local.factors, strict=True)
+            groups = [{**group, "decay since the last exchange": factor} for group, factor in due]
+        return [*groups, self._hash]
+
+    def _reconcile(self) -> bytes:
+        """Where tokens tell that ranks may have parted: give all of them what some have written. Collective."""
+        self._reference.reconcile(self._transport)
+        self.look()
+        return b""

@@ -16,8 +16,7 @@ from collectives.transport import Transport
 from oktopk.damage import StateError
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings
-from oktopk.torch.agreement import GRADIENT_TYPES, TYPE_NAMES
-from oktopk.torch.interop import TensorMemory
+from oktopk.torch.interop import GRADIENT_TYPES, TYPE_NAMES, TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
 
 

@@ -29,7 +29,6 @@ from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import (
     SHARED_BY,
     LocalStep,
-    agreed_settings,
     has_step_hooks,
     is_adaptive,
     most_share,
@@ -41,7 +40,7 @@ from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.shard_step import ShardStep, is_elementwise
 from oktopk.torch.shared_moments import SharedMoments
-from oktopk.torch.step_agreement import REFERENCE, StepAgreement
+from oktopk.torch.step_agreement import UpdatesAgreement
 from oktopk.torch.updates_state import UpdatesState
 from oktopk.torch.window import Window
 
@@ -194,27 +193,17 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         # why weights beside the parameters are refused; None until these have moved
         self._beside: str | None = None
         self._window = Window(self._interval, len(self._parameters), self._local)
-        self._counted = [*self._parameters, *self._tables.tables]
-        groups, self._hash = groups_of([self.inner]), {REFERENCE: 0}
-        self._agreement = StepAgreement(self._compared, len(self._counted), self._reconcile)
-        self._replica.meet(self.reducer.transport, self.reducer.advice, groups)
+        self._agreement = UpdatesAgreement(
+            self.inner,
+            self._local,
+            self._reference,
+            self.reducer.transport,
+            every=self._interval,
+            single=self._replica.plain and group is None,
+        )
+        self._replica.meet(self.reducer.transport, self.reducer.advice, groups_of([self.inner]))
         if self._sharded is not None:  # now that nothing above can raise
             self._sharded.adopt()
-
-    def _compared(self) -> list[dict[str, Any]]:
-        """What is compared over the ranks in each exchange: settings of the groups, and the hash of the reference."""
-        groups = self._agreed(self.param_groups)
-        if self._interval > 1:
-            # of rates and decays in the steps since the last exchange, which may have been others
-            decays = zip(groups, self._local.factors, strict=True)
-            groups = [{**group, "decay since the last exchange": factor} for group, factor in decays]
-        return [*groups, self._hash]
-
-    def _agreed(self, groups: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Of the optimizer's groups, or those of a state, what all ranks agree on; ranks of one replica on all of it."""
-        if self._replica.plain and self.reducer.group is None:
-            return agreed_settings(self.inner, groups, self._tables.tables)
-        return groups
 
     def _replica_in_levels(self) -> Replica:
         """What this rank is a part of, now that it is known which ranks share a host."""
@@ -244,7 +233,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
     def _new_selecting_step(self) -> SelectingStep | None:
         """What takes the wrapped optimizer's steps in the pass that selects; None where they are its own. Alike on all ranks."""
         inner, reducer = self.inner, self.reducer
-        if self._interval > 1 or reducer.group is not None or self._tables:
+        if self._interval > 1 or reducer.group is not None:
             return None
         if not (self._replica.plain and takes_steps(inner)):
             return None
@@ -274,34 +263,19 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             self._reference.watch()
             return
         self._reference.look()
+        window, what, scaled = self._window, f"step {self.reducer.steps}", grad_scaler is not None
         here = self._as_wrapped.problem or unreadable or self._wrapped.unwrapped() or self._unreadable()
-        here = here or self._reduced_over_hosts()
-        self._window.problem = problem = self._window.problem or here
-        if self._tables and grad_scaler is not None:  # tables are summed: all skip, or none
-            skipped = self._unscale(grad_scaler, problem)
-            if skipped is not None:
-                if not problem:
-                    self._take_written()
-                self.report = skipped
-                self._reference.watch()
-                return
-        scaled = grad_scaler is not None
-        window, what = self._window, f"step {self.reducer.steps}"
+        problem = window.problem or here or self._reduced_over_hosts()
         window.problem = self._replica.refuse(problem, what, scaled, window.steps)
-        # a problem may be of another rank of the replica; `_unscale` has answered for tables
-        if window.problem and grad_scaler is not None and not self._tables:
+        if window.problem and grad_scaler is not None:  # perhaps of another rank of the replica
             self._answer(grad_scaler)
         finite = not window.problem and self._finite(grad_scaler)
-        if not finite and self._selecting is not None:
+        if finite:
+            self._step_alone()
+        elif self._selecting is not None:
             self._selecting.forget()
-        problem = window.problem  # perhaps of another rank of the replica
-        if not self._tables:
-            if finite:
-                self._step_alone()
-        elif not self._step_with_tables(finite, problem):
-            return
         if window.count_step():
-            self._exchange(measure, problem or self._own_weights())
+            self._exchange(measure, window.problem or self._own_weights())
         else:
             self._reference.watch()
 
@@ -402,37 +376,9 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             replica.clipped()
         return True
 
-    def _step_with_tables(self, finite: bool, problem: str) -> bool:
-        """Sum the tables' gradients, then step; a rank whose gradients are not finite steps on the tables alone. Collective.
-
-        Returns:
-            False where the step is skipped on all ranks, since a table's gradient is not finite.
-        """
-        dense = [(p, p.grad) for p in self._parameters]
-        self._window.problem = ""  # raised here
-        with self._memory.stream_scope():
-            reduced = self._tables.reduce(problem)
-        if not reduced:
-            self.report = self.reducer.skip_together(True)
-            self._reference.watch()
-            return False
-        try:
-            for table, reducer in zip(self._tables.tables, self._tables.reducers, strict=True):
-                if reducer.sum is None:  # no rank has touched a row: as in torch alone
-                    table.grad = None
-            if not finite:
-                for parameter, _ in dense:
-                    parameter.grad = None
-            self._step_alone()
-        finally:
-            for parameter, gradient in dense:
-                parameter.grad = gradient
-            self._tables.put_back()
-        return True
-
     def _step_alone(self) -> None:
         """The wrapped optimizer's step on this rank's gradient."""
-        if self._window.whole and not self._tables:
+        if self._window.whole:
             self._window.add([True] * len(self._parameters))
         else:
             self._window.add(p.grad is not None for p in self._parameters)
@@ -460,15 +406,14 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             reference.look()  # the optimizer, or a hook of it, may have moved parameters
         new = window.renews
         if new or window.failed or reference.marked:
-            self._hash[REFERENCE] = reference.digest()
+            self._agreement.look()
         if new:
             problem = self._replica.unequal(problem)
         self._warn_of_lost()
         first = self.report is None and transport.rank == 0 and not problem
         if first and (warning := reduced_twice_warning(self._wrapped.all, "updates", self._replica.averaged)):
             warnings.warn(warning, stacklevel=4)
-        tables = bytes(table.grad is not None for table in self._tables.tables)
-        token = self._agreement.tell(bytes(window.present) + tables)
+        token = self._agreement.tell(bytes(window.present))
         if window.selected and self._selecting is not None and not problem:
             moved: Displacement = self._selecting.displacement
         else:
@@ -523,7 +468,6 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             if new:
                 self._share.renew(self.param_groups, self._forgetting.exchanges)
         window.failed = False
-        report.row_bytes = sum(each.bytes for each in self._tables.reports)
         self._end_window(factors)
         if new and self._ratio is not None:
             self._ratio.measure()
@@ -539,12 +483,6 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         self._reference.set_share(self._share.now)
         self._reference.show(factors)
         self._window.end()
-
-    def _reconcile(self) -> bytes:
-        """Where tokens tell that ranks may have parted: give all of them what some have written. Collective."""
-        self._reference.reconcile(self.reducer.transport)
-        self._hash[REFERENCE] = self._reference.digest()
-        return b""
 
 
 def _count(report: StepReport, sent: Traffic) -> None:

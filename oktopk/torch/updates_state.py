@@ -35,7 +35,7 @@ from oktopk.torch.states import (
     names_kept,
     on_host,
 )
-from oktopk.torch.step_agreement import groups_difference, numbers_of
+from oktopk.torch.step_agreement import UpdatesAgreement, groups_difference, numbers_of
 from oktopk.torch.window import Window
 
 
@@ -46,6 +46,7 @@ class UpdatesState(DistributedOptimizer):
     residual_decay: float
     """The power by which residuals forget; 0 where nothing is lost."""
 
+    _agreement: UpdatesAgreement
     _as_wrapped: AsWrapped
     _forgetting: ResidualDecay
     _kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
@@ -291,7 +292,10 @@ class UpdatesState(DistributedOptimizer):
         own["optimizer"]["state"], own["optimizer"]["param_groups"]
 
     def _compare_states(self, state: dict[str, Any]) -> None:
-        numbers_and_names = numbers_of(self._agreed(state["param_groups"])), names_kept(state["state"])
+        numbers_and_names = (
+            numbers_of(self._agreement.settings(state["param_groups"])),
+            names_kept(state["state"]),
+        )
         ranks, kept = zip(*self.reducer.transport.allgather_objects(numbers_and_names), strict=True)
         refuse(groups_difference(ranks) or kept_difference(kept))
 

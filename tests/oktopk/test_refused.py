@@ -31,6 +31,11 @@ def optimizer(comm: Any, kind: Any = SGD, tensors: Any = None, **settings: Any) 
     return DistributedOptimizer(kind(given, lr=1.0), comm, **settings)
 
 
+def embedding(comm: Any, **settings: Any) -> DistributedOptimizer:
+    table = nn.Embedding(9, 4, sparse=True).weight
+    return DistributedOptimizer(SGD([table], lr=1.0), comm, sparse=[table], **settings)
+
+
 MAKE: dict[str, Callable[..., Any]] = {
     "reducer": lambda comm, **given: GradientAllreduce(comm, **{"length": 100} | given),
     "buckets": lambda comm, **given: BucketedAllreduce(comm, **{"lengths": [100]} | given),
@@ -44,6 +49,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     ),
     "overlap": lambda comm, **given: optimizer(comm, **{"overlap": True} | given),
     "hook": oktopk.torch.OkTopkState,
+    "embedding": embedding,
 }
 ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
     ("reducer", {"density": 0.0}, r"density 0.0 is not in \(0, 1\]"),  # others are in test_settings
@@ -148,6 +154,7 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ("updates", {"every": 0}, "every 0 is not an integer >= 1"),
     ("updates", {"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
     ("updates", {"overlap": True}, "overlap=True is for sends='gradients'"),
+    ("embedding", {"sends": "updates"}, "tables with sparse gradients are for sends='gradients'"),
     ("updates", {"method": "dense"}, "method='dense' is for sends='gradients'"),
     ("updates", {"average": False}, "average=False is for sends='gradients'"),
     ("updates", {"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),

@@ -270,27 +270,6 @@ def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intra
     assert len(set(references(optimizer, comm))) == 1 and torch.isfinite(optimizer._reference.vector).all()
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(120)
-def test_beside_tables_and_a_gradscaler_a_problem_reaches_all_ranks(comm: MPI.Intracomm) -> None:
-    """Ranks agree on what scalers found, whether they can read their gradients or not; then they go on."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(50, 6, sparse=True), nn.Linear(6, 4))
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = DistributedOptimizer(inner, comm, density=0.2, sends="updates")
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        batch = torch.arange(5) + step + comm.rank
-        scaler.scale(model(batch).square().mean()).backward()
-        if step == 1 and comm.rank == 1:
-            model[1].weight.grad = model[1].weight.grad.to_sparse()
-        with pytest.raises(ValueError, match="rank 1: a gradient is sparse") if step == 1 else nullcontext():
-            scaler.step(optimizer)
-        scaler.update()
-    assert len(set(references(optimizer, comm))) == 1
-
-
 @pytest.mark.parametrize(("every", "ranks"), [(1, "all"), (4, "rank 0")])
 def test_another_memory_format_is_gone_on_with_and_parts_no_ranks(
     comm: MPI.Intracomm, every: int, ranks: str
