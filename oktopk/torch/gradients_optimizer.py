@@ -311,9 +311,6 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
                         "the state has buckets of parameters in another order: pass the order that it was taken with"
                     )
 
-    def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
-        return [memo[id(parameter)] for parameter in self._wrapped.all] if self._in_buckets else None
-
     def _let_go(self) -> None:
         """Take hooks away that `_prepare` has set."""
         if self._loaded_hook is not None:

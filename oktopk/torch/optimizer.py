@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +20,12 @@ from collectives.connect import communicator, connect
 from collectives.limit import Limit
 from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
-from oktopk.buckets import BucketedAllreduce
-from oktopk.damage import StateError
-from oktopk.elastic import check_redistributed, of_rank, saved_rank, without_residual
 from oktopk.results import StepReport
 from oktopk.rows import RowReport
 from oktopk.settings import Settings, check_names, plain, timeout_of
-from oktopk.state import check_state
 from oktopk.torch.agreement import (
     check_reduced_once,
     check_wrapping,
-    compare_states,
     compared,
     register_reducer,
     replaced_warning,
@@ -49,21 +43,12 @@ from oktopk.torch.overlap import (
     check_buckets,
 )
 from oktopk.torch.replica import Replica
+from oktopk.torch.saved_optimizer import SavedOptimizer
 from oktopk.torch.sharded_replica import ShardedReplica
 from oktopk.torch.shards import check_shards
-from oktopk.torch.states import (
-    as_arrays,
-    as_tensors,
-    by_rank,
-    check_groups,
-    check_kept,
-    load_state,
-    not_saved_of,
-)
 from oktopk.torch.step_agreement import numbers_of
 from oktopk.torch.tables import SparseTables, check_tables
 from oktopk.torch.trained import TrainedParameters
-from oktopk.torch.wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
     from collectives.connect import Communicator
@@ -74,7 +59,7 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 
-class DistributedOptimizer(WrappedOptimizer):
+class DistributedOptimizer(SavedOptimizer):
     """Sums what the ranks' optimizers need: their gradients, or, around AdamW, what their optimizers changed.
 
     What it makes is an `oktopk.torch.gradients_optimizer.GradientsOptimizer`, or by default of optimizers with `betas` an
@@ -165,12 +150,6 @@ class DistributedOptimizer(WrappedOptimizer):
     report: StepReport | None = None
     """The last step: what was selected, sent and timed; None before the first one."""
 
-    reducer: GradientAllreduce | BucketedAllreduce
-    """What sums over the ranks."""
-
-    chosen: str = ""
-    """What settings="auto" took and why, in a sentence; "" without it."""
-
     _called = "DistributedOptimizer"
     _kinds: ClassVar[
         dict[str, type[DistributedOptimizer]]
@@ -178,10 +157,8 @@ class DistributedOptimizer(WrappedOptimizer):
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
     _applied: Tensor  # the update in the parameters' type
-    _left_out = ""  # by get_optimizer_state_dict, beside residuals
     _open: Sequence[str] = ()  # settings that settings="auto" chose
     _hosts: Sequence[int] = ()  # of the ranks, where it chose
-    _not_saved = ""  # what a state that was loaded lacks, for the next step to warn of
 
     def __init_subclass__(cls, sends: str = "", **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -351,21 +328,9 @@ class DistributedOptimizer(WrappedOptimizer):
         return choice.settings
 
     def _settle(self) -> None:
-        """Keep what the reducer has as arguments, for a copy, and let it load states of any ways that were open."""
-        ways = self._ways()
-        if self._sends == "updates":
-            del ways["levels"]  # they follow from `replica`
-        self._arguments |= {"settings": None, "compute_ms": None} | ways
+        """Let the reducer load states of any ways that were open."""
         for reducer in self._engine.bucketed.buckets:
             reducer.follows = [name for name in self._open if name != "levels"]
-
-    def _ways(self) -> dict[str, str]:
-        """What the reducer has of OPEN."""
-        settings = self.reducer.settings
-        return {"wire": settings.wire, "levels": self.reducer.levels, "exchange": settings.exchange}
-
-    def _follow_levels(self, state: Any) -> None:
-        """Before the first step, where levels were open, take those of a state that all ranks are about to load. Collective."""
 
     # what each kind has of its own
 
@@ -529,171 +494,6 @@ class DistributedOptimizer(WrappedOptimizer):
         raise RuntimeError(
             "parameters cannot be added to a DistributedOptimizer: wrap the optimizer that has them all"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, and under "reducer" this rank's own, see `oktopk.elastic.of_rank`.
-
-        Tensors and plain values only. Every rank saves its own. What takes the optimizer's part alone, as
-        `get_optimizer_state_dict` of `torch.distributed.checkpoint` does, drops the residuals; a state without "reducer" is
-        loaded as that of an optimizer that was not wrapped.
-        """
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where this rank's `state_dict` was taken, bit for bit. Collective: every rank must call.
-
-        A state without "reducer", as of an optimizer that was not wrapped, starts with empty residuals; rank 0 warns. So does one
-        rank's state on every rank, as of a framework that saves rank 0's alone; there the next step warns, unless each rank's own
-        is loaded before it.
-
-        Raises:
-            ValueError: the state is of another length or method, of other buckets or of parameters in another order, or only some
-                ranks' have "reducer", or is no dict; on every rank alike.
-        """
-        given: Any = state_dict
-        if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
-            given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
-        before = self._ways()
-        self._follow_levels(given)
-        whose = "a state that was refused"
-        try:
-            super().load_state_dict(given)
-            whose = "a loaded state"
-        finally:
-            if self._open:
-                self._settle()
-            if before != (ways := self._ways()):
-                listed = ", ".join(f"{name}={way!r}" for name, way in ways.items())
-                self.chosen += f"; then {listed} of {whose}"
-        self._replica.reshard()
-
-    def _state(self) -> dict[str, Any]:
-        own = {"reducer": as_tensors(self._reducer_state())}
-        own |= {"tables": self._tables.state()} if self._tables else {}
-        rank = self.reducer.transport.rank
-        return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
-
-    def _reducer_state(self) -> dict[str, Any]:
-        return self.reducer.state_dict()
-
-    def _load(self, state: dict[str, Any]) -> None:
-        own, empty = of_rank(state.pop("updates", None)), ""
-        if own is not None:
-            state.pop("reducer", None)  # residuals of updates, which are of another size than gradients
-            if own.get("sharding") is not None:
-                empty = "the state has moments of a host's shards, which only updates on the same hosts go on with: none are kept"
-        self._load_parts(state, empty=empty)
-
-    def _load_parts(
-        self,
-        state: dict[str, Any],
-        check: Callable[[dict[str, Any], dict[str, Any], bool], None] = lambda given, same, lost: None,
-        empty: str = "",
-        also: str = "",
-    ) -> None:
-        """Load what is no kind's own: the wrapped optimizer's part, the reducer's, the tables'. Collective.
-
-        Args:
-            state: as `_state` returns it.
-            check: raises StateError where this rank cannot load what is of a kind; fills in what of it is to be equal on all
-                ranks, and on those of a replica; knows whether all ranks load the state of one, so that the others' is lost.
-            empty: why residuals start empty, in a sentence, where the state has none.
-            also: as `not_saved_of`.
-
-        Raises:
-            ValueError: on every rank alike. What the ranks have not found before the first part is loaded leaves parts loaded.
-        """
-        what, saved = "load_state_dict", saved_rank(state)
-        reducer, tables = of_rank(state.pop("reducer", None)), of_rank(state.pop("tables", None))
-        transport = self.reducer.transport
-        with self._replica.together(what):
-            self.reducer.meet(what)
-            not_saved = not_saved_of(saved, transport, also)
-            if not_saved:
-                reducer = without_residual(reducer, transport.rank, transport.size, self.hosts)
-                tables = None
-            reducer = None if reducer is None else as_arrays(reducer)
-            # the ranks that have another shard must not load theirs either
-            with transport.together(ValueError) as given, self._replica.agree(what) as same:
-                check_redistributed(state)
-                check(given, same, bool(not_saved))
-                given |= {"whether the state has residuals": reducer is not None}
-                given |= {"whether the state has tables": tables is not None}
-                self._check_parts(state, reducer, tables)
-                if self._replica.sharded and reducer is not None:
-                    check_state(reducer, self._one_vector)
-                same |= {"the groups of the state": numbers_of(state["param_groups"])}
-            self._compare_states(state)
-            if reducer is not None and self._replica.sharded:
-                self._one_vector.agree_on_state(reducer)
-        with self._replica.together(what):  # what raised above has changed no shard
-            self._engine.load(reducer, tables)
-            if reducer is None and transport.rank == 0:
-                empty = empty or (
-                    "the state is that of an optimizer that was not wrapped, or came by "
-                    f"get_optimizer_state_dict, which leaves out residuals{self._left_out} "
-                    "(docs/checkpoints.md has what keeps them)"
-                )
-                warnings.warn(f"{empty}: residuals start empty, thresholds anew", stacklevel=5)
-            with transport.together(StateError):
-                try:
-                    self._load_wrapped(state)
-                except Exception as error:  # of the wrapped optimizer, perhaps on this rank alone
-                    raise StateError(
-                        f"the wrapped optimizer does not load its state: {type(error).__name__} {error}"
-                    ) from error
-        self._not_saved = not_saved
-
-    def _load_wrapped(self, state: dict[str, Any]) -> None:
-        """Load what is the wrapped optimizer's own."""
-        load_state(self.inner, state)
-
-    @property
-    def _one_vector(self) -> GradientAllreduce:
-        """The reducer, where it has no buckets."""
-        assert isinstance(self.reducer, GradientAllreduce)
-        return self.reducer
-
-    def _check_parts(self, state: dict[str, Any], reducer: Any, tables: Any) -> None:
-        """Raise StateError where this rank cannot load a state, but for what the reducer looks for itself."""
-        check_groups(self.inner, state)
-        check_kept(self.inner, state)
-        if tables is not None:
-            self._tables.check_state(tables)
-
-    def _warn_of_lost(self) -> None:
-        """In the first step after such a state: until then each rank's own may be loaded."""
-        if self._not_saved and self.reducer.transport.rank == 0:
-            warnings.warn(self._not_saved, stacklevel=5)
-        self._not_saved = ""
-
-    def _compare_states(self, state: dict[str, Any]) -> None:
-        """Raise ValueError where the wrapped optimizer's states that ranks are about to load differ. Collective."""
-        compare_states(self.reducer.transport, state)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
-        """A copy of the optimizer, its parameters and this rank's reducer; without hooks, as torch's. Collective.
-
-        The communicator must not have been freed.
-        """
-        self.reducer.meet("deepcopy")
-        inner = copy.deepcopy(self.inner, memo)
-        copied = type(self)(
-            inner,
-            order=self._copied_order(memo),
-            sparse=[memo[id(table)] for table in self._tables.tables],
-            **self._arguments,
-        )
-        copied._engine.load(self.reducer.state_dict(), self._tables.state())
-        copied.report, copied.chosen = self.report, self.chosen
-        copied._open, copied._hosts = self._open, self._hosts
-        if self._open:
-            copied._settle()
-        return copied
-
-    def _copied_order(self, memo: dict[int, Any]) -> list[Tensor] | None:
-        """The argument `order` of a copy."""
-        return None
 
     @closes
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Iterator
@@ -298,25 +297,6 @@ class UpdatesState(DistributedOptimizer):
         )
         ranks, kept = zip(*self.reducer.transport.allgather_objects(numbers_and_names), strict=True)
         refuse(groups_difference(ranks) or kept_difference(kept))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UpdatesState:
-        """As `DistributedOptimizer.__deepcopy__`. Collective."""
-        if not self._replica.plain:
-            raise RuntimeError(
-                "a DistributedOptimizer of sharded parameters cannot be copied, as FSDP2's modules cannot: save its state_dict()"
-            )
-        with self._lent():
-            copy.deepcopy(self.inner, memo)
-        with torch.no_grad():
-            for parameter, view in zip(self._parameters, self._reference.views, strict=True):
-                memo[id(parameter)].detach().copy_(view)  # equal on all ranks, as at construction
-        copied: UpdatesState = super().__deepcopy__(memo)  # type: ignore[assignment]
-        with torch.no_grad():
-            own = self._own_state()
-            copied._reference.residual.gather()
-            copied._load_counts(own)
-            copied._go_on(own)
-        return copied
 
     @closes
     @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NoReturn
 
 import torch
@@ -86,10 +85,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load what `_state` returned."""
         self.inner.load_state_dict(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedOptimizer:
-        return type(self)(copy.deepcopy(self.inner, memo))
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {self._called or type(self).__name__} cannot be pickled, as it belongs to this process: save its state_dict()"
+            f"a {self._called or type(self).__name__} cannot be pickled or copied, as it belongs to this process: "
+            "save its state_dict()"
         )

@@ -50,9 +50,6 @@ def test_all_ranks_take_what_rank_0_predicts(comm: MPI.Intracomm, monkeypatch: p
         assert f"settings='auto': wire={wire!r}, levels='flat'" in repr(optimizer)
         assert step(optimizer, 0).count_nonzero() and optimizer.report is not None
         assert (optimizer.report.wire, optimizer.reducer.settings.density) == (wire, 0.05)
-        copied = copy.deepcopy(optimizer)
-        assert (copied.reducer.settings, copied.chosen) == (optimizer.reducer.settings, optimizer.chosen)
-        copied.close()
         optimizer.close()
 
 
@@ -96,10 +93,7 @@ def test_the_wire_of_a_loaded_state_wins(
         refusing.load_state_dict(state)
     refusing.close()
     optimizer = make(comm, kind, settings="auto")
-    twin = copy.deepcopy(optimizer)
-    twin.load_state_dict(copy.deepcopy(state))
-    assert twin.reducer.settings.wire == "int4" != optimizer.reducer.settings.wire
-    twin.close()
+    assert optimizer.reducer.settings.wire != "int4"
     optimizer.param_groups[0]["params"][0].detach().copy_(held)
     optimizer.load_state_dict(copy.deepcopy(state))
     assert torch.equal(step(optimizer, 1), expected)
@@ -139,13 +133,9 @@ def test_the_exchange_of_a_loaded_state_wins(
     step(optimizer, 0)
     optimizer.param_groups[0]["params"][0].detach().copy_(held)
     optimizer.load_state_dict(copy.deepcopy(state))
-    twin = copy.deepcopy(optimizer)
-    for each in (optimizer, twin):
-        assert torch.equal(step(each, 1), expected)
-        assert (
-            each.reducer.settings.exchange == saved and f"exchange={saved!r} of a loaded state" in each.chosen
-        )
-    twin.close()
+    assert torch.equal(step(optimizer, 1), expected)
+    assert optimizer.reducer.settings.exchange == saved
+    assert f"exchange={saved!r} of a loaded state" in optimizer.chosen
     unknown = copy.deepcopy(state)
     saved_part = next(iter(unknown["reducer"].values()))[0]
     for part in saved_part.get("buckets", {"": saved_part}).values():

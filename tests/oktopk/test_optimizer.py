@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +98,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero(comm: MPI.Intracomm) -> N
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_reloaded_run_and_a_copy_continue_bit_for_bit(
+def test_a_reloaded_run_continues_bit_for_bit(
     comm: MPI.Intracomm, made: Callable[[], nn.Module], inner: str, more: dict[str, Any]
 ) -> None:
     settings = {"density": 0.05, "threshold_interval": 3, "boundary_interval": 4} | more
@@ -109,21 +108,18 @@ def test_a_reloaded_run_and_a_copy_continue_bit_for_bit(
     train(model, optimizer, comm.rank, range(4))
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
-    copied = copy.deepcopy((model, optimizer))
-    assert copied[1].inner.param_groups[0]["params"][0] is next(copied[0].parameters())
     saved.seek(0)
     state = torch.load(saved, weights_only=True)
     resumed.load_state_dict(state["model"])
     continued = wrap(resumed, comm, inner, **settings)
     continued.load_state_dict(state["optimizer"])
     before = flat(model)
-    for each, its in (copied, (resumed, continued), (model, optimizer)):
+    for each, its in ((resumed, continued), (model, optimizer)):
         assert not np.array_equal(flat(each), flat(undisturbed))
         train(each, its, comm.rank, range(4, 9))
         assert np.array_equal(flat(each), flat(undisturbed))
         assert all(report.step == its.report.step == 8 for report in its.table_reports)
         assert each is model or np.array_equal(flat(model), before)
-    copied[1].close()
 
 
 def test_learning_rate_schedulers_and_closures_work_on_the_wrapper(

@@ -419,8 +419,6 @@ def test_buckets_follow_the_model_where_groups_part_weights_from_biases(comm: MP
     optimizer.step()
     train(model, optimizer, comm.rank, range(1, 4))
     state = copy.deepcopy(optimizer.state_dict())
-    copied = copy.deepcopy(optimizer)  # without the model, whose order it keeps
-    assert lengths_of(copied) == lengths_of(optimizer)
     resumed = network()
     again = DistributedOptimizer(parted(resumed), comm, **ORDERED, order=resumed.parameters())
     resumed.load_state_dict(model.state_dict())

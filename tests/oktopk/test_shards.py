@@ -319,8 +319,6 @@ def test_closed_optimizers_leave_the_agreed_model_and_may_be_wrapped_again(
     train(model, optimizer, comm.rank, range(3))
     with pytest.raises(ValueError, match=r"a DistributedOptimizer is around this optimizer already"):
         DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
-    with pytest.raises(RuntimeError, match="of sharded parameters cannot be copied"):
-        copy.deepcopy(optimizer)
     optimizer.close()
     assert len(set(comm.allgather(whole(model).tobytes()))) == 1
     DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
