@@ -203,11 +203,6 @@ class GradientsInPlace:
         return vector
 
     @property
-    def vector(self) -> Tensor:
-        """As `collect`."""
-        return self.collect()
-
-    @property
     def filled(self) -> Tensor:
         """The vector, as the last `collect` left it."""
         if self._vector is None:

@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -123,18 +121,6 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     @property
     def _in_buckets(self) -> bool:
         return isinstance(self.reducer, BucketedAllreduce)
-
-    @property
-    def gradient(self) -> NDArray[np.float32]:
-        """float32[n]: this rank's flat gradient, as the last step took it, on the host.
-
-        To be asked for before the next backward pass or `zero_grad`. On the CPU a view, valid until then; from a GPU, and of
-        buckets, a copy.
-        """
-        vector = self._gradients.vector
-        if self._in_buckets:
-            vector = torch.cat([vector[each] for each in reversed(self._layout.slices)])
-        return vector.float().cpu().numpy()
 
     @property
     def overlapped(self) -> BackwardBuckets | None:

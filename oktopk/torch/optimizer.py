@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
@@ -352,11 +351,6 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _prepare(self, gradient_type: str, overlap: bool) -> None:
         """Set up what a step reads and writes, once there is a reducer. Collective."""
-        raise NotImplementedError
-
-    @property
-    def gradient(self) -> NDArray[np.float32]:
-        """float32[n]: this rank's flat gradient, on the host."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -130,13 +130,6 @@ class UpdatesState(DistributedOptimizer):
 
     # state
 
-    @property
-    def gradient(self) -> Any:
-        """float32[n]: this rank's gradient as it is now, on the host; zero where there is none."""
-        with self._replica.gradients():
-            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-            return torch.cat([part.detach().reshape(-1).float() for part in parts]).cpu().numpy()
-
     def state_dict(self) -> dict[str, Any]:
         """As `DistributedOptimizer.state_dict`, and under "updates" the reference and what this rank's parameters hold.
 
