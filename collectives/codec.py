@@ -86,7 +86,7 @@ class WireLayout:
     words: int = 0
 
 
-@functools.lru_cache(256)  # a step asks for that of each list twice
+@functools.lru_cache(1 << 13)  # a step asks for that of each list twice, and has lists of each rank
 def wire_layout(bits: int, count: int, lower: int, upper: int) -> WireLayout:
     """The layout of `count` entries with indices in [lower, upper) and values of so many bits."""
     length = upper - lower

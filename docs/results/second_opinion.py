@@ -20,7 +20,7 @@ from docs.results.replayed import LATENCY, NO_KERNELS, WORKLOADS, ms, rows
 from jobs.render.chart import title_of
 from oktopk.replay.engine import replay
 from oktopk.replay.network import Level, Network
-from oktopk.replay.program import RANK, SHIFT, program_of
+from oktopk.replay.program import program_of
 from oktopk.replay.recording import Step
 from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT
 from oktopk.settings import Settings
@@ -44,9 +44,10 @@ def traces(program, folder):
     """Write a trace of each rank, and their list; returns its path."""
     files = []
     for rank in range(program.ranks):
+        partners = program.partners(rank)
         begin, end = (0, program.start[1]) if program.shared else program.start[rank : rank + 2]
         lines = [f"{rank} init"]
-        lines += [line for i in range(begin, end) for line in words(program, rank, i)]
+        lines += [line for i in range(begin, end) for line in words(program, partners, rank, i)]
         path = folder / f"{rank}.txt"
         path.write_text("\n".join([*lines, f"{rank} finalize"]) + "\n")
         files.append(str(path))
@@ -55,18 +56,18 @@ def traces(program, folder):
     return whole
 
 
-def words(program, rank, i):
+def words(program, partners, rank, i):
     """The lines of an operation. A message's tag is its number at the sender."""
     kind = program.kind[i]
     if kind == COMPUTE:
         return
     if kind == WAIT:
         for j in program.waits[program.first[i] : program.first[i + 1]]:
-            other, sends = partner(program, rank, j), program.kind[j] == SEND
+            other, sends = partners[j], program.kind[j] == SEND
             source, dest = (rank, other) if sends else (other, rank)
             yield f"{rank} wait {source} {dest} {program.slot[j] if sends else program.match[j]}"
         return
-    other, size = partner(program, rank, i), max(1, int(program.amount[i]))
+    other, size = partners[i], max(1, int(program.amount[i]))
     if kind == SEND:
         yield f"{rank} isend {other} {program.slot[i]} {size} {BYTE}"
     else:
@@ -75,16 +76,6 @@ def words(program, rank, i):
             size + size // 16 + 1
         )  # with one program for all ranks a message may be 5 % longer at the other end
         yield f"{rank} irecv {other} {program.match[i]} {room} {BYTE}"
-
-
-def partner(program, rank, i):
-    """The rank at the other end of a message."""
-    rule, argument, stride = program.rule[i], program.argument[i], program.stride[i]
-    if rule == RANK:
-        return argument
-    place = rank // stride % program.group[i]
-    other = (place + argument) % program.group[i] if rule == SHIFT else place ^ argument
-    return rank + (other - place) * stride
 
 
 def simulated(program, level):

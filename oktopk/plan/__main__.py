@@ -22,6 +22,7 @@ from oktopk.plan.rows import (
     EVERY,
     METHODS,
     MOST_FLAT,
+    MOST_HOSTS,
     WIRES,
     Job,
     Row,
@@ -47,7 +48,7 @@ TOO_SHORT = (
 )
 _SHOWN = 16
 _MOST_HOSTS = 512  # of a picture
-_MOST, _MOST_GPUS = 4096, 16  # of a plan
+_MOST_GPUS = 16  # of a plan
 _PATIENCE = 2.5e-6  # seconds that the replay of a message takes
 
 
@@ -76,7 +77,7 @@ def plan(options: argparse.Namespace) -> str:
     hosts, many = options.hosts, options.gpus
     if hosts * many < 2:
         raise LinksError("one rank exchanges nothing: give several --hosts or several --gpus")
-    for value, most, name in ((hosts, _MOST, "--hosts"), (many, _MOST_GPUS, "--gpus")):
+    for value, most, name in ((hosts, MOST_HOSTS, "--hosts"), (many, _MOST_GPUS, "--gpus")):
         if value > most:
             raise LinksError(f"{name} {value} is above {most}, the most that a plan takes")
     job = Job(parameters_of(options.parameters), compute_of(options.compute_ms), hosts, many)
@@ -103,8 +104,9 @@ def plan(options: argparse.Namespace) -> str:
 
 def _announce(job: Job, options: argparse.Namespace) -> None:
     """Say how long it takes, where that is long."""
-    several = job.hosts > 1 and job.ranks_per_host > 1
-    flat = job.ranks <= MOST_FLAT or "flat" in options.levels or not several
+    if job.ranks_per_host == 1:
+        return
+    flat = job.ranks <= MOST_FLAT or "flat" in options.levels or job.hosts == 1
     each = _PATIENCE * job.ranks * (job.ranks if flat else job.hosts)
     steps = len(options.methods) * len(options.densities) * len(options.wires)
     if each * steps > 60:

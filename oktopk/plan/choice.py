@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from collectives.host_transport import HostTransport
@@ -12,14 +14,18 @@ from oktopk.methods import METHODS
 from oktopk.plan.rows import (
     EVERY,
     MOST_FLAT,
+    MOST_HOSTS,
     Job,
     Row,
     best_first,
     is_soon_replayed,
-    sparse_rows,
+    least_seconds,
+    rows_of,
+    steps_of,
 )
 from oktopk.replay.links import DEVICES, LinksError, links_of
-from oktopk.replay.network import Level
+from oktopk.replay.network import Level, Network
+from oktopk.replay.prediction import Kernels
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings
 
@@ -127,10 +133,11 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
         raise LinksError(f"bandwidth is not known within {SECONDS:g} s where messages take so long")
     job = Job(wanted.length, wanted.compute or 0.0, len(links.hosts), links.ranks_per_host)
     levels = _levels(hosts, wanted)
-    if job.ranks > MOST_FLAT and "flat" in levels:
+    most = MOST_FLAT if job.ranks_per_host > 1 else MOST_HOSTS
+    if job.ranks > most and "flat" in levels:
         levels.remove("flat")
     if not levels:
-        raise LinksError(f"flat steps of more than {MOST_FLAT} ranks take long to predict")
+        raise LinksError(f"flat steps of more than {most} ranks take long to predict")
     exchange = wanted.settings.exchange
     for among in (job.ranks if level == "flat" else job.hosts for level in levels):
         if exchange == "grid" and not is_soon_replayed(among):
@@ -139,18 +146,9 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
     wires = [wanted.settings.wire]
     if wires == ["auto"]:
         wires = ["plain", "float32"] if METHODS[wanted.method].coded else ["plain"]
-    rows = sparse_rows(
-        job,
-        network,
-        DEVICES[wanted.device],
-        [wanted.method],
-        [wanted.settings.density],
-        wires,
-        levels,
-        [1] if wanted.compute is None else EVERY,
-        wanted.updates,
-        exchange,
-    )
+    method, density = [wanted.method], [wanted.settings.density]
+    steps = steps_of(job, method, density, wires, levels, wanted.updates, exchange)
+    rows = _fastest(job, network, DEVICES[wanted.device], [*steps], [1] if wanted.compute is None else EVERY)
     best = best_first([row for row in rows if row.every == 1])[0]
     seldom = best_first(rows)[0]
     if best.seconds > WORTH * seldom.seconds:
@@ -162,6 +160,19 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
         chosen["levels"] = "flat"
     chosen = {name: value for name, value in chosen.items() if getattr(wanted.settings, name) == "auto"}
     return Choice(_sentence(best, job, between["latency"], links.between), chosen, best.every)
+
+
+def _fastest(
+    job: Job, network: Network, kernels: Kernels, steps: list[Step], every: Sequence[int]
+) -> list[Row]:
+    """Rows of steps, the fastest one among them: those that cannot be faster are left out, as whole replays take long."""
+    bounds = [job.compute + least_seconds(step, network, kernels) for step in steps]
+    rows: list[Row] = []
+    for bound, step in sorted(zip(bounds, steps, strict=True), key=itemgetter(0)):
+        if any(row.seconds < bound for row in rows if row.every == 1):
+            break
+        rows += rows_of(job, network, kernels, step, every)
+    return rows
 
 
 def _levels(hosts: list[int], wanted: Wanted) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from collectives.grid import rows_of_grid
@@ -22,8 +23,10 @@ DENSITIES = (0.0125, 0.0625)
 WIRES = ("float32", "int4")
 EVERY = (1, 4)
 
+MOST_HOSTS = 4096
+
 MOST_FLAT = 1024
-"""Ranks beyond which flat steps are replayed only where asked for: a minute each."""
+"""Ranks beyond which flat steps with several ranks a host are replayed only where asked for: a minute each."""
 
 LEAST_GRID = 16
 """Ranks below which an exchange over a grid was the faster one of no replay, see docs/results/replayed.md."""
@@ -134,23 +137,49 @@ def sparse_rows(
     Raises:
         ValueError: nothing can be exchanged, or a density is too low or too high for it.
     """
-    several = job.hosts > 1 and job.ranks_per_host > 1
+    steps = steps_of(job, methods, densities, wires, levels, updates, exchange)
+    return [row for step in steps for row in rows_of(job, network, kernels, step, every)]
+
+
+def steps_of(
+    job: Job,
+    methods: Sequence[str],
+    densities: Sequence[float],
+    wires: Sequence[str],
+    levels: Sequence[str],
+    updates: bool,
+    exchange: str,
+) -> Iterator[Step]:
+    """The steps of `sparse_rows`."""
+    hosts, many = job.hosts, job.ranks_per_host
+    several = hosts > 1 and many > 1
     if not levels:
         levels = ["hosts"] if several else []
         levels += ["flat"] if job.ranks <= MOST_FLAT or not several else []
     elif not several:
         levels = ["flat"]
-    rows = []
-    for method in methods:
-        for density in densities:
-            for wire in wires:
-                for level in levels:
-                    chosen: dict[str, Any] = {"wire": wire, "levels": level, "exchange": exchange}
-                    settings = Settings(density=density, **chosen)
-                    hosts, many = job.hosts, job.ranks_per_host
-                    step = Step(method, job.parameters, hosts, many, settings, updates=updates)
-                    rows += _rows_of(job, network, kernels, step, every)
-    return rows
+    for method, density, wire, level in product(methods, densities, wires, levels):
+        chosen: dict[str, Any] = {"wire": wire, "levels": level, "exchange": exchange}
+        yield Step(method, job.parameters, hosts, many, Settings(density=density, **chosen), updates=updates)
+
+
+_SOONER = 0.98
+"""Of the time of one host that is replayed for all: a whole replay was sooner by 0.02 % at most."""
+
+
+def least_seconds(step: Step, network: Network, kernels: Kernels) -> float:
+    """What no row of a step is below, replayed fast: the least of its exchanges, see `predict`."""
+    ways = [step, *_over_grid(step)]
+    mean = mean_seconds(step, network, kernels) if step.two_levels and step.updates else 0.0
+    return mean + _SOONER * min(predict(each, network, kernels, least=True).seconds for each in ways)
+
+
+def _over_grid(step: Step) -> list[Step]:
+    """The step over a grid, where its exchange is "auto" and a grid may pay."""
+    among, exchange = step.among, step.settings.exchange
+    may_pay = KINDS[step.method].over_grid and among >= LEAST_GRID and is_soon_replayed(among)
+    over_grid = replace(step, settings=replace(step.settings, exchange="grid"))
+    return [over_grid] if may_pay and exchange == "auto" else []
 
 
 def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Prediction:
@@ -159,16 +188,15 @@ def _of_faster_exchange(step: Step, network: Network, kernels: Kernels) -> Predi
     It must be so without times of calls, too: on GPUs these are of whole stages, of which a
     direct exchange among many ranks has many.
     """
-    direct, among = predict(step, network, kernels), step.among
-    may_pay = KINDS[step.method].over_grid and among >= LEAST_GRID and is_soon_replayed(among)
-    if step.settings.exchange != "auto" or not may_pay:
-        return direct
-    grid = replace(step, settings=replace(step.settings, exchange="grid"))
-    over_grid = predict(grid, network, kernels)
-    faster, bare = WORTH_GRID * over_grid.seconds < direct.seconds, kernels.without_calls()
-    if faster and bare != kernels:
-        faster = WORTH_GRID * predict(grid, network, bare).seconds < predict(step, network, bare).seconds
-    return over_grid if faster else direct
+    direct = predict(step, network, kernels)
+    for grid in _over_grid(step):
+        over_grid = predict(grid, network, kernels)
+        faster, bare = WORTH_GRID * over_grid.seconds < direct.seconds, kernels.without_calls()
+        if faster and bare != kernels:
+            faster = WORTH_GRID * predict(grid, network, bare).seconds < predict(step, network, bare).seconds
+        if faster:
+            return over_grid
+    return direct
 
 
 def is_soon_replayed(ranks: int) -> bool:
@@ -179,14 +207,14 @@ def is_soon_replayed(ranks: int) -> bool:
     return ranks <= RECORDED or ranks % rows_of_grid(ranks) == 0
 
 
-def _rows_of(
+def rows_of(
     job: Job,
     network: Network,
     kernels: Kernels,
     step: Step,
     every: Sequence[int],
 ) -> list[Row]:
-    """A step's row for each number of steps between exchanges."""
+    """A step's row for each number of steps between exchanges, directly or over a grid."""
     found = _of_faster_exchange(step, network, kernels)
     two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks

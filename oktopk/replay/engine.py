@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.compiled import compiled
 from oktopk.replay.network import Network
-from oktopk.replay.program import Program
+from oktopk.replay.program import AWAY, Program
 from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WORK
 
 _NEVER = np.nan
@@ -129,6 +129,12 @@ def _partner(rank, rule, argument, stride, size):  # type: ignore[no-untyped-def
     return rank + (other - place) * stride
 
 
+@register_jitable
+def _level(rule, host, other):  # type: ignore[no-untyped-def]
+    """1 of a message between hosts, 0 inside one."""
+    return 1 if rule == AWAY or host != other else 0
+
+
 @compiled()
 def _run(  # type: ignore[no-untyped-def]
     program, operation, hosts, levels, rates, ended, computed, overheads, host_bytes, sent, arrived
@@ -175,7 +181,7 @@ def _run(  # type: ignore[no-untyped-def]
                 i = operation[message]
                 source = np.searchsorted(start, i, side="right") - 1
             dest = _partner(source, rules[i], arguments[i], strides[i], groups[i])
-            level = 1 if hosts[source] != hosts[dest] else 0
+            level = _level(rules[i], hosts[source], hosts[dest])
             latency, gap, per_byte, eager = (
                 levels[level, 0],
                 levels[level, 2],
@@ -232,7 +238,7 @@ def _run(  # type: ignore[no-untyped-def]
                 now += spent
             elif kind in (SEND, RECEIVE):
                 other = _partner(rank, rules[i], arguments[i], strides[i], groups[i])
-                level = 1 if hosts[rank] != hosts[other] else 0
+                level = _level(rules[i], hosts[rank], hosts[other])
                 latency, overhead, per_byte, eager = (
                     levels[level, 0],
                     levels[level, 1],
@@ -282,7 +288,7 @@ def _run(  # type: ignore[no-untyped-def]
                     spent = 0.0
                     if kinds[j] == RECEIVE:
                         other = _partner(rank, rules[j], arguments[j], strides[j], groups[j])
-                        level = 1 if hosts[rank] != hosts[other] else 0
+                        level = _level(rules[j], hosts[rank], hosts[other])
                         spent = levels[level, 1] + levels[level, 4] * amounts[j]
                     end, m = done[slots[rank] + slot[j]], n
                     while m > 0 and came[m - 1] > end:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oktopk.replay.engine import replay
 from oktopk.replay.network import Network
-from oktopk.replay.program import RECORDED, program_of, program_of_mean
+from oktopk.replay.program import RECORDED, of_one_host, program_of, program_of_mean
 from oktopk.replay.recording import Step
 from oktopk.replay.valueless import WORK
 
@@ -67,17 +68,26 @@ class Prediction:
     extrapolated: bool
 
 
-def predict(step: Step, network: Network, kernels: Kernels) -> Prediction:
+_program = lru_cache(8)(program_of)
+"""Of the latest steps: the same ones are replayed with other kernels, too."""
+
+
+def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = False) -> Prediction:
     """Replay one step.
+
+    With one rank a host one of them is replayed for all, see `of_one_host`: the times are the same.
 
     Args:
         network: its `ranks_per_host` is the step's.
+        least: replay one host for all also with several ranks a host. Hosts then take messages that come at once in one order,
+            which is sooner, by 17 % at most where it was compared, and much faster to replay; once it was later, by 0.02 %.
 
     Raises:
         ValueError: the step cannot be replayed.
     """
-    made = program_of(step)
-    done = replay(made, network, kernels.rates(network))
+    made, many = _program(step), step.ranks_per_host
+    alone = of_one_host(made, many) if least or many == 1 else made
+    done = replay(alone, network, kernels.rates(network))
     by_kind = done.computed.mean(axis=0)
     return Prediction(
         step,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,8 @@ from oktopk.replay.valueless import (
 RECORDED = 64
 """Ranks up to which every rank is recorded."""
 
-SHIFT, XOR, RANK = range(3)
-"""Rules for partners: a distance in the group, a mask of places in it, or a rank's number."""
+SHIFT, XOR, RANK, AWAY = range(4)
+"""Rules for partners: a distance in the group, a mask of places in it, or a rank's number; AWAY: on another host."""
 
 _SPREAD = 0.05  # share by which a message's bytes may differ between ranks, for one rule
 
@@ -80,8 +80,18 @@ class Program(NamedTuple):
         total = float(self.amount[(self.kind == SEND) & ~self.control].sum())
         return total if self.shared else total / self.ranks
 
+    def partners(self, rank: int) -> NDArray[np.int64]:
+        """int64[operations], the rank at the other end of each message of a rank; of others anything.
 
-@dataclass
+        Args:
+            rank: of a program that is not shared only its own operations count.
+        """
+        place = rank // self.stride % self.group
+        there = np.where(self.rule == SHIFT, (place + self.argument) % self.group, place ^ self.argument)
+        return np.where(self.rule >= RANK, self.argument, rank + (there - place) * self.stride)
+
+
+@dataclass(slots=True)
 class Entry:
     """An operation with the rule of its partner."""
 
@@ -108,6 +118,64 @@ def program_of(step: Step) -> Program:
     return make_program([_by_rank(record_step(step, rank), rank) for rank in everyone], step.ranks)
 
 
+def of_one_host(program: Program, many: int) -> Program:
+    """A shared program as one host's, where every host's ranks do the same at the same time; else as it is.
+
+    What comes from the other hosts comes when this host's own messages come to them: these go to its own ranks instead. So one
+    host replays all.
+
+    Args:
+        many: ranks of a host.
+    """
+    is_message = program.slot >= 0
+    rule, stride, size = (each[is_message].tolist() for each in (program.rule, program.stride, program.group))
+    rules = {*zip(rule, stride, size, strict=True)}
+    if not program.shared or not all(_alike_on_hosts(*rule, many=many) for rule in rules):
+        return program
+    partners = [program.partners(rank) for rank in range(many)]
+    away = np.concatenate([np.where(each < many, RANK, AWAY) for each in partners])
+    inside = np.concatenate([np.where(is_message, each % many, program.argument) for each in partners])
+    places, operations = np.arange(many + 1), len(program.kind)
+    firsts = [program.first[:-1] + rank * len(program.waits) for rank in range(many)]
+
+    def of_all(values: NDArray[Any]) -> NDArray[Any]:
+        return np.tile(values, many)
+
+    return program._replace(
+        ranks=many,
+        shared=False,
+        start=operations * places,
+        kind=of_all(program.kind),
+        rule=away.astype(np.int8),
+        argument=inside,
+        stride=of_all(program.stride),
+        group=of_all(program.group),
+        amount=of_all(program.amount),
+        slot=of_all(program.slot),
+        match=of_all(program.match),
+        waits=of_all(program.waits) + np.repeat(operations * places[:-1], len(program.waits)),
+        first=np.concatenate([*firsts, [many * len(program.waits)]]),
+        slots=program.slots[1] * places,
+        control=of_all(program.control),
+    )
+
+
+def _alike_on_hosts(rule: int, stride: int, size: int, many: int) -> bool:
+    """Whether partners of ranks with one place on their hosts have one place, too, all inside the host or none.
+
+    Args:
+        rule, stride, size: of a message's partner.
+        many: ranks of a host.
+    """
+    block = stride * size
+    if stride % many == 0 or many % block == 0:  # one rank of each host, or a part of a host
+        return True
+    if many % stride or block % many:
+        return False
+    places = many // stride
+    return rule == SHIFT or places & (places - 1) == 0
+
+
 def program_of_mean(step: Step) -> Program:
     """The program of one host's ranks, which take the mean of their gradients."""
     ranks = step.ranks_per_host
@@ -116,59 +184,69 @@ def program_of_mean(step: Step) -> Program:
 
 def _by_rank(record: Record, rank: int) -> list[Entry]:
     """A rank's operations, with the numbers of its partners."""
-    entries = []
-    for op, control in expanded(record.ops, rank):
-        argument = op.peer
-        if op.kind in (SEND, RECEIVE):
-            argument = op.group.rank(op.peer, rank)
-        entries.append(Entry(op.kind, RANK, argument, op.amount, op.group, op.waits, control))
+    entries = expanded([_entry(op, RANK, op.group.rank(op.peer, rank)) for op in record.ops])
+    for entry in entries:
+        if entry.rule == SHIFT:
+            place = (entry.group.place(rank) + entry.argument) % entry.group.size
+            entry.rule, entry.argument = RANK, entry.group.rank(place, rank)
     return entries
 
 
-def expanded(ops: Sequence[Op], rank: int) -> list[tuple[Op, bool]]:
-    """Operations with control exchanges as messages, each beside whether it is of one.
+def _entry(op: Op, rule: int, argument: int) -> Entry:
+    """An operation; the rule and its argument are of messages."""
+    if op.kind not in (SEND, RECEIVE):
+        rule, argument = RANK, op.peer
+    return Entry(op.kind, rule, argument, op.amount, op.group, op.waits)
+
+
+def expanded(entries: Sequence[Entry]) -> list[Entry]:
+    """Operations with control exchanges as messages.
 
     The communication library has algorithms of its own for these, which cannot be seen. They are
     taken to be Bruck's: ceil(log2 P) rounds, in which an allgather passes on all rows that a rank
     has, an alltoall half of them, and an allreduce one.
     """
-    made: list[tuple[Op, bool]] = []
-    moved: dict[int, int] = {}
-    for number, op in enumerate(ops):
-        if op.kind not in CONTROL:
-            moved[number] = len(made)
-            made.append((op._replace(waits=tuple(moved[at] for at in op.waits)), False))
+    made: list[Entry] = []
+    moved: list[int] = []
+    for entry in entries:
+        moved.append(len(made))
+        if entry.kind not in CONTROL:
+            if entry.waits:
+                entry.waits = tuple(moved[at] for at in entry.waits)
+            made.append(entry)
             continue
-        size, place = op.group.size, op.group.place(rank)
+        size, group = entry.group.size, entry.group
         distance = 1
         while distance < size:
-            rows = min(distance, size - distance) if op.kind == ALLGATHER else 1
-            if op.kind == ALLTOALL:
+            rows = min(distance, size - distance) if entry.kind == ALLGATHER else 1
+            if entry.kind == ALLTOALL:
                 rows = sum(bool(i & distance) for i in range(1, size))
-            at, nbytes = len(made), rows * op.amount
-            made.append((Op(RECEIVE, (place - distance) % size, nbytes, op.group), True))
-            made.append((Op(SEND, (place + distance) % size, nbytes, op.group), True))
-            made.append((Op(WAIT, 0, 0, waits=(at, at + 1)), True))
+            at, nbytes = len(made), rows * entry.amount
+            made.append(Entry(RECEIVE, SHIFT, -distance % size, nbytes, group, control=True))
+            made.append(Entry(SEND, SHIFT, distance, nbytes, group, control=True))
+            made.append(Entry(WAIT, RANK, 0, 0, Group(1, 1), (at, at + 1), control=True))
             distance *= 2
     return made
 
 
-def merged(ops: Sequence[tuple[Op, bool]]) -> list[tuple[Op, bool]]:
+def merged(ops: Sequence[Op]) -> list[Op]:
     """Operations in which messages to one rank that follow each other directly are one."""
-    made: list[tuple[Op, bool]] = []
+    made: list[Op] = []
     moved: list[int] = []
-    for op, control in ops:
-        last, of_control = made[-1] if made else (None, False)
-        if (
-            last
-            and op.kind in (SEND, RECEIVE)
-            and (op.kind, op.peer, op.group) == (last.kind, last.peer, last.group)
-            and control == of_control
-        ):
-            made[-1] = last._replace(amount=last.amount + op.amount), control
+    last = None
+    for op in ops:
+        if op.kind in (SEND, RECEIVE):
+            to = op.kind, op.peer, op.group
+            if to == last:
+                made[-1] = made[-1]._replace(amount=made[-1].amount + op.amount)
+                moved.append(len(made) - 1)
+                continue
+            last = to
         else:
-            waits = tuple(dict.fromkeys(moved[at] for at in op.waits))
-            made.append((op._replace(waits=waits), control))
+            last = None
+            if op.waits:
+                op = op._replace(waits=tuple(dict.fromkeys(moved[at] for at in op.waits)))
+        made.append(op)
         moved.append(len(made) - 1)
     return made
 
@@ -178,26 +256,24 @@ def _shared(step: Step) -> list[Entry] | None:
     ranks, many = step.ranks, step.ranks_per_host
     some = {0, 1, 2, 3, many, many + 1, ranks // 3, ranks // 2, ranks - 2, ranks - 1}
     few = sorted(some & {*range(ranks)})
-    everyone = [merged(expanded(record_step(step, rank).ops, rank)) for rank in few]
-    if len({len(ops) for ops in everyone}) > 1:
+    everyone = [merged(record_step(step, rank).ops) for rank in few]
+    first, *others = ([(op.kind, op.group, op.waits) for op in ops] for ops in everyone)
+    if any(other != first for other in others) or any(group.members for _, group, _ in first):
         return None
-    entries = []
-    for same in zip(*everyone, strict=True):
-        (op, control), amounts = same[0], [each.amount for each, _ in same]
-        if len({(each.kind, each.group, each.waits) for each, _ in same}) > 1:
-            return None
-        rule, argument, amount = RANK, op.peer, sum(amounts) / len(amounts)
-        if op.kind in (SEND, RECEIVE):
-            places = [op.group.place(rank) for rank in few]
-            peers = [each.peer for each, _ in same]
-            pairs = [*zip(peers, places, strict=True)]
-            shifts = {(peer - place) % op.group.size for peer, place in pairs}
-            masks = {peer ^ place for peer, place in pairs}
-            if max(amounts) - min(amounts) > _SPREAD * amount or min(len(shifts), len(masks)) > 1:
-                return None
-            rule, argument = (SHIFT, shifts.pop()) if len(shifts) == 1 else (XOR, masks.pop())
-        entries.append(Entry(op.kind, rule, argument, amount, op.group, op.waits, control))
-    return entries
+    strides, sizes = np.array([(group.stride, group.size) for _, group, _ in first]).T
+    is_message = np.isin([kind for kind, *_ in first], (SEND, RECEIVE))
+    peers = np.array([[op.peer for op in ops] for ops in everyone])
+    amounts = np.array([[op.amount for op in ops] for ops in everyone])
+    places = np.array(few)[:, None] // strides % sizes
+    shifts, masks, mean = (peers - places) % sizes, peers ^ places, amounts.mean(axis=0)
+    by_shift, by_mask = ((each == each[0]).all(axis=0) for each in (shifts, masks))
+    one_rule = (by_shift | by_mask) & (np.ptp(amounts, axis=0) <= _SPREAD * mean)
+    if not one_rule[is_message].all():
+        return None
+    rules = np.where(by_shift, SHIFT, XOR).tolist()
+    arguments = np.where(by_shift, shifts[0], masks[0]).tolist()
+    alike = (op._replace(amount=amount) for op, amount in zip(everyone[0], mean.tolist(), strict=True))
+    return expanded([*map(_entry, alike, rules, arguments)])
 
 
 def make_program(programs: Sequence[Sequence[Entry]], ranks: int) -> Program:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from collectives.codec import WIRES
 from oktopk.plan import choice
 from oktopk.plan.choice import Choice, Wanted, choose, predicted
 from oktopk.plan.rows import LEAST_GRID
+from oktopk.replay import prediction
 from oktopk.replay.links import LinksError
 from oktopk.settings import Settings
 from tests.links import MODEL, document
@@ -75,6 +78,46 @@ def test_entries_go_over_a_grid_where_that_is_predicted_to_be_faster() -> None:
         predicted(links(67, 1, FAST), [*range(67)], wanted(exchange="grid"))
 
 
+def check_choice(monkeypatch: pytest.MonkeyPatch, cells: Iterable[tuple[int, int, int, float, str]]) -> None:
+    """What is chosen over many links against the choice of whole replays of all settings."""
+    seen = set()
+    for hosts, many, length, density, device in cells:
+        asked = Wanted(length, "oktopk", Settings(density=density), device, False)
+        ranks = [number // many for number in range(hosts * many)]
+        for between, gap, inside in product(
+            (SLOW, 8e-10, FAST), (2e-6, 5e-5), (1e-10, 1e-8) if many > 1 else (1e-10,)
+        ):
+            over = links(hosts, many, between, inside)
+            over["pairs"] = []
+            over["between"]["model"] |= {"g": gap, "o": gap, "L": 5 * gap}
+            chosen = predicted(over, ranks, asked)
+            with monkeypatch.context() as whole:
+                whole.setattr(choice, "least_seconds", lambda *_: 0.0)
+                whole.setattr(prediction, "of_one_host", lambda program, _: program)
+                assert predicted(over, ranks, asked) == chosen
+            seen.add(str(chosen.settings))
+    assert len(seen) > 2
+
+
+def test_the_choice_is_that_of_whole_replays_of_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = (72, 1, 100_000, 0.05, "cpu"), (66, 1, 10_000_000, 0.01, "cuda"), (16, 8, 1_000_000, 0.01, "cpu")
+    check_choice(monkeypatch, few)
+
+
+@pytest.mark.long("up to 1,024 ranks, lengths and densities; `make test` has a few")
+@pytest.mark.timeout(3600)
+def test_so_it_is_over_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = (256, 1), (1024, 1), (64, 2), (40, 4), (32, 8), (128, 8)
+    check_choice(
+        monkeypatch,
+        (
+            (*each, *more)
+            for each in clusters
+            for more in product((10**6, 10**8), (0.002, 0.02), ("cpu", "cuda"))
+        ),
+    )
+
+
 def test_steps_are_left_out_only_where_the_user_allows_it_and_it_pays() -> None:
     over = links(4, 1, SLOW), [0, 1, 2, 3]
     assert predicted(*over, wanted(updates=True)).every == 1
@@ -110,6 +153,6 @@ def test_the_defaults_are_taken_where_nothing_can_be_chosen(monkeypatch: pytest.
     slow["between"]["alone"] = [{"bytes": 128, "seconds": 3e-5}]
     monkeypatch.setattr(choice, "links_document", lambda *_, **__: slow)
     assert "bandwidth is not known within 2 s" in chosen(2, apart)
-    monkeypatch.setattr(choice, "MOST_FLAT", 1)
+    monkeypatch.setattr(choice, "MOST_HOSTS", 1)
     slow["between"]["alone"][0]["seconds"] = 1.0
     assert "flat steps of more than 1 ranks" in chosen(2, apart)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,19 @@ from hypothesis import strategies as st
 from oktopk.replay.engine import Replayed, replay
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
-from oktopk.replay.program import RANK, SHIFT, XOR, Entry, Program, make_program, merged, program_of
+from oktopk.replay.program import (
+    AWAY,
+    RANK,
+    SHIFT,
+    XOR,
+    Entry,
+    Program,
+    _alike_on_hosts,
+    make_program,
+    merged,
+    of_one_host,
+    program_of,
+)
 from oktopk.replay.recording import Step
 from oktopk.replay.valueless import COMPUTE, RECEIVE, SEND, WAIT, WORK, Group, Op
 from oktopk.settings import Settings
@@ -266,6 +280,70 @@ def test_a_gap_that_is_longer_than_a_message_decides_a_ring() -> None:
         assert run(made, network(1, link)).seconds == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_control_message_after_payload_to_the_same_rank_stays_one_of_control() -> None:
-    ops = [(Op(RECEIVE, 1, 100), False), (Op(RECEIVE, 1, 8), True), (Op(RECEIVE, 1, 8), True)]
-    assert merged(ops) == [(Op(RECEIVE, 1, 100), False), (Op(RECEIVE, 1, 16), True)]
+def test_messages_to_one_rank_become_one_where_they_follow_each_other() -> None:
+    ops = [
+        Op(RECEIVE, 1, 100),
+        Op(RECEIVE, 1, 8),
+        Op(WAIT, 0, 0, waits=(0, 1)),
+        Op(RECEIVE, 1, 8),
+        Op(SEND, 1, 8),
+    ]
+    whole = [Op(RECEIVE, 1, 108), Op(WAIT, 0, 0, waits=(0,))]
+    assert merged(ops) == [*whole, Op(RECEIVE, 1, 8), Op(SEND, 1, 8)]
+
+
+RATES = np.array([[1e-6, 1e-9]] * len(WORK))
+
+
+@pytest.mark.parametrize(
+    ("method", "exchange"), [("oktopk", "direct"), ("oktopk", "grid"), ("union", "direct")]
+)
+@pytest.mark.parametrize("wire", ["plain", "float32"])
+def test_one_rank_replays_all_where_each_has_a_host(method: str, exchange: Any, wire: Any) -> None:
+    settings = Settings(density=0.01, wire=wire, exchange=exchange)
+    for ranks in (66, 72, 128):
+        made = program_of(Step(method, 2_000_000, ranks, 1, settings))
+        one = of_one_host(made, 1)
+        assert (made.shared, one.ranks, len(one.kind)) == (True, 1, len(made.kind))
+        assert one.sent == pytest.approx(made.sent)
+        for link in (LINK, replace(LINK, G=1e-7, S=0.0), replace(LINK, L=1e-3, G=1e-11)):
+            every, alone = (replay(each, network(1, link), RATES) for each in (made, one))
+            for name in ("ended", "computed", "overhead", "waited", "host_bytes"):
+                each = getattr(every, name)
+                assert each == pytest.approx(np.broadcast_to(getattr(alone, name), each.shape), abs=1e-9), (
+                    name
+                )
+
+
+@pytest.mark.parametrize("levels", ["flat", "hosts"])
+@pytest.mark.parametrize("exchange", ["direct", "grid"])
+def test_hosts_in_step_with_each_other_are_hardly_later(levels: Any, exchange: Any) -> None:
+    settings = Settings(density=0.01, wire="float32", levels=levels, exchange=exchange)
+    for hosts, many in ((70, 1), (64, 2), (24, 4), (32, 8), (9, 8)):
+        made = program_of(Step("oktopk", 2_000_000, hosts, many, settings))
+        one = of_one_host(made, many)
+        for link in (LINK, replace(LINK, G=1e-7), replace(LINK, L=1e-4, g=1e-5)):
+            every, alone = (replay(each, network(many, link), RATES) for each in (made, one))
+            assert alone.host_bytes.max() == pytest.approx(every.host_bytes.max())
+            assert 0.8 * every.seconds < alone.seconds < 1.001 * every.seconds
+
+
+@pytest.mark.parametrize("rule", [SHIFT, XOR])
+def test_hosts_are_taken_for_alike_only_where_partners_are(rule: int) -> None:
+    """Whether partners of ranks with one place are on one place, on the own host or another, by all ranks."""
+    compared = 0
+    for many, stride, size, blocks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 8), (2, 4, 8, 16), (1, 3)):
+        ranks = stride * size * blocks
+        if ranks % many or not _alike_on_hosts(rule, stride, size, many):
+            continue
+        for argument in range(1, size):
+            entries = [Entry(kind, rule, argument, 1.0, Group(stride, size)) for kind in (SEND, RECEIVE)]
+            entries[1].argument = -argument % size if rule == SHIFT else argument
+            made = make_program([entries], ranks)
+            one = of_one_host(made, many)
+            for rank in range(ranks):
+                other, place = made.partners(rank)[0], rank % many
+                assert other % many == one.partners(place)[2 * place]
+                assert (other // many != rank // many) == (one.rule[2 * place] == AWAY)
+            compared += 1
+    assert compared > 500

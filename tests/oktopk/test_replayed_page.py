@@ -52,9 +52,10 @@ def test_a_trace_for_simgrid_receives_what_it_sends(ranks: int) -> None:
     sizes: dict[str, dict[tuple[int, ...], int]] = {"isend": {}, "irecv": {}}
     begun = set()
     for rank in range(ranks):
+        partners = program.partners(rank)
         end = program.start[1] if program.shared else program.start[rank + 1]
         for i in range(0 if program.shared else program.start[rank], end):
-            for line in second_opinion.words(program, rank, i):
+            for line in second_opinion.words(program, partners, rank, i):
                 _, kind, *numbers = line.split()
                 if kind == "wait":
                     source, dest, tag = map(int, numbers)
