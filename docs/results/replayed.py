@@ -2,18 +2,21 @@
 
     python -m docs.results.replayed
     python -m docs.results.replayed --scale --picture docs/results/replayed.svg
+    python -m docs.results.replayed --few
 
-`--scale` takes some minutes.
+`--scale` takes some minutes, `--few` half a minute.
 """
 
 import argparse
 import functools
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from collectives.grid import rows_of_grid
 from jobs.render.chart import title_of
 from oktopk.plan.picture import Curve, draw
+from oktopk.replay.links import DEVICES
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, predict, ring_seconds
 from oktopk.replay.recording import Step
@@ -50,9 +53,14 @@ ARIES = Level.of_rate(10e9, latency=1.5e-6)
 NO_KERNELS = Kernels({}, "kernels take no time")
 
 RATES = (10, 100, 400)  # Gb/s
+WAYS = ("direct", "grid")
 LATENCY = 5e-6
 RANKS = (16, 64, 256, 1024, 4096)
 PRIME = 1021  # ranks of a grid whose columns differ
+FEW = 4, 16  # ranks: from a grid's least on
+LENGTHS = (1_000_000, 14_728_266, 133_547_324, 1_300_000_000)
+DENSITIES = (0.01, 0.02)
+FEW_RATES, LATENCIES = (1, 10, 25, 100, 400), (1.5e-6, 20e-6, 200e-6)  # Gb/s, s
 COMPUTE = 0.1  # seconds of a step without communication, of efficiencies
 
 
@@ -116,9 +124,9 @@ def efficiency():
     return found("BERT", "oktopk", DENSE_RANKS).seconds / found("BERT", "oktopk").seconds
 
 
-def cluster(gigabits):
+def cluster(gigabits, latency=LATENCY):
     """Hosts with links of a rate."""
-    link = Level.of_rate(gigabits * 125e6, LATENCY)
+    link = Level.of_rate(gigabits * 125e6, latency)
     return Network(link, link)
 
 
@@ -143,7 +151,7 @@ def grid_row(ranks):
     high = rows_of_grid(ranks)
     cells = [f"{ranks:,}", f"{ranks - 1:,}, {high + ranks // high - 2}"]
     for rate in RATES:
-        both = [step_of("oktopk", rate, ranks, exchange) for exchange in ("direct", "grid")]
+        both = [step_of("oktopk", rate, ranks, exchange) for exchange in WAYS]
         if rate == RATES[0]:
             cells.append(", ".join(f"{each.rank_bytes / 1e6:.1f}" for each in both))
         direct, grid = (each.seconds for each in both)
@@ -153,20 +161,40 @@ def grid_row(ranks):
 
 def prime_line():
     """What the page says of a grid whose columns differ."""
-    direct, grid = (step_of("oktopk", 100, PRIME, exchange).seconds for exchange in ("direct", "grid"))
+    direct, grid = (step_of("oktopk", 100, PRIME, exchange).seconds for exchange in WAYS)
     took = f"At 100 Gb/s they take {ms(direct)} ms directly and {ms(grid)} ms over the grid"
     return f"{PRIME:,} ranks make columns of 31 and 32. {took}, {direct / grid:.2f} times as fast."
 
 
 def long_line():
     """What the page says of a longer gradient."""
-    direct, grid = (step_of("oktopk", 10, RANKS[-1], exchange, 10).seconds for exchange in ("direct", "grid"))
+    direct, grid = (step_of("oktopk", 10, RANKS[-1], exchange, 10).seconds for exchange in WAYS)
     return f"With ten times the elements and 10 Gb/s it is {direct / grid:.2f} times as fast there."
 
 
 def grid_table(ranks=RANKS):
     """Both exchanges over ranks and rates."""
     return rows(["ranks", "messages", "MB", *(f"{rate} Gb/s" for rate in RATES)], map(grid_row, ranks))
+
+
+def gains_of_grid(ranks):
+    """How many times as fast as a direct exchange a grid of so many ranks is, over lengths, densities, links and kernels."""
+    gains = []
+    for length, density in product(LENGTHS, DENSITIES):
+        steps = [Step("oktopk", length, ranks, 1, Settings(density=density, exchange=way)) for way in WAYS]
+        for rate, latency, kernels in product(FEW_RATES, LATENCIES, (NO_KERNELS, DEVICES["cuda"])):
+            direct, grid = (predict(step, cluster(rate, latency), kernels).seconds for step in steps)
+            gains.append(direct / grid)
+    return gains
+
+
+def few_lines():
+    """What the page says of few ranks."""
+    least, most = FEW
+    gains = [gain for ranks in range(least, most) for gain in gains_of_grid(ranks)]
+    faster, at_most = sum(gain > 1 for gain in gains), max(gains_of_grid(most))
+    below = f"Of {len(gains):,} comparisons of {least} to {most - 1} ranks the grid is the faster one in {faster:,}"
+    return f"{below}, at most {max(gains):.2f} times as fast; on {most} ranks {at_most:.2f} times."
 
 
 def scale_row(ranks):
@@ -205,8 +233,12 @@ def main(arguments=None):
     """The command."""
     parser = argparse.ArgumentParser(prog="docs.results.replayed", description="Replay the paper's claims.")
     parser.add_argument("--scale", action="store_true", help="Replay up to 4,096 ranks, too")
+    parser.add_argument("--few", action="store_true", help="Compare exchanges of few ranks, and nothing else")
     parser.add_argument("--picture", type=Path, help="Draw the scaling, SVG or PNG")
     options = parser.parse_args(arguments)
+    if options.few:
+        print(few_lines())
+        return
     parts = [methods_table(), claims_table(), f"efficiency: {100 * efficiency():.1f} %"]
     if options.scale:
         parts += [scale_table(), efficiency_table(), grid_table(), prime_line(), long_line()]

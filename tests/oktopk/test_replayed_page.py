@@ -80,6 +80,20 @@ def test_exchanges_of_many_ranks_are_those_of_the_page() -> None:
         assert rows_of(ranks) == [script.scale_row(ranks), script.grid_row(ranks)]
 
 
+def test_a_grid_of_few_ranks_is_never_faster() -> None:
+    for ranks in (4, 15):
+        assert len(script.gains_of_grid(ranks)) == 240 and max(script.gains_of_grid(ranks)) <= 1
+
+
+@pytest.mark.long("2,880 replays of 4 to 15 ranks; `make test` has those of two numbers")
+def test_what_the_page_says_of_few_ranks_is_what_the_script_prints() -> None:
+    said = "Of 2,880 comparisons of 4 to 15 ranks the grid is the faster one in 0, at most 1.00 times as fast"
+    assert script.few_lines() == f"{said}; on 16 ranks 1.03 times."
+    assert (
+        "never faster** in 2,880 comparisons: 4 to 15 ranks" in PAGE and "On 16 it is by 3 % at most." in PAGE
+    )
+
+
 @pytest.mark.pictures
 def test_a_picture_of_them_names_its_curves(tmp_path: Path) -> None:
     draw(script.curves(script.RANKS[:2]), "some", tmp_path / "some.svg")
