@@ -4,6 +4,7 @@
 #
 #     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--mtu BYTES] [--mpiexec PATH] [--python PATH] [...]
 #     jobs/bench/net.sh --device cuda [--hosts 2] [--ranks 2] [--rate 10gbit] [--transport tcp|ucx] [--gpus 0,1] [...]
+#     jobs/bench/net.sh --delay 10ms [...]                                        each packet arrives so much later
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
 #
 # --rate none leaves the links as they are. --burst is what a link lets through unshaped after a pause: by default 128kb up to
@@ -11,6 +12,9 @@
 # cuda the GPUs (--gpus, or all that nvidia-smi lists) are dealt out to the hosts in equal shares, and a host sees its own alone.
 # Messages between GPUs are staged through host memory over Open MPI's tcp, or sent from device memory over UCX's tcp (--transport
 # ucx); NCCL takes the same links. Ranks beyond the GPUs of a host share them.
+#
+# With --delay a relay in user space (docs/results/relay.py) is the switch, so that no netem is needed; links are shaped on the way
+# out alone. Its copies take a core.
 #
 # Needs root, or a kernel that lets users make namespaces. Everything is made inside mount, network and process namespaces of its
 # own, of which nothing is visible outside: when the first process in them ends, by whatever means, the kernel takes links, hosts
@@ -20,14 +24,14 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-device=cpu hosts='' ranks='' rate='' burst='' mtu='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
+device=cpu hosts='' ranks='' rate='' burst='' mtu='' delay='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift ;;
-    --device | --hosts | --ranks | --rate | --burst | --mtu | --transport | --gpus | --mpiexec | --python | --module)
+    --device | --hosts | --ranks | --rate | --burst | --mtu | --delay | --transport | --gpus | --mpiexec | --python | --module)
         [ $# -ge 2 ] || refuse "$1 needs a value"
         printf -v "${1#--}" %s "$2"
         shift 2
@@ -74,6 +78,8 @@ check() {
     [[ $rate == none || $rate =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit, nor none"
     [[ $burst =~ ^[0-9]+(\.[0-9]+)?[km]?b$ ]] || refuse "--burst $burst is not a number of bytes such as 128kb"
     [[ -z $mtu || $mtu =~ ^[1-9][0-9]{2,4}$ ]] || refuse "--mtu $mtu is not a number of bytes in [100, 99999]"
+    [[ -z $delay || $delay =~ ^[0-9]+(\.[0-9]+)?(us|ms)$ ]] || refuse "--delay $delay is not a time such as 10ms"
+    [[ -z $delay || -c /dev/net/tun ]] || refuse "--delay needs /dev/net/tun (CONFIG_TUN), which is not there"
     [[ $device == cuda || -z $transport$gpus ]] || refuse "--transport and --gpus are for --device cuda"
     [[ $device == cpu || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
     [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || refuse "--gpus $gpus is not a list of numbers such as 0,1"
@@ -101,7 +107,7 @@ outside() {
     trap 'exit 143' TERM HUP
     setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
         "$BASH" "${BASH_SOURCE[0]}" --inside --device "$device" --hosts "$hosts" --ranks "$ranks" --rate "$rate" --burst "$burst" \
-        --mtu "$mtu" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" \
+        --mtu "$mtu" --delay "$delay" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" \
         --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
@@ -120,7 +126,13 @@ make() {
 network() {
     mount -t tmpfs tmpfs /run && mkdir -p /run/netns /run/tmp || refuse "cannot mount a private /run"
     ip link set lo up
-    make 'bridge' CONFIG_BRIDGE ip link add switch type bridge
+    if [ -n "$delay" ]; then
+        (cd "$here" && exec "$python" -m docs.results.relay --delay "$delay" --hosts "$hosts") >/run/relay &
+        until grep -qs ready /run/relay; do kill -0 $! 2>/dev/null && sleep 0.1 || refuse "the relay has ended"; done
+        ip link set t254 name switch
+    else
+        make 'bridge' CONFIG_BRIDGE ip link add switch type bridge
+    fi
     ip addr add 10.77.0.254/24 dev switch && ip link set switch up || refuse "cannot bring the switch up"
     echo 127.0.0.1 localhost >/run/hosts
     local i list=()
@@ -130,11 +142,16 @@ network() {
         # GPUs of host i; nothing on a host that has none
         (IFS=, && echo "${list[*]:(i - 1) * share:share}") >"/run/gpus.h$i"
         make 'network namespaces' CONFIG_NET_NS ip netns add "h$i"
-        make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
-        ip link set "v$i" master switch up && ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
+        if [ -n "$delay" ]; then
+            ip link set "t$i" netns "h$i" && ip -n "h$i" link set "t$i" name eth0 || refuse "cannot join host $i to the relay"
+        else
+            make 'veth pairs' CONFIG_VETH ip link add "v$i" type veth peer name eth0 netns "h$i"
+            ip link set "v$i" master switch up || refuse "cannot join host $i to the switch"
+        fi
+        ip -n "h$i" addr add "10.77.0.$i/24" dev eth0 &&
             ip -n "h$i" link set lo up && ip -n "h$i" link set eth0 up || refuse "cannot join host $i to the switch"
         if [ -n "$mtu" ]; then
-            ip link set "v$i" mtu "$mtu" && ip -n "h$i" link set eth0 mtu "$mtu" || refuse "links take no packets of $mtu bytes"
+            { [ -n "$delay" ] || ip link set "v$i" mtu "$mtu"; } && ip -n "h$i" link set eth0 mtu "$mtu" || refuse "links take no packets of $mtu bytes"
         fi
         # BBR, where it is this machine's, paces below the rate of a link as short as these, and a pause between steps is no sign of a
         # network that has changed
@@ -143,7 +160,7 @@ network() {
         if [ "$rate" != none ]; then
             local bucket=(root tbf rate "$rate" burst "$burst" latency 50ms)
             make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 "${bucket[@]}"
-            make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" "${bucket[@]}"
+            [ -n "$delay" ] || make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" "${bucket[@]}"
         fi
         echo "10.77.0.$i h$i" >>/run/hosts
     done
@@ -181,6 +198,7 @@ bench() {
     list=$(IFS=,; echo "${names[*]}")
     local launch=("$mpiexec") network="TCP over $rate links"
     [ "$rate" != none ] || network='TCP over unshaped links'
+    [ -z "$delay" ] || network+=", packets held $delay"
     [ -z "$mtu" ] || network+=", packets of $mtu bytes"
     case $flavour in
     openmpi)

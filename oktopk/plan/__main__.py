@@ -186,6 +186,11 @@ def _notes(
             f"Extrapolated: {len(links.hosts)} hosts were measured, and {job.hosts} are taken to "
             "have such links."
         )
+    if links.hosts and job.ranks_per_host > links.ranks_per_host:
+        notes.append(
+            f"Extrapolated: {links.ranks_per_host} rank(s) a host were measured, and "
+            f"{job.ranks_per_host} are taken to share such links."
+        )
     if any(row.extrapolated for row in shown):
         notes.append(
             f"Extrapolated: more than {RECORDED} exchange; how far their entries coincide is known "

@@ -73,7 +73,9 @@ def test_a_plan_of_a_document_takes_its_links_and_kernels(
     assert status == 0
     shown = " ".join(shown.split())
     assert "Extrapolated: 3 hosts were measured, and 70 are taken to have such links." in shown
-    assert "Extrapolated: more than 64 exchange" in shown
+    assert "Extrapolated: more than 64 exchange" in shown and "a host were measured" not in shown
+    shown = " ".join(run(capsys, path, *JOB, *FEW, "--hosts", 3, "--gpus", 4)[1].split())
+    assert "Extrapolated: 2 rank(s) a host were measured, and 4 are taken to share such links." in shown
 
 
 def test_a_faster_network_makes_dense_steps_pay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,7 @@ def networks() -> None:
         (["--device", "abacus"], "--device abacus is neither cpu nor cuda"),
         (["--burst", "much"], "--burst much is not a number of bytes such as 128kb"),
         (["--mtu", "jumbo"], "--mtu jumbo is not a number of bytes in [100, 99999]"),
+        (["--delay", "long"], "--delay long is not a time such as 10ms"),
         (["--gpus", "0,1"], "--transport and --gpus are for --device cuda"),
         (["--transport", "ucx"], "--transport and --gpus are for --device cuda"),
         (["--device", "cuda", "--transport", "rdma"], "--transport rdma is neither tcp nor ucx"),

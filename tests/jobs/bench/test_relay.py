@@ -1,0 +1,51 @@
+"""Delays between hosts by a relay in user space, and the table of networks that takes them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+from docs.results import cells
+from docs.results.relay import last_byte, relay
+from tests.jobs.bench.test_bandwidth import RESULTS
+
+DELAY = 0.01
+
+
+def test_a_packet_is_held_for_10_ms_and_none_overtakes_another() -> None:
+    pairs = {host: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for host in (1, 2)}
+    for ends in pairs.values():
+        ends[0].setblocking(False)
+        ends[1].settimeout(5)
+    ports = {host: ends[0].fileno() for host, ends in pairs.items()}
+    end = time.monotonic() + 1
+    passing = threading.Thread(target=relay, args=(ports, DELAY, lambda packet: packet[0], end))
+    passing.start()
+    one, other = pairs[1][1], pairs[2][1]
+    for _ in range(3):
+        start = time.monotonic()
+        one.send(b"\x09nobody has this")
+        for number in range(5):
+            one.send(bytes([2, number]))
+        assert [other.recv(100)[1] for _ in range(5)] == [*range(5)]
+        assert DELAY <= time.monotonic() - start < 20 * DELAY
+        other.send(b"\x01back")
+        assert one.recv(100) == b"\x01back" and time.monotonic() - start >= 2 * DELAY
+    passing.join()
+    for ends in pairs.values():
+        for each in ends:
+            each.close()
+
+
+def test_packets_go_to_the_last_byte_of_their_destination() -> None:
+    packet = bytes([0x45, *[0] * 15, 10, 77, 0, 3])
+    assert (last_byte(packet), last_byte(packet[:19]), last_byte(b"\x60" * 40)) == (3, None, None)
+
+
+def test_the_table_of_a_document_is_that_of_the_page() -> None:
+    found = cells.compared(RESULTS / "plan-links-100mbit-8-hosts.json")
+    page = (cells.ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert [row[0] for row in found] == ["Dense", "Ok-Topk", "Union"]
+    for row in found:
+        assert " | ".join(row[1:]) in page
