@@ -170,8 +170,8 @@ _SOONER = 0.98
 def least_seconds(step: Step, network: Network, kernels: Kernels) -> float:
     """What no row of a step is below, replayed fast: the least of its exchanges, see `predict`."""
     ways = [step, *_over_grid(step)]
-    mean = mean_seconds(step, network, kernels) if step.two_levels and step.updates else 0.0
-    return mean + _SOONER * min(predict(each, network, kernels, least=True).seconds for each in ways)
+    least = min(predict(each, network, kernels, least=True).seconds for each in ways)
+    return mean_seconds(step, network, kernels) + _SOONER * least
 
 
 def _over_grid(step: Step) -> list[Step]:
@@ -218,9 +218,7 @@ def rows_of(
     found = _of_faster_exchange(step, network, kernels)
     two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks
-    mean = 0.0
-    if two and step.updates:
-        mean = mean_seconds(step, network, kernels)  # in every step
+    mean = mean_seconds(step, network, kernels)  # in every step
     rows = []
     for steps in every:
         rows.append(

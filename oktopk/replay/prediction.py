@@ -103,7 +103,9 @@ def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = Fal
 
 
 def mean_seconds(step: Step, network: Network, kernels: Kernels) -> float:
-    """What the mean of a host's gradients takes, which precedes an optimizer's step on updates."""
+    """What the mean of a host's gradients takes, which precedes each optimizer's step on updates; 0 with other steps."""
+    if not (step.two_levels and step.updates):
+        return 0.0
     return replay(program_of_mean(step), network, kernels.rates(network)).seconds
 
 
