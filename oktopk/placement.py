@@ -65,7 +65,8 @@ class Placement:
 
     def forget_scratch(self) -> None:
         """Free what a step writes before it reads it; between steps, where the next one needs far less of it."""
-        for transport in (self._transport, self.among):
+        of_grid = [] if self._grid is None else [self._grid.row, self._grid.column]
+        for transport in (self._transport, self.among, *of_grid):
             transport.workspace.forget()
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
@@ -202,7 +203,9 @@ class TwoLevels(Placement):
 
     def forget_scratch(self) -> None:
         super().forget_scratch()
-        self.group.host.workspace.forget()
+        for transport in (self.group.host, self.group.between, self.group.holders):
+            if transport is not None:
+                transport.workspace.forget()
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         return ErrorFeedback(self._backend, self._length, settings, sparse, self.carried, update)

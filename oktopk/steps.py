@@ -330,7 +330,8 @@ class Steps:
             self._executors.pop("dense").close()
         if step >= warmup + settings.density_warmup_steps:
             self._final = chosen
-            if step and settings.density_at(step - 1) > density:  # scratch of a far larger k
+            # by a k that has changed: launches through peer memory of the same k would keep their buffers
+            if step and self._entries(settings.density_at(step - 1)) > chosen[1]:
                 self._placement.forget_scratch()
         return chosen
 

@@ -124,6 +124,7 @@ class Replicas:
             "method": "union",
             "threshold_interval": 3,
             "sends": "updates",
+            "density_warmup_steps": 0,
         }
         if self.per_host:
             given |= {"replica": "host", "ranks_per_host": self.per_host}

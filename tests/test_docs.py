@@ -264,7 +264,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
         100 * (1 - now[f"updates/lr={rate}{settings}{seed}"] / ends[f"dense/lr={rate}{seed}/b2=0.987"])
         for rate, seed in (("2e-3", ""), ("2e-3", "/seed=1"), ("8.5e-4", ""))
     )
-    assert f"ends [{large:.1f} % below]" in readme
+    assert f"ended [{large:.1f} % below]" in readme
     assert f"17.1 M ends {(small + again) / 2:.1f} % below, by two seeds" in readme
     assert f"ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 

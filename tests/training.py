@@ -24,6 +24,11 @@ def wrapped(model: nn.Module, comm: Any, **settings: Any) -> DistributedOptimize
     return DistributedOptimizer(inner, comm, **{"density": 0.05, "threshold_interval": 3} | settings)
 
 
+def steady(optimizer: Any, *arguments: Any, **settings: Any) -> Any:
+    """A DistributedOptimizer of the density that is asked for from its first step."""
+    return DistributedOptimizer(optimizer, *arguments, **{"density_warmup_steps": 0} | settings)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
     """Steps on the batches of a rank with these numbers; returns their losses."""
     losses = []

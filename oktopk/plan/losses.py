@@ -37,7 +37,7 @@ LOSSES = (
     Loss("oktopk", 0.0125, 1, 16, 10.9, 1),
     Loss("oktopk", 0.0625, 1, 16, 1.0, 3),
 )
-"""All of SOURCE at one density throughout, with the share nearest to the library's; simulated.
+"""All of SOURCE at one density throughout, with the share nearest to the library's after its first steps; simulated.
 
 With 16 replicas second moments are each replica's own but in the last row, where they are averaged.
 """

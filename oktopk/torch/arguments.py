@@ -18,6 +18,9 @@ OKTOPK_FROM = 0.05
 _FALLS = 100
 """Exchanges in which the density falls to that which is asked for, with Adam's kind."""
 
+_MOST_FALLING = 10**9
+"""Elements up to which it does. With eight ranks lists of a quarter of 1.7e9 are too long for peer memory."""
+
 _STARTS = {"dense_warmup_steps", "density_warmup_steps", "first_density"}
 
 _HOSTS = ("host", "summed")
@@ -47,7 +50,7 @@ def default_method(sends: str, density: Any, every: int | str) -> str:
 
 
 def default_start(
-    optimizer: torch.optim.Optimizer, sends: str, every: int | str, keywords: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, sends: str, every: int | str, length: int, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Of Adam's updates in each step a density that falls from 25 % at first, where nothing else is said of the first steps.
 
@@ -55,6 +58,8 @@ def default_start(
     higher, over bytes and over tokens.
 
     Args:
+        length: elements of the vector; of more than a thousand million nothing falls, as scratch for a
+            quarter of them may not fit.
         keywords: what the user says of `Settings`, perhaps not valid.
 
     Returns:
@@ -63,7 +68,7 @@ def default_start(
     Traffic: at 1 % 10n entries more than without, once.
     Source: own, docs/results/updates.md.
     """
-    often = sends == "updates" and every == 1 and is_adaptive(optimizer)
+    often = sends == "updates" and every == 1 and is_adaptive(optimizer) and length <= _MOST_FALLING
     return {"density_warmup_steps": _FALLS} if often and not _STARTS & keywords.keys() else {}
 
 

@@ -12,7 +12,7 @@ _GROWS = 6.0
 """How far a share grows as the rate falls, at most."""
 
 _BEGINS = 5.0
-"""How many times as large it begins."""
+"""How many times as large it begins, where it does."""
 
 _SMALL_FROM = 500
 """Exchanges after which nothing of that is left."""
@@ -23,6 +23,8 @@ class LocalShare:
 
         share = first · max(min(5, 500 / exchanges), min(6, the largest rate so far / the rate of now))
 
+    The first of these factors is 1 where it does not begin large.
+
     A share lets a replica see what it has not sent, so that it does not overshoot, and moves it by its
     own noise. In the first hundreds of exchanges small weights grow by that noise, as in dense training:
     with a share of 0.05 from the first one position embeddings and the first layer of a small language
@@ -32,7 +34,8 @@ class LocalShare:
 
     Args:
         first: at the largest rate, once 500 exchanges are over, in [0, 1].
-        varies: whether it is larger before and after; False: it stays `first`.
+        varies: whether it grows; False: it stays `first`.
+        large: whether one that varies begins large.
 
     Attributes:
         now: the share.
@@ -40,8 +43,9 @@ class LocalShare:
     Source: own, docs/results/updates.md.
     """
 
-    def __init__(self, first: float, varies: bool) -> None:
+    def __init__(self, first: float, varies: bool, large: bool = True) -> None:
         self._first, self._varies = float(first), varies
+        self._begins = _BEGINS if large else 1.0
         self.now, self._top = 0.0, 0.0
         self.begin()
 
@@ -57,7 +61,7 @@ class LocalShare:
         if 0 < rate < math.inf:
             self._top = max(self._top, rate)
             if self._varies:
-                begun = min(_BEGINS, _SMALL_FROM / max(1, exchanges))
+                begun = min(self._begins, max(1.0, _SMALL_FROM / max(1, exchanges)))
                 self.now = min(1.0, self._first * max(begun, min(_GROWS, self._top / rate)))
         return self.now
 
@@ -74,7 +78,7 @@ class LocalShare:
 
     def begin(self) -> None:
         """As when it was built."""
-        self.now = min(1.0, self._first * _BEGINS) if self._varies else self._first
+        self.now = min(1.0, self._first * self._begins) if self._varies else self._first
         self._top = 0.0
 
     @staticmethod

@@ -109,8 +109,9 @@ class DistributedOptimizer(SavedOptimizer):
             predicted to be a fifth shorter by that, which may cost loss; a `method` of None is "union" then.
         local_share: with updates the share of its residual that a replica's own parameters hold, in [0, 1]; None: its ranks over
             all ranks, as much as its updates count once they are applied; at most 0.05 with Adam's kind,
-            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number; up to 4 it begins five
-            times as large, and grows as the learning rate falls, to six times as much: see `LocalShare`.
+            `every` of 1 and several replicas, of more than 4 at most 0.1 over the root of their number; up to 4 it
+            grows as the learning rate falls, to six times as much, and begins five times as large where the density begins
+            with 25 %: see `LocalShare`.
         residual_decay: with updates, how fast a residual forgets, >= 0: after t exchanges what joined it before exchange s counts
             ((s + 29) / (t + 29))^residual_decay of itself. 0: nothing is lost. None: 2 with Adam's kind, `every` of 1 and several
             replicas, else 0.
@@ -124,7 +125,7 @@ class DistributedOptimizer(SavedOptimizer):
             None: the defaults.
         compute_ms: milliseconds of a dense step on one rank, optimizer included, without communication, for every="auto".
         keywords: those of `oktopk.Settings`. Where updates of Adam's kind are exchanged in each step, and you say nothing of the
-            first steps, `density_warmup_steps` is 100: the density falls from 25 %.
+            first steps, `density_warmup_steps` is 100, with up to 1e9 elements: the density falls from 25 %.
 
     Raises:
         RuntimeError: a launcher started several processes, and MPI has only this one; the message says how to start them.
@@ -226,7 +227,7 @@ class DistributedOptimizer(SavedOptimizer):
         self.clip_norm = clip_norm
         if method is None:
             method = default_method(self._sends, plain(keywords.get("density", Settings.density)), every)
-        keywords |= default_start(optimizer, self._sends, every, keywords)
+        keywords |= default_start(optimizer, self._sends, every, self.length, keywords)
         unsaid, sends = sends is None, self._sends if sends is None else sends
         own = {"overlap": overlap, "bucket_mb": bucket_mb, "sends": sends, "every": every}
         own |= {"comm": comm, "method": method, "gradient_type": gradient_type, "clip_norm": clip_norm}
@@ -324,7 +325,8 @@ class DistributedOptimizer(SavedOptimizer):
         if self._arguments["every"] == "auto":
             self._arguments["every"] = choice.every
         self._open = [name for name in OPEN if getattr(wanted.settings, name) == "auto"]
-        return choice.settings
+        every = self._arguments["every"]  # which may have been open
+        return choice.settings | default_start(self.inner, self._sends, every, self.length, self._arguments)
 
     def _settle(self) -> None:
         """Let the reducer load states of any ways that were open."""

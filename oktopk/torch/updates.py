@@ -19,6 +19,7 @@ from collectives.transport import MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.displacement import Displacement
 from oktopk.results import StepReport
+from oktopk.settings import DENSE_ABOVE
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
@@ -65,8 +66,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
     those of other ranks. Without it a rank computes a hundred gradients before it sees what the first
     of them did. By default the share is 1/P, as much as the rank's updates will count; with several
     replicas, an optimizer of Adam's kind and an exchange in each step it is at most 0.05. With up to
-    four replicas it begins five times as large, is small after 500 exchanges, and grows as the
-    learning rate falls, to six times as much, see `LocalShare`; of more it is at most 0.1 over the
+    four replicas it begins five times as large, if the density begins with 25 %, is small after 500
+    exchanges, and grows as the learning rate falls, to six times as much, see `LocalShare`; of more it is at most 0.1 over the
     root of their number.
     `agreed` puts the reference into the parameters, to evaluate, to save and to write into them.
 
@@ -168,7 +169,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             share = min(ranks_here / size, most_share(equal_replicas) if often else 1.0)
         if power is None:
             power = ADAM_DECAY if often else 0.0
-        self._share, self.residual_decay = LocalShare(share, varies), float(power)
+        large = self.reducer.settings.density_at(0) >= DENSE_ABOVE
+        self._share, self.residual_decay = LocalShare(share, varies, large), float(power)
         averages = share < 1 and self._interval == 1
         self._forgetting = ResidualDecay(self.residual_decay)
         self._local = LocalStep(self.inner, equal_replicas, averages)

@@ -17,11 +17,11 @@ from mpi4py import MPI
 from torch import nn
 
 import oktopk.torch
-from oktopk import DistributedOptimizer, NonFiniteGradientError
+from oktopk import NonFiniteGradientError
 from oktopk.elastic import of_rank
 from oktopk.torch.as_wrapped import AsWrapped
 from tests.adamw import assert_torchs
-from tests.training import flat, loss, network, train
+from tests.training import flat, loss, network, steady, train
 
 pytestmark = pytest.mark.mpi
 
@@ -44,7 +44,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def wrap(kind: type[Any], given: Any, comm: Any, settings: dict[str, Any], **group: Any) -> Any:
     inner = kind(given, **({"lr": 2e-3, "weight_decay": 0.0, "fused": True} | group))
     kept = {"density": 0.05, "threshold_interval": 3, "residual_decay": 0}  # so that moves can be added up
-    return DistributedOptimizer(inner, comm, **(kept | settings))
+    return steady(inner, comm, **(kept | settings))
 
 
 def feed(held: list[nn.Parameter], rank: int, step: int) -> None:

@@ -73,7 +73,8 @@ def test_links_are_measured_within_their_time(comm: MPI.Intracomm, monkeypatch: 
         assert max(spent) > 0 and ", measured" in optimizer.chosen
     step(optimizer, 0)
     assert optimizer.report is not None  # each step exchanges, where it computes for 1,000 s
-    assert (optimizer.reducer.settings.wire, optimizer.report.every) == ("int8", 1)
+    settings = optimizer.reducer.settings
+    assert (settings.wire, optimizer.report.every, settings.density_warmup_steps) == ("int8", 1, 100)
     optimizer.close()
 
 

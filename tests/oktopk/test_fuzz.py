@@ -14,9 +14,9 @@ import torch
 from mpi4py import MPI
 
 import oktopk
-from oktopk import DistributedOptimizer, GradientAllreduce, NonFiniteGradientError
+from oktopk import GradientAllreduce, NonFiniteGradientError
 from oktopk.elastic import redistribute
-from tests.training import network, squares
+from tests.training import network, squares, steady
 
 pytestmark = [
     pytest.mark.mpi,
@@ -135,9 +135,7 @@ def test_a_damaged_optimizers_state_is_refused_on_all_ranks_or_continued(
     comm: MPI.Intracomm, kind: Callable[..., torch.optim.Optimizer], settings: dict[str, Any]
 ) -> None:
     rng, model = random.Random(9), network()
-    optimizer = DistributedOptimizer(
-        kind(model.parameters(), lr=0.01), comm, density=0.05, timeout=60.0, **settings
-    )
+    optimizer = steady(kind(model.parameters(), lr=0.01), comm, density=0.05, timeout=60.0, **settings)
 
     def step() -> None:
         optimizer.zero_grad()

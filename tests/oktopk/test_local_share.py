@@ -38,6 +38,9 @@ def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> No
     expected = [0.25, 0.25, 0.25, 0.2, 0.1, 25 / 499, 0.05, 0.05, 0.05]
     assert [share.renew([{"lr": 1.0}], each) for each in exchanges] == pytest.approx(expected)
     assert {fixed.renew([{"lr": 1.0}], each) for each in exchanges} == {0.05}
+    small = LocalShare(0.05, varies=True, large=False)
+    assert small.now == 0.05 and small.renew([{"lr": 1.0}], 1) == 0.05
+    assert small.renew([{"lr": 0.5}], 2) == 0.1
     # the larger of both, not their product
     assert [share.renew([{"lr": 0.5}], each) for each in (100, 200, 400)] == pytest.approx([0.25, 0.125, 0.1])
     assert share.renew([{"lr": 0.1}], 1) == pytest.approx(0.3)
@@ -122,6 +125,24 @@ def test_parameters_hold_the_share_of_each_step(comm: MPI.Intracomm, settings: d
     )
     assert optimizer.local_share == pytest.approx(grown)
     assert f"local_share={grown:.3g}" in repr(optimizer)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("start", "large"),
+    [
+        ({"density_warmup_steps": 0}, False),
+        ({"density_warmup_steps": 7, "first_density": 0.2}, False),
+        ({"density_warmup_steps": 7}, True),
+    ],
+    ids=str,
+)
+def test_a_share_begins_large_where_the_density_does(
+    comm: MPI.Intracomm, start: dict[str, Any], large: bool
+) -> None:
+    _, optimizer = train(comm, range(2), **start)
+    first = optimizer._share.state()[0]
+    assert optimizer.local_share == pytest.approx(5 * first if large and comm.size <= SHARED_BY else first)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from oktopk import GradientAllreduce
 from oktopk.reference import equal_splits, step_of_gradients, step_of_updates
 from oktopk.settings import entries_kept
+from tests.training import steady
 
 pytestmark = pytest.mark.mpi
 
@@ -59,8 +60,6 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
     """Of steps by SGD, with residuals that forget and without."""
     import torch  # here, as eight ranks import this file for a test without it
 
-    from oktopk import DistributedOptimizer
-
     rng = np.random.default_rng((comm.rank, 7))
     weight = torch.nn.Parameter(torch.arange(300.0))
     reference, residual, splits = (
@@ -70,7 +69,7 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
     )
     parameters = reference.copy()
     exact: dict[str, Any] = {"threshold_interval": 1, "boundary_interval": 1, "density": 0.03}
-    optimizer: Any = DistributedOptimizer(
+    optimizer: Any = steady(
         torch.optim.SGD([weight], lr=0.25),
         comm,
         "oktopk",

@@ -16,6 +16,7 @@ import oktopk.torch
 from oktopk import DistributedOptimizer
 from oktopk.damage import StateError
 from oktopk.torch.residual_decay import ResidualDecay
+from tests.training import steady
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
@@ -68,7 +69,7 @@ def run(
     """The optimizer after some steps, and what the exchanges lost: residuals in float64, less what was kept."""
     torch.manual_seed(0)
     layer = nn.Linear(40, 25)
-    optimizer: Any = DistributedOptimizer(
+    optimizer: Any = steady(
         kind(layer.parameters(), **{"lr": 0.01, **(group or {})}),
         comm,
         sends="updates",

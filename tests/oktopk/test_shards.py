@@ -19,7 +19,7 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.shards import is_sharded, local_tensor
 from tests.replicas import ADAMW, SHARDS, SIZE, Replicas, held, layers, mesh_of, sharded, whole
-from tests.training import flat, loss, train
+from tests.training import flat, loss, steady, train
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=4), pytest.mark.also(ranks=6)]
 
@@ -113,7 +113,7 @@ def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
             parameter.add_(0.1 * mesh["replicate"].get_local_rank())  # other ones in each replica
     inner = torch.optim.AdamW(parameters, **ADAMW)
     outputs()
-    optimizer = DistributedOptimizer(inner, mesh["replicate"].get_group(), density=0.05)
+    optimizer = steady(inner, mesh["replicate"].get_group(), density=0.05)
     assert len(set(comm.allgather(outputs().numpy().tobytes()))) == 1
     train(model, optimizer, comm.rank, range(3))
     own, alone = outputs(), layers()
@@ -476,9 +476,7 @@ def test_what_an_optimizer_computes_of_whole_parameters_it_computes_of_all_shard
     model, alone = sharded(one_replica, bare()), bare()
     muon = {"lr": 0.02, "weight_decay": 0.1}
     group = one_replica["replicate"].get_group()
-    optimizer = DistributedOptimizer(
-        torch.optim.Muon(model.parameters(), **muon), group, sends="updates", density=0.1
-    )
+    optimizer = steady(torch.optim.Muon(model.parameters(), **muon), group, sends="updates", density=0.1)
     plain = torch.optim.Muon(alone.parameters(), **muon)
     for step in range(4):
         optimizer.zero_grad()

@@ -10,13 +10,13 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from oktopk import DistributedOptimizer, GradientAllreduce
+from oktopk import GradientAllreduce
 from oktopk.torch.interop import memory_of
 from oktopk.torch.local_step import SHARED_BY
 from oktopk.torch.replica import Replica
 from oktopk.torch.shared_moments import SLICES, SharedMoments
 from tests.devices import on_torchs_gpu, torch_device
-from tests.training import network, train
+from tests.training import network, steady, train
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.also(ranks=6)]
 
@@ -218,9 +218,7 @@ def test_more_than_four_replicas_average_where_they_measure_the_ratio(
 ) -> None:
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = DistributedOptimizer(
-        inner, comm=comm, sends="updates", density=0.05, method="union", every=every
-    )
+    optimizer = steady(inner, comm=comm, sends="updates", density=0.05, method="union", every=every)
     train(model, optimizer, comm.rank, range(31 * every))  # exchanges 1 to 20, 21 and 31 measure it
     moments = torch.cat([inner.state[each]["exp_avg_sq"].reshape(-1) for each in model.parameters()])
     size = -(-len(moments) // SLICES)

@@ -28,7 +28,7 @@ from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.oracle import masked, top_k
 from tests.replicas import Replicas
-from tests.training import flat, loss, network, train
+from tests.training import flat, loss, network, steady, train
 
 pytestmark = pytest.mark.mpi
 
@@ -56,9 +56,7 @@ def references(optimizer: Any, comm: MPI.Intracomm) -> list[bytes]:
 )
 def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype, steps: int) -> None:
     model = network().to(dtype)
-    optimizer = DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates"
-    )
+    optimizer = steady(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates")
     held, reference = flat(model), optimizer._reference.vector.clone()
     drawn = torch.Generator().manual_seed(comm.rank)
     for _ in range(steps):
@@ -85,7 +83,7 @@ def test_odd_lengths_are_agreed_on_after_every_exchange_on_any_number_of_ranks(
             start = torch.randn(length, generator=torch.Generator().manual_seed(3)).to(dtype)
             weight = nn.Parameter(start.clone())
             inner = torch.optim.SGD([weight], lr=0.1 * (1 + part.rank), momentum=0.9, weight_decay=0.01)
-            optimizer: Any = DistributedOptimizer(inner, part, density=0.1, wire=wire, sends="updates")
+            optimizer: Any = steady(inner, part, density=0.1, wire=wire, sends="updates")
             for step in range(4):
                 weight.grad = torch.randn(length, generator=drawn).to(dtype)
                 if step == 2 and part.rank == part.size - 1:
@@ -125,7 +123,7 @@ def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
     model, sentence = Tied(), ""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer: Any = DistributedOptimizer(inner, comm, density=0.2, wire="int8", local_share=share)
+    optimizer: Any = steady(inner, comm, density=0.2, wire="int8", local_share=share)
     assert optimizer.length == 44
     drawn = torch.Generator().manual_seed(comm.rank)
     for step in range(8):
@@ -152,7 +150,7 @@ def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
 def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method: str, every: int) -> None:
     """SGD moves by the rate times the gradient, so that what entered the residuals is known."""
     weight = nn.Parameter(torch.zeros(2000))
-    optimizer = DistributedOptimizer(
+    optimizer = steady(
         torch.optim.SGD([weight], lr=0.5), comm, method, density=0.05, sends="updates", every=every
     )
     drawn = torch.Generator().manual_seed(comm.rank)
@@ -182,7 +180,7 @@ def test_regions_of_adamw_are_balanced_from_the_second_step_on(comm: MPI.Intraco
     """In the first one all elements move by as much, so that the lowest indices are selected."""
 
     def wrapped() -> Any:
-        return DistributedOptimizer(torch.optim.AdamW([weight], lr=1e-3), comm, "oktopk", density=0.02)
+        return steady(torch.optim.AdamW([weight], lr=1e-3), comm, "oktopk", density=0.02)
 
     weight = nn.Parameter(torch.zeros(20_000))
     optimizer = wrapped()
@@ -253,7 +251,7 @@ def test_after_a_nan_ranks_follow_a_run_that_left_that_step_out(comm: MPI.Intrac
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intracomm, nonfinite: str) -> None:
     weight, length = nn.Parameter(torch.zeros(100)), 100
-    optimizer = DistributedOptimizer(
+    optimizer = steady(
         torch.optim.SGD([weight], lr=1.0), comm, density=0.01, sends="updates", nonfinite=nonfinite
     )
     largest, stopped = torch.finfo(torch.float32).max, []
@@ -484,7 +482,7 @@ def test_a_shared_rate_in_a_tensor_is_scaled_once(comm: MPI.Intracomm) -> None:
     model = network()
     rate = torch.tensor(2e-3)
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters())}]
-    optimizer = DistributedOptimizer(torch.optim.AdamW(groups, lr=rate), comm, density=0.1, sends="updates")
+    optimizer = steady(torch.optim.AdamW(groups, lr=rate), comm, density=0.1, sends="updates")
     seen: list[float] = []
     optimizer.inner.register_step_pre_hook(lambda inner, *_: seen.append(float(inner.param_groups[1]["lr"])))
     train(model, optimizer, comm.rank, range(4))
@@ -518,7 +516,7 @@ def test_steps_use_a_replicas_betas_and_groups_keep_the_users(
     comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], expected: tuple[float, float | None]
 ) -> None:
     model = network()
-    optimizer = DistributedOptimizer(kind(model.parameters(), betas=(0.9, 0.95)), comm, **settings)
+    optimizer = steady(kind(model.parameters(), betas=(0.9, 0.95)), comm, **settings)
     seen: list[tuple[float, float]] = []
     optimizer.inner.register_step_pre_hook(lambda inner, *_: seen.append(inner.param_groups[0]["betas"]))
     loss(model, comm.rank, 0).backward()
@@ -590,16 +588,12 @@ def test_a_state_loads_with_another_share_and_nothing_is_lost(comm: MPI.Intracom
     """Between exchanges, too: what the parameters have moved since the last one is the same."""
     model, ends = network(), []
     settings: dict[str, Any] = {"density": 0.05, "every": every, "sends": "updates"}
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=0.5, **settings
-    )
+    optimizer = steady(torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=0.5, **settings)
     train(model, optimizer, comm.rank, range(5))
     saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
     optimizer.close()
     for share in (0.5, 0.1):
-        again = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=share, **settings
-        )
+        again = steady(torch.optim.SGD(model.parameters(), lr=1e-2), comm, local_share=share, **settings)
         model.load_state_dict(weights)
         again.load_state_dict(copy.deepcopy(saved))
         for group in again.param_groups:

@@ -11,8 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from oktopk import DistributedOptimizer
-from tests.training import flat, network
+from tests.training import flat, network, steady
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -34,7 +33,7 @@ def trained(
     """Past the exchanges in which all ranks compare the reference, and at an exchange's end, but for an odd number of steps."""
     model = network().to(dtype)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = DistributedOptimizer(inner, comm, density=0.05, sends="updates", **settings)
+    optimizer = steady(inner, comm, density=0.05, sends="updates", **settings)
     take_steps(model, optimizer, comm.rank, range(steps))
     return model, optimizer
 
@@ -94,7 +93,7 @@ def from_its_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     state = optimizer.state_dict()
     other = copy.deepcopy(model)
     inner = torch.optim.SGD(other.parameters(), lr=0.05)
-    loaded = DistributedOptimizer(inner, MPI.COMM_WORLD, density=0.05, sends="updates")
+    loaded = steady(inner, MPI.COMM_WORLD, density=0.05, sends="updates")
     loaded.load_state_dict(state)
     return other, loaded
 
@@ -124,7 +123,7 @@ def test_weights_that_are_cut_after_each_step_are_cut_alike(comm: MPI.Intracomm)
 
 def test_what_is_loaded_before_the_step_that_sets_up_the_state_stays(comm: MPI.Intracomm) -> None:
     model = network()
-    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.05)
+    optimizer = steady(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.05)
     given = network(9).state_dict()
     model.load_state_dict(given)
     for parameter in model.parameters():

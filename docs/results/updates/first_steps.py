@@ -25,7 +25,7 @@ def main():
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(LENGTH) * 0.02)
     inner = torch.optim.AdamW([weight], lr=1e-3)
-    optimizer = DistributedOptimizer(inner, comm, "oktopk", density=0.01, wire=wire)
+    optimizer = DistributedOptimizer(inner, comm, "oktopk", density=0.01, density_warmup_steps=0, wire=wire)
     drawn, seconds = torch.Generator().manual_seed(comm.rank), []
     for _ in range(STEPS):
         weight.grad = torch.randn(LENGTH, generator=drawn)

@@ -6,7 +6,7 @@ kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same wi
   library's optimizer with that `sends`), sparseloco/every=15 (sparseloco.py), alone (no exchange).
 keys: lr; b2 (beta2, 0.95); opt (adamw; lion; sgd: momentum 0.9, no decay); seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
-TIMED (wait for the GPU in each step, and evaluate nothing), EAGER (compile nothing).
+TIMED (wait for the GPU in each step, and evaluate nothing; pass density_warmup_steps=0 to time the last density), EAGER (compile nothing).
 With more ranks than GPUs these share them, and messages go by gloo: start the Multi-Process Service (MPS) before.
 Batches, schedule, clipping and decay are those of sim.py.
 """

@@ -26,7 +26,9 @@ def main():
     several = comm.size > hosts
     placed = {"replica": "host", "ranks_per_host": comm.size // hosts} if several else {"replica": "rank"}
     inner = torch.optim.AdamW([weight], lr=1e-3)
-    optimizer = DistributedOptimizer(inner, comm, "oktopk", density=0.01, wire=wire, **placed)
+    optimizer = DistributedOptimizer(
+        inner, comm, "oktopk", density=0.01, density_warmup_steps=0, wire=wire, **placed
+    )
     drawn, sent, ratio = torch.Generator().manual_seed(comm.rank), [], []
     for number in range(WARMUP + EXCHANGES):
         weight.grad = torch.randn(LENGTH, generator=drawn)

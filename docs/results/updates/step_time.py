@@ -63,7 +63,8 @@ def main():
         torch.manual_seed(0)
         parameters = [nn.Parameter((torch.randn(shape) * 0.02).to(device)) for shape in SHAPES]
         optimizer = kind(parameters, lr=1e-4, fused=True)
-        made[name] = parameters, DistributedOptimizer(optimizer, density=0.01, sends=sends, **settings)
+        settings |= {"density": 0.01, "density_warmup_steps": 0, "sends": sends}
+        made[name] = parameters, DistributedOptimizer(optimizer, **settings)
     alone = [nn.Parameter((torch.randn(shape) * 0.02).to(device)) for shape in SHAPES]
     made["AdamW alone"] = alone, torch.optim.AdamW(alone, lr=1e-4, fused=True)
     drawn = torch.Generator(device).manual_seed(rank)

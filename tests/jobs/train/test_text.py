@@ -87,7 +87,7 @@ def test_gpts_shipped_file_sends_what_the_library_does_by_default() -> None:
     reduction = config.reduction
     assert reduction.sends == default_sends(optimizer, None, reduction.density) == "updates"
     assert reduction.method == default_method(reduction.sends, reduction.density, reduction.every)
-    start = default_start(optimizer, reduction.sends, reduction.every, {})
+    start = default_start(optimizer, reduction.sends, reduction.every, 12, {})
     assert start == {"density_warmup_steps": reduction.density_warmup_steps}
 
 
@@ -108,7 +108,7 @@ def test_a_tiny_gpt_learns_text(comm: MPI.Intracomm, tmp_path: Path, method: str
     given += ["training.batch_size=4", "training.steps=24", "training.eval_every=12"]
     given.append("reduction.density=0.2")
     if method == "updates":  # as the file has it
-        given.append("reduction.every=5")
+        given += ["reduction.every=5", "reduction.density_warmup_steps=0"]
     else:
         given += ["reduction.sends=gradients", f"reduction.method={method}", "reduction.deferred=true"]
     assert main(given, comm=comm) == 0
