@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.transport import Transport, refuse
+from oktopk.torch.alive import alive
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.interop import TYPE_NAMES
 from oktopk.torch.sharded_replica import ShardedReplica
@@ -174,12 +175,12 @@ def _reducing_ddp(parameters: Iterable[Tensor], ranks: int) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     known = set(map(id, parameters))
-    for held in gc.get_objects():
-        if not issubclass(type(held), DistributedDataParallel) or held.process_group.size() <= ranks:
+    for ddp in alive(DistributedDataParallel):
+        if ddp.process_group.size() <= ranks:
             continue
-        hooks = [hook for hook, _ in getattr(held, "_comm_hooks", ())]
-        if noop_hook not in hooks and any(id(parameter) in known for parameter in held.module.parameters()):
-            return held
+        hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
+        if noop_hook not in hooks and any(id(parameter) in known for parameter in ddp.module.parameters()):
+            return ddp
     return None
 
 
@@ -188,11 +189,11 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     gc.collect()  # a scheduler leaves a cycle
     found: dict[int, tuple[int, torch.optim.Optimizer]] = {}
-    for held in gc.get_objects():
-        if issubclass(type(held), torch.optim.Optimizer) and "param_groups" in vars(held):
-            known = [places[id(p)] for group in held.param_groups for p in group["params"] if id(p) in places]
-            if known:
-                found[id(held.param_groups)] = min(known), held
+    for optimizer in alive(torch.optim.Optimizer):
+        groups = vars(optimizer).get("param_groups", ())  # none while it is made
+        known = [places[id(p)] for group in groups for p in group["params"] if id(p) in places]
+        if known:
+            found[id(groups)] = min(known), optimizer
     return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
 
 
@@ -268,9 +269,8 @@ def rescaled_warning(parameters: Iterable[Tensor]) -> str:
     known = set(map(id, parameters))
     names = {
         type(module).__name__
-        for module in gc.get_objects()
-        if issubclass(type(module), nn.Module)
-        and isinstance(vars(module).get("max_norm"), int | float)
+        for module in alive(nn.Module)
+        if isinstance(vars(module).get("max_norm"), int | float)
         and id(vars(module).get("_parameters", {}).get("weight")) in known
     }
     if not names:

@@ -31,6 +31,7 @@ from oktopk.torch.agreement import (
     rescaled_warning,
     unregister_reducer,
 )
+from oktopk.torch.alive import alive
 from oktopk.torch.hooked import Given, HookedBuckets
 from oktopk.torch.interop import memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
@@ -468,5 +469,5 @@ def _found(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[lis
 
 def _with_state(state: OkTopkState) -> list[DistributedDataParallel]:
     """The DDPs of this process that have a state."""
-    ddps = [held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel)]
-    return [ddp for ddp in ddps if any(held is state for _, held in getattr(ddp, "_comm_hooks", ()))]
+    ddps = alive(DistributedDataParallel)
+    return [ddp for ddp in ddps if any(kept is state for _, kept in getattr(ddp, "_comm_hooks", ()))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from collectives.closing import closes
 from oktopk.buckets import bucket_ranges
 from oktopk.settings import DEFAULT_BUCKET_MB
+from oktopk.torch.alive import alive
 from oktopk.torch.gradients import GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
@@ -35,9 +35,7 @@ def in_models_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     found: tuple[int, list[int]] | None = None
-    for module in gc.get_objects():
-        if not issubclass(type(module), nn.Module):
-            continue
+    for module in alive(nn.Module):
         try:
             held = list(dict.fromkeys(map(id, module.parameters())))
         except Exception:  # it is being made, or is of a kind that has none

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from collectives.limit import Limit
 from collectives.traffic import Traffic
 from collectives.transport import EVERY_RANK_CALLS, Caught, MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
+from oktopk.torch.alive import alive
 from oktopk.torch.as_wrapped import AsWrapped, version_of
 from oktopk.torch.replica import Groups, Ready, Replica
 from oktopk.torch.shards import held_tensor, is_sharded, kept_locally, laid_out_as_parameter, local_tensor
@@ -317,7 +317,7 @@ def _fsdp_modules(parameters: Sequence[Tensor]) -> list[weakref.ref[Any]]:
     from torch.distributed.fsdp import FSDPModule
 
     known = set(map(id, parameters))
-    modules = [held for held in gc.get_objects() if issubclass(type(held), FSDPModule)]
+    modules = alive(FSDPModule)
     for module in modules:  # after a forward pass the outermost one has parameters that are not sharded
         module.reshard()
     return [weakref.ref(module) for module in modules if any(id(p) in known for p in module.parameters())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,17 +15,15 @@ from collectives.transport import Transport
 from oktopk.damage import StateError
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings
+from oktopk.torch.alive import alive
 from oktopk.torch.interop import GRADIENT_TYPES, TYPE_NAMES, TensorMemory
 from oktopk.torch.states import as_arrays, as_tensors
 
 
 def sparse_tables(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Those of the parameters that are the weight of a module which makes sparse gradients, in their order."""
-    weights = {
-        id(module.weight)
-        for module in gc.get_objects()
-        if issubclass(type(module), nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+    tables = [*alive(nn.Embedding), *alive(nn.EmbeddingBag)]
+    weights = {id(table.weight) for table in tables if table.sparse}
     return [parameter for parameter in parameters if id(parameter) in weights]
 
 
