@@ -47,7 +47,7 @@ def measure(hosts, rate, delay, path):
 
 def compared(path):
     """Cells of each step of a document: method, predicted ms, measured ms, difference."""
-    links, found = read(path), []
+    links, cells = read(path), []
     hosts, many = len(links.hosts), links.ranks_per_host
     for step in json.loads(path.read_text(encoding="utf-8"))["steps"]:
         if step["levels"] == "-":
@@ -62,8 +62,8 @@ def compared(path):
         seconds = predict(asked, links.network(hosts, many), links.kernels).seconds
         off = f"{100 * (seconds / step['seconds'] - 1):.0f} %".replace("-", "−")
         times = (f"{1e3 * each:,.1f}" for each in (seconds, step["seconds"]))
-        found.append([title_of(step["method"]), *times, off])
-    return found
+        cells.append([title_of(step["method"]), *times, off])
+    return cells
 
 
 def main(arguments=None):

@@ -104,8 +104,8 @@ def plan(options: argparse.Namespace) -> str:
 
 def _announce(job: Job, options: argparse.Namespace) -> None:
     """Say how long it takes, where that is long."""
-    if job.ranks_per_host == 1:
-        return
+    if job.ranks_per_host == 1 and job.ranks <= MOST_FLAT and "gtopk" not in options.methods:
+        return  # one rank is replayed for all
     flat = job.ranks <= MOST_FLAT or "flat" in options.levels or job.hosts == 1
     each = _PATIENCE * job.ranks * (job.ranks if flat else job.hosts)
     steps = len(options.methods) * len(options.densities) * len(options.wires)

@@ -26,6 +26,7 @@ from oktopk.plan.rows import (
 from oktopk.replay.links import DEVICES, LinksError, links_of
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels
+from oktopk.replay.program import is_shared
 from oktopk.replay.recording import Step
 from oktopk.settings import Settings
 
@@ -147,8 +148,10 @@ def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Cho
     if wires == ["auto"]:
         wires = ["plain", "float32"] if METHODS[wanted.method].coded else ["plain"]
     method, density = [wanted.method], [wanted.settings.density]
-    steps = steps_of(job, method, density, wires, levels, wanted.updates, exchange)
-    rows = _fastest(job, network, DEVICES[wanted.device], [*steps], [1] if wanted.compute is None else EVERY)
+    steps = [*steps_of(job, method, density, wires, levels, wanted.updates, exchange)]
+    if job.ranks > MOST_FLAT and job.ranks_per_host == 1 and not all(map(is_shared, steps)):
+        raise LinksError(f"steps of {job.ranks} ranks that send unlike many entries take long to predict")
+    rows = _fastest(job, network, DEVICES[wanted.device], steps, [1] if wanted.compute is None else EVERY)
     best = best_first([row for row in rows if row.every == 1])[0]
     seldom = best_first(rows)[0]
     if best.seconds > WORTH * seldom.seconds:

@@ -75,7 +75,8 @@ _program = lru_cache(8)(program_of)
 def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = False) -> Prediction:
     """Replay one step.
 
-    With one rank a host one of them is replayed for all, see `of_one_host`: the times are the same.
+    With one rank a host one of them is replayed for all, see `of_one_host`, where a message takes its sender time (o > 0): the
+    times are the same. Without that messages of several senders tie, and their order decides.
 
     Args:
         network: its `ranks_per_host` is the step's.
@@ -86,7 +87,7 @@ def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = Fal
         ValueError: the step cannot be replayed.
     """
     made, many = _program(step), step.ranks_per_host
-    alone = of_one_host(made, many) if least or many == 1 else made
+    alone = of_one_host(made, many) if least or (many == 1 and network.between.o > 0) else made
     done = replay(alone, network, kernels.rates(network))
     by_kind = done.computed.mean(axis=0)
     return Prediction(

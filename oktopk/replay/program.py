@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,6 +252,12 @@ def merged(ops: Sequence[Op]) -> list[Op]:
     return made
 
 
+def is_shared(step: Step) -> bool:
+    """Whether a step of many ranks is replayed by the operations of a few; else each rank is recorded, which takes long."""
+    return step.ranks > RECORDED and _shared(step) is not None
+
+
+@lru_cache(8)
 def _shared(step: Step) -> list[Entry] | None:
     """The operations of all ranks, by those of a few; None where partners keep to no rule."""
     ranks, many = step.ranks, step.ranks_per_host

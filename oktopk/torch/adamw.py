@@ -43,7 +43,7 @@ class AdamW(torch.optim.AdamW):
     15 elements at the end of a tensor.
 
     A step is torch's own, with torch's rounding, with amsgrad, maximize, capturable or differentiable, with hooks on the
-    optimizer's step, with `every` > 1, with hosts as replicas, with sharded parameters, with tables that have sparse gradients,
+    optimizer's step, with `every` > 1, with hosts as replicas, with sharded parameters,
     and where gradients or moments are of another type than their parameters or laid out otherwise. Where a
     step is taken so, each `step` of the state becomes an element of one vector.
 

@@ -247,7 +247,7 @@ class DistributedOptimizer(SavedOptimizer):
                     check_numbers(sends, 1 if every == "auto" else every, local_share, residual_decay)
                     check_shards(trained, sends, replica, parameters.named, keywords.get("levels", "auto"))
                     problem = refused(sends, self._arguments, optimizer, bool(tables))
-                    if problem and unsaid:
+                    if problem and unsaid and not tables:  # of tables it says so already
                         problem += (
                             f"; by default {type(optimizer).__name__} sends updates: leave it out, or pass "
                             "sends='gradients'"

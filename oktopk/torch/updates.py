@@ -306,7 +306,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             )
         gradients = self._gradients()
         if any(map(_is_sparse, gradients)):
-            return "a gradient is sparse: name its parameter in sparse=[...], or build the embedding with sparse=False"
+            return "a gradient is sparse: build the embedding with sparse=False, or take sends='gradients'"
         if not self._window.is_first_step or self._loaded is not None:
             return ""
         if gradients or not self._reference.written():

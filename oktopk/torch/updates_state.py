@@ -1,4 +1,4 @@
-"""What an optimizer of updates keeps, and what its users do between two steps: `agreed`, states, copies, `close`."""
+"""What an optimizer of updates keeps, and what its users do between two steps: `agreed`, states, `close`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _FIRST, _EVERY = 20, 10
 
 
 class Window:
-    """The steps between two exchanges, and the exchanges so far. The optimizer, whose it is, alone writes to it.
+    """The steps between two exchanges, and the exchanges so far. Only the optimizer writes to it.
 
     Args:
         every: steps between two exchanges.
@@ -87,6 +87,6 @@ class Window:
             )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state that was checked, but for its exchanges, which are loaded where parameters are not, too."""
+        """Take the steps since the last exchange from a state that was checked; not `exchanges`."""
         self.steps, self.present = state["steps"], bytearray(state["present"])
         self._local.factors = list(state["factors"])

@@ -108,6 +108,7 @@ def two_groups(held: list[nn.Parameter]) -> Any:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Callable[[Run, int], None] | None]] = {
     "oktopk, clipped": ({"method": "oktopk", "clip_norm": 0.5}, {}, None, None),
+    "clipped": ({"clip_norm": 0.5}, {}, None, None),
     "groups, decay, frozen": ({}, {}, two_groups, lambda run, step: setattr(run.held[2], "grad", None)),
     "missing gradients": ({"nonfinite": "raise", "method": "oktopk"}, {}, None, missing),
     "nan raises": ({"nonfinite": "raise"}, {}, None, not_a_number),

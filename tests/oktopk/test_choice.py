@@ -78,11 +78,16 @@ def test_entries_go_over_a_grid_where_that_is_predicted_to_be_faster() -> None:
         predicted(links(67, 1, FAST), [*range(67)], wanted(exchange="grid"))
 
 
-def check_choice(monkeypatch: pytest.MonkeyPatch, cells: Iterable[tuple[int, int, int, float, str]]) -> None:
-    """What is chosen over many links against the choice of whole replays of all settings."""
+def check_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    cells: Iterable[tuple[int, int, int, float, str]],
+    compute: float | None = None,
+) -> None:
+    """What is chosen over many links against the choice of whole replays of all settings; updates by union with compute."""
     seen = set()
     for hosts, many, length, density, device in cells:
-        asked = Wanted(length, "oktopk", Settings(density=density), device, False)
+        method = "oktopk" if compute is None else "union"
+        asked = Wanted(length, method, Settings(density=density), device, compute is not None, compute)
         ranks = [number // many for number in range(hosts * many)]
         for between, gap, inside in product(
             (SLOW, 8e-10, FAST), (2e-6, 5e-5), (1e-10, 1e-8) if many > 1 else (1e-10,)
@@ -95,13 +100,25 @@ def check_choice(monkeypatch: pytest.MonkeyPatch, cells: Iterable[tuple[int, int
                 whole.setattr(choice, "least_seconds", lambda *_: 0.0)
                 whole.setattr(prediction, "of_one_host", lambda program, _: program)
                 assert predicted(over, ranks, asked) == chosen
-            seen.add(str(chosen.settings))
+            seen.add((str(chosen.settings), chosen.every))
     assert len(seen) > 2
 
 
 def test_the_choice_is_that_of_whole_replays_of_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     few = (72, 1, 100_000, 0.05, "cpu"), (66, 1, 10_000_000, 0.01, "cuda"), (16, 8, 1_000_000, 0.01, "cpu")
     check_choice(monkeypatch, few)
+    check_choice(monkeypatch, [(66, 1, 10_000_000, 0.01, "cpu"), (16, 4, 1_000_000, 0.01, "cpu")], 0.02)
+
+
+def test_ranks_that_send_unlike_many_entries_are_not_replayed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of more than a thousand would take as long as a few do where all send alike."""
+    monkeypatch.setattr(choice, "MOST_FLAT", 70)
+    over, hosts = links(96, 1, SLOW), [*range(96)]
+    with pytest.raises(LinksError, match="^steps of 96 ranks that send unlike many entries take long"):
+        predicted(over, hosts, Wanted(1_000_000, "gtopk", Settings(), "cpu", False))
+    assert predicted(over, hosts, wanted()).settings["wire"] == "float32"
 
 
 @pytest.mark.long("up to 1,024 ranks, lengths and densities; `make test` has a few")

@@ -86,6 +86,7 @@ def moments(optimizer: Any) -> torch.Tensor:
 
 
 EACH_KIND = [
+    case("ranks", {"kind": "adamw"}),
     case("ranks", {"kind": "adamw", "every": 3}),
     case("ranks", {"kind": "adamw foreach", "local_share": 0.0}),
     case("ranks", {"kind": "sgd", "method": "gtopk"}),

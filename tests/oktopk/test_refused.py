@@ -31,9 +31,9 @@ def optimizer(comm: Any, kind: Any = SGD, tensors: Any = None, **settings: Any) 
     return DistributedOptimizer(kind(given, lr=1.0), comm, **settings)
 
 
-def embedding(comm: Any, **settings: Any) -> DistributedOptimizer:
+def embedding(comm: Any, kind: Any = SGD, **settings: Any) -> DistributedOptimizer:
     table = nn.Embedding(9, 4, sparse=True).weight
-    return DistributedOptimizer(SGD([table], lr=1.0), comm, sparse=[table], **settings)
+    return DistributedOptimizer(kind([table], lr=1.0), comm, sparse=[table], **settings)
 
 
 MAKE: dict[str, Callable[..., Any]] = {
@@ -155,6 +155,11 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ("updates", {"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
     ("updates", {"overlap": True}, "overlap=True is for sends='gradients'"),
     ("embedding", {"sends": "updates"}, "tables with sparse gradients are for sends='gradients'"),
+    (
+        "embedding",
+        {"kind": torch.optim.Adam},
+        "tables with sparse .* or build them with sparse=False$",
+    ),
     ("updates", {"method": "dense"}, "method='dense' is for sends='gradients'"),
     ("updates", {"average": False}, "average=False is for sends='gradients'"),
     ("updates", {"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
