@@ -121,18 +121,10 @@ def test_ranks_that_send_unlike_many_entries_are_not_replayed_one_by_one(
     assert predicted(over, hosts, wanted()).settings["wire"] == "float32"
 
 
-@pytest.mark.long("up to 1,024 ranks, lengths and densities; `make test` has a few")
-@pytest.mark.timeout(3600)
+@pytest.mark.long("up to 256 ranks, short and long vectors; `make test` has a few")
 def test_so_it_is_over_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    clusters = (256, 1), (1024, 1), (64, 2), (40, 4), (32, 8), (128, 8)
-    check_choice(
-        monkeypatch,
-        (
-            (*each, *more)
-            for each in clusters
-            for more in product((10**6, 10**8), (0.002, 0.02), ("cpu", "cuda"))
-        ),
-    )
+    clusters, lengths = ((256, 1), (40, 4), (32, 8)), (10**6, 10**8)
+    check_choice(monkeypatch, ((*each, length, 0.01, "cpu") for each in clusters for length in lengths))
 
 
 def test_steps_are_left_out_only_where_the_user_allows_it_and_it_pays() -> None:
