@@ -122,6 +122,7 @@ def test_ranks_that_send_unlike_many_entries_are_not_replayed_one_by_one(
 
 
 @pytest.mark.long("up to 256 ranks, short and long vectors; `make test` has a few")
+@pytest.mark.timeout(900)
 def test_so_it_is_over_many_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     clusters, lengths = ((256, 1), (40, 4), (32, 8)), (10**6, 10**8)
     check_choice(monkeypatch, ((*each, length, 0.01, "cpu") for each in clusters for length in lengths))
