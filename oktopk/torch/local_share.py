@@ -34,7 +34,7 @@ class LocalShare:
 
     Args:
         first: at the largest rate, once 500 exchanges are over, in [0, 1].
-        varies: whether it grows; False: it stays `first`.
+        varies: whether it may be larger than `first`; False: it stays `first`.
         large: whether one that varies begins large.
 
     Attributes:
@@ -43,10 +43,12 @@ class LocalShare:
     Source: own, docs/results/updates.md.
     """
 
+    now: float
+    _top: float  # the largest rate so far
+
     def __init__(self, first: float, varies: bool, large: bool = True) -> None:
         self._first, self._varies = float(first), varies
         self._begins = _BEGINS if large else 1.0
-        self.now, self._top = 0.0, 0.0
         self.begin()
 
     def renew(self, groups: Sequence[Mapping[str, Any]], exchanges: int) -> float:

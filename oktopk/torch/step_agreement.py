@@ -253,12 +253,8 @@ class UpdatesAgreement(StepAgreement):
         every: int,
         single: bool,
     ) -> None:
-        self._optimizer, self._local, self._reference, self._transport = (
-            optimizer,
-            local,
-            reference,
-            transport,
-        )
+        self._optimizer, self._local = optimizer, local
+        self._reference, self._transport = reference, transport
         self._decays, self._single, self._hash = every > 1, single, {REFERENCE: 0}
         super().__init__(self._compared, len(reference.views), self._reconcile)
 

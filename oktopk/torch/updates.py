@@ -53,6 +53,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
 
     In each step the wrapped optimizer steps on this rank's own gradient. What it changed joins the residual. Entries of the
     residuals are summed over the ranks, by default those that `union` selects, and Ok-Topk where the density is at least 5 %.
+    With Adam's kind and an exchange in each step the density falls from 25 % over the first 100, where nothing is said of them.
     All ranks subtract the mean from the *reference*: float32 values of all parameters, equal on all ranks, bit for bit.
 
         optimizer steps                     x, what the parameters hold, becomes x'
