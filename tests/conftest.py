@@ -263,15 +263,14 @@ def group(comm: MPI.Intracomm) -> Iterator[Any]:
 @pytest.fixture
 def nccl_group(comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process group that moves device arrays by NCCL; where GPUs are on the host, by what stands for it."""
-    from tests.devices import asynchronous, gpus, use
+    from tests.devices import asynchronous, need_gpus, use
 
     if not asynchronous():
         from tests.nccl_on_host import take_the_place_of_nccl
 
         take_the_place_of_nccl(monkeypatch)
         return group
-    if gpus() < comm.size:
-        pytest.skip("a GPU a rank")
+    need_gpus(comm.size)
     import torch.distributed as dist
 
     use("cuda", comm)

@@ -54,6 +54,12 @@ def on_torchs_gpu(*values: Any, id: str) -> Any:
     return pytest.param(*values, marks=on_real_gpus, id=id)
 
 
+def need_gpus(number: int) -> None:
+    """Skip the test where there are GPUs, but fewer: ranks that share one cannot read each other's memory, and wait in turns."""
+    if asynchronous() and gpus() < number:
+        pytest.skip(f"{number} GPUs")
+
+
 def hold_up(cycles: int = 10_000_000) -> Callable[[], bool]:
     """Keep this rank's GPU busy for some milliseconds, on torch's current stream: what is put there next is late.
 

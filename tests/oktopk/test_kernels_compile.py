@@ -60,7 +60,10 @@ def compiler_says(
     if by == "nvrtc":
         assert NVRTC
         library, headers = NVRTC
-        return nvrtc.compile_source(library, whole, [*options, f"-I{headers}"], whole.with_suffix(".ptx"))
+        said = nvrtc.compile_source(library, whole, [*options, f"-I{headers}"], whole.with_suffix(".ptx"))
+        if "unrecognized option -Werror" in said:
+            pytest.skip("this NVRTC has no -Werror")
+        return said
     quick = ["-Xcicc", "-O0", "-Xptxas", "-O0"] if architecture == 80 else []
     command = [
         "nvcc",

@@ -22,7 +22,7 @@ from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.overlap import BucketLayout, in_models_order
-from tests.devices import hold_up, on_torchs_gpu, torch_device
+from tests.devices import hold_up, need_gpus, on_torchs_gpu, torch_device
 from tests.training import flat, loss, train, wrapped
 
 pytestmark = pytest.mark.mpi
@@ -184,6 +184,7 @@ def test_a_table_waits_for_the_backward_pass_behind_the_buckets(
 def test_a_bucket_is_reduced_over_messages_while_the_backward_pass_goes_on(
     comm: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need_gpus(comm.size)
     model = network(torch_device(device, comm))
     optimizer = wrap(model, comm, peer_memory=False)
     train(model, optimizer, comm.rank, range(8))  # what is allocated later would wait for the GPU
