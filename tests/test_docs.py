@@ -270,7 +270,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     )
     assert f"does](docs/results/updates.md#four-ranks-by-the-library), {large:.1f} % below" in readme
     assert f"17.1 M ends {mean(small):.1f} % below, by three seeds" in readme
-    assert f"ends {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
+    assert f"ended {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 
 
 def above_dense(

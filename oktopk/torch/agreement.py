@@ -319,8 +319,9 @@ def compared(
         _digest(held),
     )
     everyone = transport.allgather_objects(mine)
-    if shards is not None:
+    if any(theirs.shard is not None for theirs in everyone):
         _check_replicas([theirs.shard for theirs in everyone])
+    if shards is not None:
         shards.replicas = [theirs.shard[1] for theirs in everyone if theirs.shard is not None]
     if len({theirs.length for theirs in everyone}) > 1:
         return []  # which the reducer refuses
@@ -346,6 +347,11 @@ def _check_replicas(shards: Sequence[tuple[int, list[int]] | None]) -> None:
     Args:
         shards: of each rank the number of its shard, and the ranks of its replica; None: its parameters are not sharded.
     """
+    if whole := [rank for rank, shard in enumerate(shards) if shard is None]:
+        raise ValueError(
+            f"parameters of rank(s) {_listed(whole)} are not sharded, and those of the others are: call fully_shard on all "
+            "ranks, or on none"
+        )
     known = [shard for shard in shards if shard is not None]
     group = (
         "pass the group of those that hold this rank's shard, one of each replica. It is that of "

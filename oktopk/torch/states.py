@@ -40,9 +40,13 @@ def not_saved_of(saved: tuple[int, int] | None, transport: Transport, also: str 
     everyone = set(transport.allgather_objects(saved))
     if saved is None or len(everyone) > 1 or (transport.size, saved[1]) == (1, 1):
         return ""
+    rank, ranks = saved
+    advice = "load that before the next step, see docs/frameworks.md"
+    if transport.size != ranks:
+        advice = f"make of all {ranks} those of {transport.size} by oktopk.elastic.redistribute"
     return (
-        f"every rank has loaded the state of rank {saved[0]} of {saved[1]}: the residuals of all ranks are "
-        f"lost{also}. Save each rank's own state beside it, and load that before the next step, see docs/frameworks.md"
+        f"every rank has loaded the state of rank {rank} of {ranks}: the residuals of all ranks are lost{also}. Save each rank's "
+        f"own state beside it, and {advice}"
     )
 
 

@@ -273,14 +273,22 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         if window.problem and grad_scaler is not None:  # perhaps of another rank of the replica
             self._answer(grad_scaler)
         finite = not window.problem and self._finite(grad_scaler)
+        raised: Exception | None = None
         if finite:
-            self._step_alone()
-        elif self._selecting is not None:
+            try:
+                self._step_alone()
+            except Exception as error:  # on this rank alone, perhaps: the exchange tells the others
+                raised = error
+                window.problem = f"the wrapped optimizer raised {type(error).__name__}: {error}"
+        if self._selecting is not None and (raised is not None or not finite):
             self._selecting.forget()
-        if window.count_step():
-            self._exchange(measure, window.problem or self._own_weights())
-        else:
+        if not window.count_step():
             self._reference.watch()
+            return
+        try:
+            self._exchange(measure, window.problem or self._own_weights())
+        except ValueError as refused:
+            raise refused from raised
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""

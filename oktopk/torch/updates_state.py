@@ -86,8 +86,11 @@ class UpdatesState(DistributedOptimizer):
     # what users write
 
     @torch.no_grad()
-    def _take_written(self, changed: bool | None = None) -> None:
-        """Make what was written to since the last step the reference. changed: as `Reference.written`.
+    def _take_written(self, changed: bool | None = None) -> bool:
+        """Make what was written to since the last step the reference. Returns whether something was, but for a loaded state.
+
+        Args:
+            changed: as `Reference.written`.
 
         Raises:
             RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
@@ -100,15 +103,28 @@ class UpdatesState(DistributedOptimizer):
         numbers = reference.written(by_version=not self._window.steps, changed=changed)
         if numbers and loaded is not None and self._reference.fits(loaded):
             self._go_on(loaded)
-        elif numbers:
+            return False
+        if numbers:
             reference.take(numbers)
             reference.watch()
+        return bool(numbers)
+
+    def _take_written_outside(self) -> None:
+        """As `_take_written`, outside of a step, where ranks cannot compare what they have taken: then warn."""
+        if self._take_written() and self.reducer.transport.size > 1:
+            warnings.warn(
+                "parameters were written to since the last step, outside of `with optimizer.agreed():`. What this rank holds "
+                "there counts, so that ranks may part until the next step: write within it, or take a step before you evaluate, "
+                "save or close",
+                stacklevel=4,
+            )
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
 
-        After weights were loaded outside of it they may differ between ranks until the next exchange: take a step first.
+        After parameters were written to outside of it, loaded or clamped, they may differ between ranks until the next exchange,
+        and a warning says so: take a step first.
 
         Not collective. `step` raises within; `state_dict` is as outside.
         """
@@ -116,7 +132,7 @@ class UpdatesState(DistributedOptimizer):
             yield
             return
         with torch.no_grad():
-            self._take_written()
+            self._take_written_outside()
             self._kept = self._reference.show_agreed()
         self._replica.reshard()
         try:
@@ -249,8 +265,9 @@ class UpdatesState(DistributedOptimizer):
             return {} if lost and sharding else self._sharded.loaded(optimizer, sharding)
         if sharding:
             raise StateError(
-                "the state has moments of one shard, and here each rank steps on all parameters: go on with every=1, the same "
-                "optimizer and no hooks on its step"
+                "the state has moments of a shard of a host's parameters, and here each rank steps on all of them: for other "
+                "hosts oktopk.elastic.redistribute puts them together; else go on with every=1, the same optimizer and no hooks "
+                "on its step"
             )
         if own is None:
             kept: dict[Any, Any] = optimizer["state"]
@@ -306,7 +323,10 @@ class UpdatesState(DistributedOptimizer):
         """
         self._as_wrapped.look()
         if not self._as_wrapped.problem:
-            self._take_written()
+            if self._kept is None:
+                self._take_written_outside()
+            else:
+                self._take_written()
             self._reference.show_agreed()
         self._kept = None
         if self._sharded is not None:
