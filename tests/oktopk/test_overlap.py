@@ -57,7 +57,7 @@ def test_overlap_changes_no_bit(comm: MPI.Intracomm, device: str, settings: dict
     for overlap in (False, True):
         model = network(place)
         optimizer = wrap(model, comm, overlap=overlap, **settings)
-        for step in range(7):
+        for step in range(5):
             optimizer.zero_grad()
             with optimizer.no_sync():
                 loss(model, comm.rank, 2 * step).backward()

@@ -107,7 +107,7 @@ def exact_control_words(size: int) -> int:
 
 
 @pytest.mark.mpi
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     steps=st.lists(
         st.lists(st.lists(st.one_of(TIED, FLOATS), max_size=12), min_size=RANKS, max_size=RANKS),
