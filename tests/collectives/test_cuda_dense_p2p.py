@@ -192,7 +192,7 @@ def test_what_is_not_finite_is_counted_alike_on_all_ranks_and_stays(comm: MPI.In
 
 @pytest.mark.parametrize(
     ("name", "lengths", "calls"),
-    [("dense", (1, 300, 2048, 9000, 40_000), 60), ("short_rings", (1, 8193, 20_000, 70_001, 165_000), 24)],
+    [("dense", (1, 300, 2048, 9000, 40_000), 40), ("short_rings", (1, 8193, 20_000, 70_001, 165_000), 16)],
 )
 def test_calls_of_many_lengths_never_read_what_another_call_sent(
     comm: MPI.Intracomm, request: pytest.FixtureRequest, name: str, lengths: tuple[int, ...], calls: int

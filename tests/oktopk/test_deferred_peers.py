@@ -93,7 +93,7 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
     deferred, waited = (deferring(comm, deferred=late, **settings) for late in (True, False))
     rng = np.random.default_rng(comm.rank)
     late, stopped = 0, 0
-    for _ in range(36):
+    for _ in range(27):
         gradient = (rng.standard_normal(LENGTH) ** 3).astype(np.float32)
         on_device = put(cuda, narrowed(gradient, gradient_type))
         first, second = deferred.step(on_device), waited.step(on_device)
@@ -110,7 +110,7 @@ def test_deferred_steps_give_the_bits_of_those_that_are_waited_for(
         names = "exact local_nnz global_nnz words messages control_words global_threshold"
         for name in names.split():
             assert getattr(first, name) == getattr(second, name), name
-    assert late > 15 > 3 > stopped
+    assert late > 8 > 3 > stopped
 
 
 @pytest.mark.parametrize(("kind", "third"), kinds_with({"0": 0, "1": 1, "2": 2}))
@@ -121,7 +121,7 @@ def test_deferred_steps_lose_nothing_and_agree(cuda: str, comm: MPI.Intracomm, k
         rng = np.random.default_rng((comm.rank, length))
         before = np.zeros(length, np.float64)
         reports, updates, late = [], [], 0
-        for _ in range(14):
+        for _ in range(10):
             may_defer(reducer)
             gradient = GRADIENTS[kind](rng, length, comm.rank, comm.size)
             reports.append(reducer.step(put(cuda, gradient)))
@@ -138,7 +138,7 @@ def test_deferred_steps_lose_nothing_and_agree(cuda: str, comm: MPI.Intracomm, k
         reducer.complete()
         assert [report.global_nnz for report in reports] == updates
         # all but the first one, and those behind a stop that renew regions
-        assert late >= 9 or reports[0].method == "dense"
+        assert late >= 5 or reports[0].method == "dense"
         reducer.close()
 
 
@@ -150,7 +150,7 @@ def test_a_selection_over_the_cap_is_cut_to_the_top_k(
     last = comm.rank == comm.size - 1
     reducer = deferring(comm, deferred=deferred, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    for _ in range(30):
+    for _ in range(9):
         reducer.step(put(cuda, draw()))
     may_defer(reducer)
     outcomes.clear()
@@ -212,7 +212,7 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, 
     draw = cubes(comm, LENGTH)
     weights = np.linspace(0.1, 3, LENGTH, dtype=np.float32)  # so that regions move
     renewed, proposed = 0, LENGTH * np.arange(1, comm.size) // comm.size
-    for step in range(40):
+    for step in range(22):
         may_defer(reducer)
         method: Any = reducer._methods.get("oktopk")
         before = None if method is None else method.boundaries
@@ -233,7 +233,7 @@ def test_regions_are_renewed_by_the_last_selections_and_nobody_waits(cuda: str, 
             selected = top_k(accumulated, report.local_nnz)
             assert np.abs(accumulated[selected]).min() >= report.local_threshold
             proposed = selected[len(selected) * np.arange(1, comm.size) // comm.size]
-    assert renewed > 5 or comm.size == 1
+    assert renewed > 3 or comm.size == 1
 
 
 @pytest.mark.mpi(min_size=2)
@@ -292,7 +292,7 @@ def test_a_global_threshold_that_missed_is_moved_unless_by_far(
         pytest.skip("one rank's sums are its selection: none is left to choose from")
     reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = few_magnitudes(comm, LENGTH, reducer._method_at(0)[1])
-    for _ in range(12):
+    for _ in range(4):
         reducer.step(put(cuda, draw()))
     reducer.complete()
     select_from(reducer, 1000.0)
@@ -314,7 +314,7 @@ def test_kernels_compute_an_exact_threshold_where_the_host_waits(
         comm, LENGTH, density=DENSITY, average=False, threshold_interval=1000, boundary_interval=1000
     )
     draw = few_magnitudes(comm, LENGTH, among._method_at(0)[1])
-    for _ in range(12):
+    for _ in range(4):
         step_alike(comm, on_cpu, among, draw())
     outcomes = noted_outcomes(monkeypatch)
     for reducer in (among, on_cpu):
@@ -388,7 +388,7 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
     until_deferred(cuda, reducer, draw)
     gradients = [put(cuda, draw()) for _ in range(4)]
     stopped = 0
-    for number in range(24):
+    for number in range(12):
         late, loud = number % comm.size == comm.rank, (number + 1) % comm.size == comm.rank
         gradient = gradients[number % 4] * np.float32(2.0**12 if loud else 1)
         if late and asynchronous():
@@ -401,14 +401,14 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
         stopped += not report.global_nnz
     updates = comm.allgather(get(reducer.update).tobytes())
     assert len(set(updates)) == 1
-    assert stopped > 6 or comm.size == 1
+    assert stopped > 3 or comm.size == 1
 
 
 def test_a_reloaded_reducer_continues_deferred_steps_bit_for_bit(cuda: str, comm: MPI.Intracomm) -> None:
     settings = {"threshold_interval": 8, "boundary_interval": 8}
     undisturbed, resumed = (deferring(comm, **settings) for _ in range(2))
     draw = cubes(comm, LENGTH)
-    for _ in range(30):
+    for _ in range(18):
         undisturbed.step(put(cuda, draw()))
     until_deferred(cuda, resumed, draw)  # what is open is forgotten
     resumed.writable_update[:] = 7

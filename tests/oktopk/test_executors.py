@@ -25,8 +25,8 @@ from tests.inputs import GRADIENTS
 pytestmark = [pytest.mark.mpi, pytest.mark.host_cuda(ranks=3)]
 
 LENGTH, DENSITY = 5003, 0.02
-STEPS, MEASURED, SWAPPED = 10, 1, 5
-BROKEN = 3, 7  # a step whose thresholds are planned to be exact, and one that reuses them
+STEPS, MEASURED, SWAPPED = 8, 1, 4
+BROKEN = 3, 5  # a step whose thresholds are planned to be exact, and one that reuses them
 
 # What executors and transports do differently: lists whose lengths are not known (gtopk), persistent rounds (dense), regions,
 # balancing, rounds in flight, coded entries, two levels, a grid (of 4 ranks and more).

@@ -96,7 +96,7 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
     right behind the step, and are elsewhere before it has begun.
     """
     monkeypatch.setattr("oktopk.steps._TRUSTED", 0)  # all are deferred that may be
-    steps, poisoned, loud = 32 if asynchronous() else 24, (5, 19, 27), (13, 23)
+    steps, poisoned, loud = 18, (5, 15), (9, 13)
     flat, scattered, gradient = pair(
         comm, gradient_type=gradient_type, deferred=deferred, nonfinite="skip", average=False
     )
@@ -141,8 +141,8 @@ def test_pieces_give_the_bits_of_one_vector_on_cuda(
         assert get(updates[step]).tobytes() == wanted[2], step
         if not (deferred and report.skipped):  # then it is exact only after `complete`
             assert get(residuals[step]).tobytes() == wanted[3], step
-    assert late_ones > 10 or not deferred
-    assert overlapping > 10 or not (deferred and asynchronous())
+    assert late_ones > 5 or not deferred
+    assert overlapping > 5 or not (deferred and asynchronous())
     for step in range(6, 13):  # the first one renews regions, perhaps with tiles that need other graphs
         # every second one is waited for, also behind one that was given up
         scattered._trust, scattered._last_k = step % 2, reports[0].k

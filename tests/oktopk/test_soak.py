@@ -138,10 +138,10 @@ def test_beside_other_streams_a_single_block_waits_and_no_bit_differs(
             comm, 20_000, device=cuda, peer_memory=True, density=0.02, threshold_interval=4
         )
         rng = np.random.default_rng(comm.rank)
-        for _ in range(9):
+        for _ in range(6):
             reducer.step(put(cuda, rng.standard_normal(20_000).astype(np.float32) ** 3))
             updates.append(get(reducer.update).tobytes())
         launches = reducer._executors["oktopk"].launches  # type: ignore[attr-defined]
         assert (launches._device.priority < 0) == (priority < 0)
         reducer.close()
-    assert updates[:9] == updates[9:]
+    assert updates[:6] == updates[6:]
