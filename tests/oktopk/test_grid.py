@@ -101,7 +101,7 @@ def heavy_tailed(length: int) -> Callable[[int, int], Vector]:
 
 
 def test_every_part_has_one_rank_in_each_row_and_one_that_owns_it() -> None:
-    for ranks in range(1, 300):
+    for ranks in (*range(1, 90), 255, 256, 257, 299):
         places = [place_in_grid(rank, ranks) for rank in range(ranks)]
         rows = rows_of_grid(ranks)
         columns = ranks // rows

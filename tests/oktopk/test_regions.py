@@ -61,10 +61,6 @@ def test_a_proposal_splits_its_selection_into_equal_counts(indices: list[int], r
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_proposal_without_a_selection_is_equal_lengths() -> None:
-    assert cuts_of([], 10, 4).tolist() == [2, 5, 7]
-
-
 def agreed(indices: NDArray[np.int32], length: int, transport: MpiTransport) -> NDArray[np.int64]:
     """region_boundaries, checked for what always holds."""
     transport.take_traffic()
@@ -96,14 +92,6 @@ def test_boundaries_are_the_mean_of_the_proposals(
 def test_boundaries_are_equal_cuts_when_nobody_selects(transport: MpiTransport, length: int) -> None:
     boundaries = agreed(np.empty(0, np.int32), length, transport)
     assert np.array_equal(boundaries, equal_boundaries(length, transport.size))
-
-
-@pytest.mark.mpi
-def test_boundaries_balance_a_selection_that_all_ranks_share(transport: MpiTransport) -> None:
-    indices = np.concatenate([np.arange(100), np.arange(700, 740)]).astype(np.int32)
-    boundaries = agreed(indices, 1000, transport)
-    counts = np.diff(np.searchsorted(indices, boundaries))
-    assert counts.max() - counts.min() <= 1
 
 
 @pytest.mark.mpi
