@@ -136,7 +136,7 @@ def check_contract(
                 expected = oracle.ORACLES[method](gradients, before, step.report.k)
                 assert np.array_equal(step.update, expected.update), (length, density)
                 assert np.array_equal(step.after, expected.residuals), (length, density)
-        assert exact >= 3  # every second step is planned to be
+        assert exact >= (steps + 1) // 2  # every second step is planned to be
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
@@ -158,8 +158,7 @@ def test_reference_and_updates_lose_nothing_pass_no_cap_and_equal_the_oracle(
     shapes = shapes_of(kind, 1, 3) if which == "updates" else [SHAPES[at // 2 % len(SHAPES)]]
     if which == "reference" and at % 2:
         which = "reference of updates"
-    steps = STEPS if which == "updates" else 3  # its thresholds are exact in every second one
-    check_contract(comm, which, "oktopk", kind, shapes, steps)
+    check_contract(comm, which, "oktopk", kind, shapes, 4 if which == "updates" else 3)
 
 
 def parts() -> list[Any]:
@@ -184,7 +183,8 @@ def test_other_methods_lose_nothing_keep_their_caps_and_equal_their_oracles(
 ) -> None:
     at = [name for name in METHODS if name != "oktopk"].index(method)
     one = shapes_of(kind, at, len(SHAPES))
-    check_contract(comm, device, method, kind, [shape for shape in SHAPES if (shape in one) != rest])
+    # without regions, which are renewed later, nothing is new after an exact step and a regular one
+    check_contract(comm, device, method, kind, [shape for shape in SHAPES if (shape in one) != rest], 3)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -181,7 +181,8 @@ def test_a_deferred_step_names_its_threshold_exactly_where_that_is_due(
     last = comm.rank == comm.size - 1
     reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    until_deferred(cuda, reducer, draw)
+    for _ in range(4):
+        reducer.step(put(cuda, draw()))
     reducer.complete()
     local = reducer._methods["oktopk"].selection  # type: ignore[attr-defined]
     k = reducer._method_at(0)[1]
@@ -360,7 +361,8 @@ def test_after_a_step_that_stopped_the_host_waits_for_eight(
     last = comm.rank == comm.size - 1
     reducer = deferring(comm, threshold_interval=16)
     draw = cubes(comm, LENGTH)
-    until_deferred(cuda, reducer, draw)
+    for _ in range(4):
+        reducer.step(put(cuda, draw()))
     reports, left = [], []
     for step in range(10):
         if step < 2:
@@ -385,7 +387,8 @@ def test_ranks_that_stopped_go_on_together(cuda: str, comm: MPI.Intracomm) -> No
     """However far their hosts and GPUs are apart: nobody waits for the device in between."""
     reducer = deferring(comm, threshold_interval=1000, boundary_interval=1000)
     draw = cubes(comm, LENGTH)
-    until_deferred(cuda, reducer, draw)
+    for _ in range(4):
+        reducer.step(put(cuda, draw()))
     gradients = [put(cuda, draw()) for _ in range(4)]
     stopped = 0
     for number in range(12):
