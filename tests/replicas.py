@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from oktopk import DistributedOptimizer
 from oktopk.torch.adamw import AdamW as OurAdamW
 from oktopk.torch.shards import is_sharded, local_tensor
-from tests.training import network
+from tests.training import network, train
 
 SIZE = MPI.COMM_WORLD.size
 SHARDS = [
@@ -71,12 +71,12 @@ def whole(model: nn.Module) -> NDArray[np.float32]:
     """A copy of all parameters, of all shards."""
     parameters: Any = model.parameters()
     parts = [p.full_tensor() if is_sharded(p) else p for p in parameters]
-    return torch.cat([p.detach().float().reshape(-1) for p in parts]).numpy().copy()
+    return torch.cat([p.detach().float().reshape(-1) for p in parts]).cpu().numpy().copy()
 
 
 def held(tensors: Any) -> Tensor:
     """A copy of what this rank holds of them."""
-    return torch.cat([local_tensor(each).float().reshape(-1) for each in tensors])
+    return torch.cat([local_tensor(each).float().reshape(-1) for each in tensors]).cpu()
 
 
 @dataclass
@@ -131,9 +131,16 @@ class Replicas:
         over = self.comm if self.mesh is None else self.mesh["replicate"].get_group()
         return DistributedOptimizer(kind(model.parameters()), over, **given | settings)
 
+    def trained(self, steps: int, kind: Any = "", seed: int = 5, **settings: Any) -> tuple[Any, Any]:
+        """A model and its optimizer, after so many steps."""
+        model = self.model(seed)
+        optimizer = self.wrap(model, kind, **settings)
+        train(model, optimizer, self.comm.rank, range(steps))
+        return model, optimizer
+
     def check_agreed(self, model: nn.Module, optimizer: Any) -> None:
         """References are equal on the ranks that hold a shard, parameters in a host, and the agreed model and ratios on all."""
-        comm, reference = self.comm, optimizer._reference.vector
+        comm, reference = self.comm, optimizer._reference.vector.cpu()
         references = comm.allgather((self.shard, reference.numpy().tobytes()))
         assert len(set(references)) == len({shard for shard, _ in references})
         if self.mesh is None:
@@ -145,3 +152,33 @@ class Replicas:
             dtype = next(model.parameters()).dtype
             assert torch.equal(here, reference[: len(here)].to(dtype).float())
         assert len(set(comm.allgather(optimizer._ratio and optimizer._ratio.squares))) == 1
+
+
+class Balance:
+    """What the optimizers that hold this rank's shard changed, against what the reference moved and residuals hold."""
+
+    def __init__(self, replicas: Replicas, model: nn.Module, optimizer: Any) -> None:
+        self.replicas, self.optimizer = replicas, optimizer
+        self.before = optimizer._reference.vector.double().cpu().numpy().copy()
+        self.moved = np.zeros(len(self.before))
+        inner = optimizer.inner.step
+
+        def counted() -> None:
+            was = held(model.parameters()).double()
+            inner()
+            self.moved[: len(was)] += (was - held(model.parameters()).double()).numpy()
+
+        optimizer.inner.step = counted
+
+    def over_this_shard(self, mine: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        every = self.replicas.comm.allgather((self.replicas.shard, mine))
+        return [each for shard, each in every if shard == self.replicas.shard]
+
+    def check(self) -> None:
+        moved = self.over_this_shard(self.moved)
+        residual = self.optimizer.reducer.gathered_residual().astype(np.float64)
+        reference = self.optimizer._reference.vector.double().cpu().numpy()
+        applied = (self.before - reference) * len(moved)
+        for vector, least in ((sum(moved), 0.01), (applied, 0.01), (residual, 1e-3 if len(moved) > 1 else 0)):
+            assert self.replicas.comm.allreduce(np.abs(vector).max(initial=0), MPI.MAX) >= least
+        assert np.allclose(sum(moved), sum(self.over_this_shard(residual)) + applied, atol=3e-6)

@@ -33,12 +33,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
     """Steps on the batches of a rank with these numbers; returns their losses."""
     losses = []
     for step in steps:
-        optimizer.zero_grad()
-        error = loss(model, rank, step)
-        error.backward()
+        losses.append(gradients(model, optimizer, rank, step))
         optimizer.step()
-        losses.append(error.item())
     return losses
+
+
+def gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:
+    """Compute those of a rank in a step, in place of the last ones; returns the loss."""
+    optimizer.zero_grad()
+    error = loss(model, rank, step)
+    error.backward()
+    return float(error.item())
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:

@@ -95,23 +95,27 @@ def run(
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("method", ["oktopk", "union"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_only_adams_kind_forgets_by_default(comm: MPI.Intracomm, kind: Any, method: str) -> None:
-    _, lost = run(comm, kind, 5, method=method)
-    if kind is torch.optim.SGD:
-        assert lost == [(1.0, 0.0)] * 5
-    else:
-        factors = [((28 + step) / (29 + step)) ** 2 for step in range(1, 6)]
-        assert [factor for factor, _ in lost] == pytest.approx(factors)
-        assert all(size > 0 for _, size in lost)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("settings", [{"residual_decay": 0}, {"every": 2}])
-def test_nothing_is_lost_where_it_is_not_asked_for(comm: MPI.Intracomm, settings: dict[str, Any]) -> None:
-    _, lost = run(comm, torch.optim.AdamW, 6, **settings)
-    assert lost == [(1.0, 0.0)] * (6 // settings.get("every", 1))
+@pytest.mark.parametrize(
+    ("kind", "settings", "forgets"),
+    [
+        (torch.optim.AdamW, {"method": "oktopk"}, True),
+        (torch.optim.AdamW, {"method": "union"}, True),
+        (torch.optim.SGD, {"method": "oktopk"}, False),
+        (torch.optim.AdamW, {"residual_decay": 0}, False),
+        (torch.optim.AdamW, {"every": 2}, False),
+    ],
+)
+def test_only_adams_kind_in_each_step_forgets_by_default(
+    comm: MPI.Intracomm, kind: Any, settings: dict[str, Any], forgets: bool
+) -> None:
+    _, lost = run(comm, kind, 4, **settings)
+    if not forgets:
+        assert lost == [(1.0, 0.0)] * (4 // settings.get("every", 1))
+        return
+    assert [factor for factor, _ in lost] == pytest.approx(
+        [((28 + at) / (29 + at)) ** 2 for at in (1, 2, 3, 4)]
+    )
+    assert all(size > 0 for _, size in lost)
 
 
 @pytest.mark.mpi

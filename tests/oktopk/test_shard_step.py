@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from oktopk.torch import updates
 from oktopk.torch.shard_step import is_elementwise
 from oktopk.torch.shared_moments import SLICES
 from tests.replicas import OPTIMIZERS, Replicas
-from tests.training import flat, loss, network, train
+from tests.training import flat, gradients, network, train
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.also(ranks=4), pytest.mark.also(ranks=5)]
 
@@ -64,6 +63,12 @@ def on_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(comm: MPI.Intracomm, per_host: int = 2, kind: Any = "", **settings: Any) -> tuple[nn.Module, Any]:
     model = settings.pop("model", None) or network()
     return model, Replicas(comm, per_host).wrap(model, kind, **settings)
+
+
+def trained(comm: MPI.Intracomm, steps: int = 2, **settings: Any) -> tuple[nn.Module, Any]:
+    model, optimizer = make(comm, **settings)
+    train(model, optimizer, comm.rank, range(steps))
+    return model, optimizer
 
 
 def elements(optimizer: Any, name: str = "exp_avg") -> int:
@@ -109,8 +114,7 @@ def test_steps_on_shards_are_those_on_all_parameters(
         model, optimizer = make(comm, per_host, KINDS[kind], density=0.2, **settings)
         rank = optimizer.hosts[comm.rank] if optimizer.replica == "summed" else comm.rank
         for step in range(6):
-            optimizer.zero_grad()
-            loss(model, rank, step).backward()
+            gradients(model, optimizer, rank, step)
             if step in (2, 3):
                 model[3].weight.grad = None
             optimizer.step()
@@ -156,19 +160,17 @@ def test_gradients_that_nothing_has_changed_are_copied_once(
     train(model, optimizer, rank, range(1))
     alone = optimizer.reducer.group.host.size == 1  # has no mean
     for step in range(1, 4):
-        optimizer.zero_grad()
-        loss(model, rank, step).backward()
+        gradients(model, optimizer, rank, step)
         with Copies(optimizer._sharded._gradients) as copies:
             optimizer.step()
         assert copies.elements == (1 if alone else times) * optimizer.length
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_of_16_bits_step_on_shards_as_on_all(
-    comm: MPI.Intracomm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here of whole vectors of a CPU: torch rounds 16 bits otherwise in the elements that are left at the end of a tensor."""
-    found = []
+    found, dtype = [], torch.bfloat16
     for _ in range(2):
         torch.manual_seed(5)
         layers = nn.Sequential(nn.Linear(20, 32, bias=False), nn.Linear(32, 64, bias=False))
@@ -184,28 +186,12 @@ def test_parameters_of_16_bits_step_on_shards_as_on_all(
     assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {dtype}
 
 
-def test_a_host_with_a_nan_on_one_rank_steps_on_no_shard(comm: MPI.Intracomm) -> None:
-    model, optimizer = make(comm, nonfinite="skip")
-    train(model, optimizer, comm.rank, range(2))
-    optimizer.zero_grad()
-    loss(model, comm.rank, 2).backward()
-    if comm.rank == 1:
-        model[0].weight.grad[0, 0] = math.nan
-    before = torch.cat(gathered(optimizer))
-    optimizer.step()
-    here = optimizer.hosts[comm.rank] == optimizer.hosts[1]
-    assert torch.equal(torch.cat(gathered(optimizer)), before) == here
-    train(model, optimizer, comm.rank, range(3, 5))
-    Replicas(comm, 2).check_agreed(model, optimizer)
-
-
 def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As among more than four replicas: of each shard the slice with the number of the measurement."""
     monkeypatch.setattr(updates, "SHARED_BY", 1)
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(1))
+    model, optimizer = trained(comm, 1)
     group = optimizer.reducer.group
     mine = torch.cat([optimizer.state[p]["exp_avg_sq"] for p in optimizer._parameters])
     size = -(-len(mine) // SLICES)
@@ -256,8 +242,7 @@ def states_of(comm: MPI.Intracomm, optimizer: Any) -> list[Any]:
 )
 def test_redistributed_moments_are_the_mean_of_the_hosts(comm: MPI.Intracomm, to: Any) -> None:
     """Whatever each rank has of them, before and afterwards."""
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(5))
+    model, optimizer = trained(comm, 5)
     mine = gathered(optimizer)
     hosts = [comm.bcast(mine, root) for root in range(0, comm.size, 2)]
     states = states_of(comm, optimizer)
@@ -296,8 +281,7 @@ def test_a_state_of_an_optimizer_alone_is_cut_to_the_shard(comm: MPI.Intracomm) 
 def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(3))
+    _model, optimizer = trained(comm, 3)
     state = comm.bcast(copy.deepcopy(optimizer.state_dict()))
     again, loaded = make(comm)
     loaded.load_state_dict(copy.deepcopy(state))
@@ -310,12 +294,11 @@ def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
     Replicas(comm, 2).check_agreed(again, loaded)
 
 
-@pytest.mark.parametrize("flat_names", [False, True])
 def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
-    comm: MPI.Intracomm, flat_names: bool, recwarn: pytest.WarningsRecorder
+    comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
     """An optimizer without state is set up by a step at a learning rate of 0."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat_names)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = make(comm)
     start = flat(model)
     state = get_optimizer_state_dict(model, optimizer, options=options)
@@ -331,8 +314,7 @@ def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
 def test_moments_of_another_shard_or_of_one_are_refused(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(2))
+    _model, optimizer = trained(comm)
     states = states_of(comm, optimizer)
     with pytest.raises(ValueError, match="another shard|is of rank"):
         optimizer.load_state_dict(states[(comm.rank + 1) % comm.size])
@@ -347,8 +329,7 @@ def test_moments_of_another_shard_or_of_one_are_refused(
 
 def test_what_is_written_past_all_watching_stays(comm: MPI.Intracomm) -> None:
     """Through `.data`, into elements that no sample holds: it counts as a move."""
-    model, optimizer = make(comm, density=0.25)
-    train(model, optimizer, comm.rank, range(3))
+    model, optimizer = trained(comm, 3, density=0.25)
     weight = max(model.parameters(), key=lambda each: each.numel())
     with optimizer.agreed():
         before = weight.detach().clone()
@@ -371,8 +352,7 @@ def test_what_is_written_past_all_watching_stays(comm: MPI.Intracomm) -> None:
 def test_gradients_say_that_moments_of_shards_are_lost(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(2))
+    _model, optimizer = trained(comm)
     state = optimizer.state_dict()
     gradients: Any = DistributedOptimizer(
         torch.optim.AdamW(network().parameters()), comm, density=0.2, sends="gradients"
@@ -422,8 +402,7 @@ def test_hooks_on_the_step_see_all_parameters_or_are_refused(comm: MPI.Intracomm
             )
         return inner
 
-    model, optimizer = make(comm, kind=hooked)
-    train(model, optimizer, comm.rank, range(2))
+    model, optimizer = trained(comm, kind=hooked)
     assert elements(optimizer) == optimizer.length
     assert seen == [(30, 20)] * 2 * (comm.rank == 0)
     model, optimizer = make(comm)
@@ -457,8 +436,7 @@ def test_weights_beside_a_shard_are_found(comm: MPI.Intracomm) -> None:
 
 def test_what_is_dropped_leaves_the_optimizer_no_shard(comm: MPI.Intracomm) -> None:
     """Nor does it have one between steps, when a user saves it."""
-    model, optimizer = make(comm)
-    train(model, optimizer, comm.rank, range(2))
+    model, optimizer = trained(comm)
     assert elements(optimizer) == optimizer.reducer.group.shard_length
     inner = optimizer.inner
     assert not inner.state_dict()["state"]

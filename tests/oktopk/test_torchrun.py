@@ -25,7 +25,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 7))
 optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), density=0.05, sends="gradients")
-for _ in range(5):
+for _ in range(3):
     optimizer.zero_grad()
     model(torch.randn(8, 20)).square().sum().backward()
     optimizer.step()

@@ -28,13 +28,17 @@ from oktopk.torch.reference import Reference
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.oracle import masked, top_k
 from tests.replicas import Replicas
-from tests.training import flat, loss, network, steady, train
+from tests.training import flat, gradients, loss, network, steady, train
 
 pytestmark = pytest.mark.mpi
 
 
 def wrap(model: nn.Module, comm: Any, kind: str = "adamw", **settings: Any) -> Any:
     return Replicas(comm).wrap(model, kind, **settings)
+
+
+def trained(comm: Any, steps: int, kind: str = "adamw", **settings: Any) -> tuple[Any, Any]:
+    return Replicas(comm).trained(steps, kind, **settings)
 
 
 def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
@@ -45,21 +49,13 @@ def references(optimizer: Any, comm: MPI.Intracomm) -> list[bytes]:
     return comm.allgather(optimizer._reference.vector.cpu().numpy().tobytes())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "steps"),
-    [
-        (torch.float32, 50),
-        (torch.bfloat16, 50),
-        pytest.param(torch.bfloat16, 1000, marks=pytest.mark.long("`make test` has 50 steps")),
-    ],
-    ids=str,
-)
-def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype, steps: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
     model = network().to(dtype)
     optimizer = steady(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates")
     held, reference = flat(model), optimizer._reference.vector.clone()
     drawn = torch.Generator().manual_seed(comm.rank)
-    for _ in range(steps):
+    for _ in range(24):  # past the exchanges that compare the reference
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=drawn).to(dtype)
         optimizer.step()
@@ -146,7 +142,7 @@ def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
     assert ("have parted" in sentence) == (share > 0)
 
 
-@pytest.mark.parametrize(("method", "every"), [("union", 1), ("oktopk", 1), ("oktopk", 2)])
+@pytest.mark.parametrize(("method", "every"), [("union", 1), ("oktopk", 2)])
 def test_measures_are_of_what_the_optimizers_changed(comm: MPI.Intracomm, method: str, every: int) -> None:
     """SGD moves by the rate times the gradient, so that what entered the residuals is known."""
     weight = nn.Parameter(torch.zeros(2000))
@@ -210,8 +206,7 @@ def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
         optimizer = wrap(model, comm, "sgd", nonfinite="skip")
         train(model, optimizer, comm.rank, range(1))
         velocities = [each["momentum_buffer"].clone() for each in optimizer.inner.state.values()]
-        optimizer.zero_grad()
-        loss(model, comm.rank, 1).backward()
+        gradients(model, optimizer, comm.rank, 1)
         sign = {0: 1, comm.size - 1: -1}.get(comm.rank, 0) if cancels else 1
         if sign:
             model[0].weight.grad[0] = share * sign * torch.finfo(torch.float32).max
@@ -236,8 +231,7 @@ def test_after_a_nan_ranks_follow_a_run_that_left_that_step_out(comm: MPI.Intrac
         model = network()
         optimizer = wrap(model, comm, kind, nonfinite="skip")
         for step in range(14):
-            optimizer.zero_grad()
-            loss(model, comm.rank, step).backward()
+            gradients(model, optimizer, comm.rank, step)
             if step == 3 and comm.rank == 1:
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, torch.nan) if nan else None
@@ -298,10 +292,8 @@ MESSAGES = (
 
 
 def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, every=4)
+    model, optimizer = trained(comm, 4, every=4)
     transport = optimizer.reducer.transport
-    train(model, optimizer, comm.rank, range(4))
     assert transport.take_traffic().bytes == 0  # what measured the ratio is in the report
     for name in MESSAGES:
         setattr(transport, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
@@ -356,19 +348,13 @@ def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intra
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [
-        ("gradients", "no 'updates'"),
-        ("the wrapped optimizer alone", "that was not wrapped"),
-        ("a reducer alone", "no 'updates'"),
-    ],
+    [("gradients", "no 'updates'"), ("the wrapped optimizer alone", "that was not wrapped")],
 )
 def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
     comm: MPI.Intracomm, what: str, why: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """As `set_optimizer_state_dict` of torch.distributed.checkpoint loads one, while ranks hold parameters of their own."""
-    model = network()
-    optimizer = wrap(model, comm, sends="gradients" if what == "gradients" else "updates")
-    train(model, optimizer, comm.rank, range(5))
+    model, optimizer = trained(comm, 5, sends="gradients" if what == "gradients" else "updates")
     state = optimizer.state_dict()
     if what == "gradients":
         reference, weights, model = flat(model), model.state_dict(), network()
@@ -376,27 +362,23 @@ def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
         model.load_state_dict(weights)
     else:
         reference = optimizer._reference.vector.numpy().copy()
-        kept = ("state", "param_groups", *["reducer"] * (what == "a reducer alone"))
-        state = {name: state[name] for name in kept}
+        state = {name: state[name] for name in ("state", "param_groups")}
     optimizer.load_state_dict(state)
     told = [str(warning.message) for warning in recwarn if "residuals start empty" in str(warning.message)]
     assert [why in sentence for sentence in told] == [True] * (comm.rank == 0)
     assert np.array_equal(optimizer._reference.vector.numpy(), reference)
     assert not optimizer.reducer.residual.any()
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
-    train(model, optimizer, comm.rank, range(5, 17))  # the references are compared in each
+    train(model, optimizer, comm.rank, range(5, 9))  # the references are compared in each
     check_agreed(model, optimizer, comm)
 
 
-@pytest.mark.parametrize("flat_names", [False, True])
-@pytest.mark.parametrize("sends", ["updates", "gradients"])
+@pytest.mark.parametrize(("sends", "flat_names"), [("updates", False), ("gradients", True)])
 def test_a_state_by_torch_without_residuals_is_told_for_what_it_lacks(
     comm: MPI.Intracomm, group: Any, sends: str, flat_names: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat_names)
-    model = network()
-    optimizer = wrap(model, comm, sends=sends)
-    train(model, optimizer, comm.rank, range(5))
+    model, optimizer = trained(comm, 5, sends=sends)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     with optimizer.agreed():
         weights = copy.deepcopy(model.state_dict())
@@ -414,9 +396,7 @@ def test_a_state_by_torch_without_residuals_is_told_for_what_it_lacks(
 
 
 def test_the_report_of_an_exchange_counts_its_steps_and_the_replicas(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, every=2)
-    train(model, optimizer, comm.rank, range(5))
+    _, optimizer = trained(comm, 5, every=2)
     report = optimizer.report
     assert (report.step, report.every, report.replicas) == (1, 2, comm.size)
     assert report.bytes_by_step == report.bytes / 2
@@ -426,9 +406,7 @@ def test_the_report_of_an_exchange_counts_its_steps_and_the_replicas(comm: MPI.I
 
 
 def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, density=0.1)
-    train(model, optimizer, comm.rank, range(5))
+    model, optimizer = trained(comm, 5, density=0.1)
     with optimizer.agreed():
         weights = copy.deepcopy(model.state_dict())
     states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
@@ -571,7 +549,7 @@ def test_parameters_hold_a_share_of_what_was_not_sent(
     monkeypatch.setattr(local_step, "SHARED_BY", settings.pop("shared_by", local_step.SHARED_BY))
     model = network()
     optimizer = DistributedOptimizer(kind(model.parameters(), lr=1e-2), comm, density=0.05, **settings)
-    train(model, optimizer, comm.rank, range(4))
+    train(model, optimizer, comm.rank, range(2))
     share = expected(comm.size)
     if varies and comm.size <= SHARED_BY:  # it begins so
         share = min(1.0, 5 * share)
@@ -618,9 +596,7 @@ def to_come(optimizer: Any, comm: MPI.Intracomm) -> Any:
 @pytest.mark.parametrize("how", ["data", "within agreed", "written"])
 def test_a_state_is_of_what_the_model_holds(comm: MPI.Intracomm, how: str) -> None:
     """Saved within `agreed`, after a write, or loaded into parameters that were given other memory."""
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(4))
+    model, optimizer = trained(comm, 4)
     if how == "written":
         with optimizer.agreed(), torch.no_grad():
             model[0].weight.fill_(0.125)
@@ -657,9 +633,7 @@ def test_parameters_that_a_hook_of_the_wrapped_optimizer_moves_are_followed(comm
 
 def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Intracomm) -> None:
     """As with rank 0's own model on all ranks, or a model that is kept."""
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(4))
+    model, optimizer = trained(comm, 4)
     weights = comm.bcast({n: v.clone() for n, v in model.state_dict().items()} if comm.rank == 0 else None)
     other = network(3)
     loaded = wrap(other, comm)
@@ -677,9 +651,7 @@ def test_another_model_under_a_state_loses_nothing_of_the_residual(comm: MPI.Int
 
 @pytest.mark.mpi(min_size=2)
 def test_one_element_that_a_rank_writes_alone_is_found(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm)
-    train(model, optimizer, comm.rank, range(2))
+    model, optimizer = trained(comm, 2)
     if comm.rank == 1:
         with torch.no_grad():
             model[0].weight[0, 1] = 3
@@ -691,9 +663,7 @@ def test_one_element_that_a_rank_writes_alone_is_found(comm: MPI.Intracomm) -> N
 
 
 def test_agreed_within_agreed_is_one_and_takes_no_step(comm: MPI.Intracomm) -> None:
-    model = network()
-    optimizer = wrap(model, comm, density=0.2)
-    train(model, optimizer, comm.rank, range(3))
+    model, optimizer = trained(comm, 3, density=0.2)
     residual = optimizer.reducer.residual.copy()
     with optimizer.agreed(), torch.no_grad():
         model[3].bias.fill_(0.5)
@@ -707,22 +677,35 @@ def test_agreed_within_agreed_is_one_and_takes_no_step(comm: MPI.Intracomm) -> N
 
 
 @pytest.mark.parametrize(
-    ("made", "more", "sends"),
+    ("kind", "settings", "sends", "method", "falls"),
     [
-        (torch.optim.AdamW, {}, "updates"),
-        (torch.optim.Adam, {"sends": "gradients"}, "gradients"),
-        (torch.optim.AdamW, {"method": "dense"}, "gradients"),
-        (torch.optim.AdamW, {"density": 0.5}, "gradients"),
-        (torch.optim.SGD, {}, "gradients"),
-        (torch.optim.SGD, {"sends": "updates"}, "updates"),
-        (torch.optim.SparseAdam, {}, "gradients"),
+        ("AdamW", {}, "updates", "union", 100),
+        ("AdamW", {"density": 0.049}, "updates", "union", 100),
+        ("RAdam", {"density": 0.05}, "updates", "oktopk", 100),
+        ("AdamW", {"density": np.float32(0.0625)}, "updates", "oktopk", 100),
+        ("AdamW", {"density": 0.25}, "updates", "oktopk", 100),
+        ("AdamW", {"density": 0.05, "every": 2}, "updates", "union", 0),
+        ("AdamW", {"density_warmup_steps": 0}, "updates", "union", 0),
+        ("AdamW", {"dense_warmup_steps": 3}, "updates", "union", 0),
+        ("AdamW", {"density_warmup_steps": 7, "first_density": 0.1}, "updates", "union", 7),
+        ("Adam", {"sends": "gradients"}, "gradients", "oktopk", 0),
+        ("AdamW", {"method": "dense"}, "gradients", "dense", 0),
+        ("AdamW", {"density": 0.5}, "gradients", "oktopk", 0),
+        ("SGD", {}, "gradients", "oktopk", 0),
+        ("SGD", {"sends": "updates"}, "updates", "union", 0),
+        ("SparseAdam", {}, "gradients", "oktopk", 0),
     ],
+    ids=str,
 )
-def test_an_optimizer_with_betas_sends_updates_unless_told_otherwise(
-    comm: MPI.Intracomm, made: Any, more: dict[str, Any], sends: str
+def test_what_is_sent_and_how_follow_from_the_optimizer_unless_told(
+    comm: MPI.Intracomm, kind: str, settings: dict[str, Any], sends: str, method: str, falls: int
 ) -> None:
-    optimizer = DistributedOptimizer(made(nn.Linear(5, 3).parameters()), comm, **{"density": 0.1} | more)
+    """Updates by the method that loses less at the density, which falls at first where Adam's travel in each step."""
+    inner = getattr(torch.optim, kind)(network().parameters())
+    optimizer = DistributedOptimizer(inner, comm, **settings)
     assert isinstance(optimizer, UpdatesOptimizer) == (sends == "updates")
+    assert optimizer.reducer.method == method
+    assert optimizer.reducer.settings.density_warmup_steps == falls
     with optimizer.agreed():  # whatever it sends, so that one script takes both
         pass
 
@@ -745,56 +728,12 @@ def test_a_class_is_derived_from_what_it_sends(comm: MPI.Intracomm) -> None:
     assert optimizer.replica == "rank"
 
 
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        ({}, "union"),
-        ({"density": 0.049}, "union"),
-        ({"density": 0.05}, "oktopk"),
-        ({"density": np.float32(0.0625)}, "oktopk"),
-        ({"density": 0.05, "every": 2}, "union"),
-        ({"sends": "gradients"}, "oktopk"),
-    ],
-)
-def test_the_default_method_is_the_one_that_loses_less_at_the_density(
-    comm: MPI.Intracomm, settings: dict[str, Any], method: str
-) -> None:
-    optimizer = DistributedOptimizer(torch.optim.AdamW(network().parameters()), comm, **settings)
-    assert optimizer.reducer.method == method
-    optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "steps"),
-    [
-        ("AdamW", {}, 100),
-        ("RAdam", {"density": 0.05}, 100),
-        ("AdamW", {"density": 0.25}, 100),
-        ("AdamW", {"every": 2}, 0),
-        ("AdamW", {"sends": "gradients"}, 0),
-        ("SGD", {"sends": "updates"}, 0),
-        ("AdamW", {"density_warmup_steps": 0}, 0),
-        ("AdamW", {"dense_warmup_steps": 3}, 0),
-        ("AdamW", {"density_warmup_steps": 7, "first_density": 0.1}, 7),
-    ],
-    ids=str,
-)
-def test_by_default_the_density_falls_at_first_where_adams_updates_travel_in_each_step(
-    comm: MPI.Intracomm, kind: str, settings: dict[str, Any], steps: int
-) -> None:
-    wrapped = getattr(torch.optim, kind)(network().parameters())
-    optimizer = DistributedOptimizer(wrapped, comm, **settings)
-    assert optimizer.reducer.settings.density_warmup_steps == steps
-    optimizer.close()
-
-
 def test_a_hundred_steps_from_a_quarter_of_the_entries_to_those_asked_for(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), comm, density=0.01)
-    densities = []
-    for _ in range(102):
-        train(model, optimizer, comm.rank, range(1))
-        densities.append(optimizer.report.k / optimizer.length)
-    assert densities[0] == pytest.approx(0.25, rel=0.01) and sorted(densities, reverse=True) == densities
-    assert [densities[50], densities[99]] == pytest.approx([0.05, 0.05 / 5**0.5], abs=1 / optimizer.length)
-    assert densities[100:] == pytest.approx([0.01] * 2, abs=1 / optimizer.length)
+    train(model, optimizer, comm.rank, range(1))
+    assert optimizer.report.k / optimizer.length == pytest.approx(0.25, rel=0.01)
+    densities = [optimizer.reducer.settings.density_at(step) for step in range(102)]
+    assert sorted(densities, reverse=True) == densities
+    assert [densities[50], densities[99]] == pytest.approx([0.05, 0.05 / 5**0.5])
+    assert densities[100:] == [0.01] * 2

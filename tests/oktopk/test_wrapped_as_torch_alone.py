@@ -53,8 +53,10 @@ def test_what_only_the_wrapped_optimizer_has_is_passed_on(comm: MPI.Intracomm) -
         _ = optimizer.nothing_of_the_kind
 
 
-@pytest.mark.parametrize("method", ["oktopk", "union"])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, oktopk.torch.AdamW])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(torch.optim.SGD, "oktopk"), (torch.optim.AdamW, "union"), (oktopk.torch.AdamW, "oktopk")],
+)
 def test_a_default_type_of_float64_changes_no_bit(comm: MPI.Intracomm, make: Any, method: str) -> None:
     results = []
     for default in (torch.float32, torch.float64):
@@ -91,13 +93,12 @@ def test_a_step_that_is_compiled_is_left_as_it_is(comm: MPI.Intracomm, settings:
     assert np.array_equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("settings", [{}, OVERLAP])
-@pytest.mark.parametrize("how", ["optimizer", "model", "in place"])
+@pytest.mark.parametrize(
+    ("settings", "how"), [({}, "optimizer"), ({}, "in place"), (OVERLAP, "optimizer"), (OVERLAP, "model")]
+)
 def test_gradients_that_are_only_looked_at_leave_no_trace(
     comm: MPI.Intracomm, settings: dict[str, Any], how: str
 ) -> None:
-    if how == "in place" and settings:
-        pytest.skip("that is a change of gradients which are being reduced")
     results = []
     for looks in (False, True):
         model = Heads()
