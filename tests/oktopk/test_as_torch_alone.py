@@ -234,11 +234,11 @@ def test_a_parameter_that_no_rank_uses_is_left_alone(comm: MPI.Intracomm, way: s
     """Where one rank uses it, it moves on all, as with dense sums: ranks that differ in turn, and all in the last step."""
     model, optimizer, step = run(comm, way, adamw, method=method)
     before = model.b.weight.detach().clone()
-    for _ in range(3):
+    for _ in range(2):
         step("a")
         assert torch.equal(model.b.weight, before) and model.b.weight not in optimizer.state
         assert model.b.weight.grad is None
-    for turn in range(4):
+    for turn in range(comm.size):
         before = model.b.weight.detach().clone()
         step("ab" if turn % comm.size == comm.rank else "a")
         assert not torch.equal(model.b.weight, before)

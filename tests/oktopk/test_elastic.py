@@ -49,10 +49,7 @@ def test_states_that_do_not_belong_together_are_refused(comm: MPI.Intracomm) -> 
         r"rank \d: .* of 4, not of rank 0 of 2305843009213693952": (lambda _: states[0], 1 << 61),
         r"saved rank [1-3]: it is of rank 0 of 4": (lambda _: states[0], SAVED),
         "has steps 91, that of saved rank 0 1": (changed(states, steps=91), SAVED),
-        "saved rank 3 has method 'topka', that of saved rank 0 'oktopk'": (
-            changed(states, method="topka"),
-            SAVED,
-        ),
+        "3 has method 'topka', that of saved rank 0 'oktopk'": (changed(states, method="topka"), SAVED),
         "saved rank 3 has wire 'int4', that of saved rank 0": (changed(states, wire="int4"), SAVED),
         r"saved rank 3 has hosts \[0, 0, 1, 1\]": (
             changed(states, hosts=[0, 0, 1, 1], residual=np.ones(LENGTH // 2, np.float32)),

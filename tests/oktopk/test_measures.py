@@ -38,8 +38,9 @@ def missed_by(update: np.ndarray, accumulated: np.ndarray, k: int) -> float:
 @pytest.mark.parametrize("method", SPARSE)
 def test_norms_xi_and_fill_in_are_those_of_a_float64_oracle(comm: MPI.Intracomm, method: str) -> None:
     for at, kind in enumerate(GRADIENTS):
-        # every third shape, with another method the others; of every kind and of every shape sums and means
-        for number, (length, density) in enumerate(SHAPES[(at + SPARSE.index(method)) % 3 :: 3]):
+        # each shape with one method; of every kind and of every shape sums and means
+        methods = len(SPARSE)
+        for number, (length, density) in enumerate(SHAPES[(at + SPARSE.index(method)) % methods :: methods]):
             average = (at // 3 + number) % 2 == 0
             k = entries_kept(density, length)
             reducer = GradientAllreduce(

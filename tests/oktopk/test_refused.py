@@ -59,10 +59,7 @@ ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
     ("reducer", {"length": 0}, r"length 0 is not in \[1, 2147483647\]"),
     ("reducer", {"length": 2**31}, r"length 2147483648 is not in \[1, 2147483647\].*several buckets"),
     *(("reducer", {"length": given}, f"length {given!r} is not an integer") for given in (1.5, "3", None)),
-    *(
-        ("buckets", {"lengths": [given]}, rf"lengths \[{given!r}\] are not integers")
-        for given in (1.5, "3", None)
-    ),
+    *(("buckets", {"lengths": [given]}, "lengths .* are not integers") for given in (1.5, "3", None)),
     ("table", {"element_type": "float64"}, "element_type 'float64' is not one of"),
     ("table", {"device": "cuda", "length": 2**33 + 1}, "a table on a GPU has at most 8589934592 rows"),
     ("table", {"nonfinite": "ignore"}, "nonfinite 'ignore'"),
@@ -72,22 +69,16 @@ ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
         for tensors, sentence in (
             ([torch.zeros(2, 6).double()], r".*torch\.float64 on cpu, not torch\.float32"),
             (
-                [torch.zeros(2, 6), torch.zeros(2, 6).half()],
-                r"parameters are torch\.float32 and torch\.float16: all .* one type",
+                [torch.zeros(3), torch.zeros(3).half()],
+                r"parameters are torch\.float32 and torch\.float16: all",
             ),
-            (
-                [torch.zeros(2, 6), torch.zeros(2, 6, device="meta")],
-                "parameters are on cpu and meta: all must be on one device",
-            ),
+            ([torch.zeros(3), torch.zeros(3, device="meta")], "parameters are on cpu and meta: all must be"),
             ([torch.zeros(12, device="meta")], "parameters are on meta, not on cpu or cuda"),
             (
                 [torch.zeros(2, 12)[:, ::2]],
-                r".*shape \(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)",
+                r".*\(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)",
             ),
-            (
-                [torch.ones(3, dtype=torch.complex64)],
-                r"torch\.complex64 on cpu, not .*: keep its real and imaginary parts .*view_as_real",
-            ),
+            ([torch.ones(3, dtype=torch.complex64)], r"torch\.complex64 on cpu, not .* .*view_as_real"),
         )
     ),
     ("optimizer", {"clip_norm": -1}, r"clip_norm -1 is not in \[0, inf\)"),
@@ -96,6 +87,7 @@ ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
     ("buckets", {"lengths": []}, "there must be one at least"),
     ("buckets", {"lengths": [3, 0]}, "of one element at least each"),
 ]
+ONLY_AUTO = "every='auto' is for settings='auto' and sends='updates'"
 UNKNOWN = [("densty", "density"), ("clipnorm", "clip_norm"), ("peer_memry", "peer_memory"), ("zzz", "")]
 ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     *(
@@ -109,45 +101,27 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
         if way == "optimizer" or wrong != "clipnorm"
     ),
     *(
-        ("optimizer", {name: "cuda"}, f"{name}: unknown setting")
+        ("optimizer", {name: "cuda"}, f"{name}: unknown")
         for name in ("device", "stream", "length", "problem")
     ),
     *(
-        (
-            "reducer",
-            {"levels": "hosts", "ranks_per_host": 1, "method": method},
-            f"{method} has flat steps only",
-        )
-        for method in METHODS
-        if method not in ("oktopk", "union")
+        ("reducer", {"levels": "hosts", "ranks_per_host": 1, "method": name}, f"{name} has flat steps only")
+        for name in METHODS
+        if name not in ("oktopk", "union")
     ),
     ("hook", {"density": 2.0}, r"density 2.0 is not in \(0, 1\]"),
+    ("hook", {"sends": "updates"}, "the hook reduces gradients: for updates wrap"),
+    ("hook", {"every": 2}, "the hook reduces gradients: for updates wrap"),
     *(
-        ("hook", given, "the hook reduces gradients: for updates wrap")
-        for given in ({"sends": "updates"}, {"every": 2})
-    ),
-    *(
-        (
-            "reducer",
-            {"wire": "int8", "method": name},
-            f"wire 'int8' is not for {name}, which sends plain entries",
-        )
+        ("reducer", {"wire": "int8", "method": name}, f"wire 'int8' is not for {name}, which sends plain")
         for name, method in METHODS.items()
         if not method.coded
     ),
-    (
-        "reducer",
-        {"exchange": "grid", "method": "union"},
-        "exchange 'grid' is not for union: it is a way of oktopk",
-    ),
+    ("reducer", {"exchange": "grid", "method": "union"}, "exchange 'grid' is not for union: it is a way of"),
     ("reducer", {"levels": "nodes"}, "levels 'nodes' is not 'auto', 'flat' or 'hosts'"),
     ("reducer", {"ranks_per_host": -1}, "ranks_per_host -1 is not an integer >= 0"),
     ("optimizer", {"kind": torch.optim.LBFGS}, "LBFGS computes gradients several times a step"),
-    (
-        "optimizer",
-        {"kind": ADAMW, "overlap": True},
-        "overlap=True is for .*; by default AdamW sends updates: leave",
-    ),
+    ("optimizer", {"kind": ADAMW, "overlap": True}, "overlap=True is for .*; by default AdamW sends updates"),
     ("optimizer", {"sends": "gradients", "every": 2}, "every 2 is for sends='updates'"),
     ("optimizer", {"sends": "weights"}, "sends 'weights' is not one of 'gradients', 'updates'"),
     ("updates", {"density": 0.5}, "density 0.5 is for sends='gradients': above 0.25 steps are dense"),
@@ -155,11 +129,7 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ("updates", {"local_share": 1.5}, r"local_share 1.5 is not in \[0, 1\]"),
     ("updates", {"overlap": True}, "overlap=True is for sends='gradients'"),
     ("embedding", {"sends": "updates"}, "tables with sparse gradients are for sends='gradients'"),
-    (
-        "embedding",
-        {"kind": torch.optim.Adam},
-        "tables with sparse .* or build them with sparse=False$",
-    ),
+    ("embedding", {"kind": torch.optim.Adam}, "tables with sparse .* or build them with sparse=False$"),
     ("updates", {"method": "dense"}, "method='dense' is for sends='gradients'"),
     ("updates", {"average": False}, "average=False is for sends='gradients'"),
     ("updates", {"replica": "gpu"}, "replica 'gpu' is not one of 'auto', 'rank', 'host', 'summed'"),
@@ -168,23 +138,11 @@ ON_ALL_RANKS: list[tuple[str, dict[str, Any], str]] = [
     ("hosts", {"sends": "gradients"}, "replica='host' is for sends='updates'"),
     ("hosts", {"method": "gtopk"}, "gtopk has flat steps only"),
     ("reducer", {"settings": "auto"}, "settings: unknown setting"),
-    (
-        "optimizer",
-        {"settings": "other"},
-        "settings 'other' is not None or 'auto': pass each setting by its own",
-    ),
+    ("optimizer", {"settings": "other"}, "settings 'other' is not None or 'auto': pass each setting by its"),
     ("updates", {"settings": "auto", "every": "auto"}, "every='auto' with compute_ms=None: .* needs"),
     ("updates", {"settings": "auto", "compute_ms": 5.0}, "every=1 with compute_ms=5.0: .* nothing else does"),
-    (
-        "updates",
-        {"every": "auto", "compute_ms": 5.0},
-        "every='auto' is for settings='auto' and sends='updates'",
-    ),
-    (
-        "optimizer",
-        {"settings": "auto", "every": "auto", "compute_ms": 5.0},
-        "every='auto' is for settings='auto' and sends='updates'",
-    ),
+    ("updates", {"every": "auto", "compute_ms": 5.0}, ONLY_AUTO),
+    ("optimizer", {"settings": "auto", "every": "auto", "compute_ms": 5.0}, ONLY_AUTO),
     ("updates", {"settings": "auto", "every": "auto", "compute_ms": 0}, "compute_ms 0 is not a time > 0"),
     ("optimizer", {"settings": "auto", "wire": "int3"}, "wire 'int3' is not 'auto' or one of"),
     *(

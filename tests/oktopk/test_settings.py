@@ -75,23 +75,29 @@ def test_settings_are_frozen() -> None:
         Settings().density = 0.5  # type: ignore[misc]
 
 
-def test_density_is_one_in_the_dense_warmup_then_the_target() -> None:
-    settings = Settings(density=0.02, dense_warmup_steps=3)
-    assert [settings.density_at(step) for step in range(6)] == [1.0] * 3 + [0.02] * 3
-
-
-def test_density_falls_by_equal_stages_of_equal_ratio() -> None:
-    settings = Settings(density=DENSE_ABOVE / 81, dense_warmup_steps=2, density_warmup_steps=8)
-    densities = [settings.density_at(step) for step in range(12)]
-    stages = [DENSE_ABOVE / 3**stage for stage in range(LEAST_STAGES) for _ in range(2)]
-    assert densities == pytest.approx([1, 1, *stages, DENSE_ABOVE / 81, DENSE_ABOVE / 81])
-
-
-def test_density_falls_over_a_whole_run_where_thresholds_are_exact() -> None:
-    settings = Settings(0.0005, threshold_interval=10, density_warmup_steps=40, first_density=0.008)
-    densities = [settings.density_at(step) for step in range(41)]
-    stages = [0.008 / 2**stage for stage in range(4) for _ in range(10)]
-    assert densities == pytest.approx([*stages, 0.0005])
+@pytest.mark.parametrize(
+    ("settings", "densities"),
+    [
+        (Settings(0.02, dense_warmup_steps=3), [1.0] * 3 + [0.02] * 3),
+        (
+            Settings(DENSE_ABOVE / 81, dense_warmup_steps=2, density_warmup_steps=8),
+            [
+                1,
+                1,
+                *(DENSE_ABOVE / 3 ** (at // 2) for at in range(2 * LEAST_STAGES)),
+                *[DENSE_ABOVE / 81] * 2,
+            ],
+        ),
+        (  # where thresholds are exact
+            Settings(0.0005, threshold_interval=10, density_warmup_steps=40, first_density=0.008),
+            [*(0.008 / 2 ** (at // 10) for at in range(40)), 0.0005],
+        ),
+    ],
+)
+def test_density_is_one_then_falls_by_equal_stages_of_equal_ratio(
+    settings: Settings, densities: list[float]
+) -> None:
+    assert [settings.density_at(step) for step in range(len(densities))] == pytest.approx(densities)
 
 
 @pytest.mark.parametrize(

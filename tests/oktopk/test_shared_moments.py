@@ -96,26 +96,25 @@ def test_a_rank_that_has_not_stepped_tells_its_moments_and_keeps_them(comm: MPI.
     assert near(case.moments(0), wanted) if comm.rank else torch.equal(case.moments(0), own)
 
 
-def test_moments_in_another_memory_format_are_averaged_by_element(comm: MPI.Intracomm) -> None:
-    case = Case(comm)
-    if comm.rank == 0:
-        state = case.state[case.parameters[2]]
-        state["exp_avg_sq"] = state["exp_avg_sq"].contiguous(memory_format=torch.channels_last)
-    wanted = means(comm, case.moments(2).contiguous())
-    case.average_all()
-    assert near(case.moments(2).contiguous(), wanted)
-
-
-def test_the_mean_is_over_the_ranks_that_have_moments_of_a_parameter(comm: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_the_mean_is_by_element_of_what_ranks_have_and_is_finite(comm: MPI.Intracomm, value: float) -> None:
+    """Rank 0 has none of the first parameter, and the third one's in another memory format."""
     case = Case(comm)
     total = means(comm, case.moments(0) * float(comm.rank > 0)) * comm.size
+    own = case.moments(1).clone()
+    if comm.rank == comm.size - 1:
+        case.moments(1)[2], own[2] = value, 0.0
+    wanted = means(comm, own), means(comm, case.moments(2))
     if comm.rank == 0:
         del case.state[case.parameters[0]]
+        state = case.state[case.parameters[2]]
+        state["exp_avg_sq"] = state["exp_avg_sq"].contiguous(memory_format=torch.channels_last)
     case.average_all()
     if comm.rank:
         assert near(case.moments(0), total / (comm.size - 1))
     else:
         assert case.parameters[0] not in case.state
+    assert near(case.moments(1), wanted[0]) and near(case.moments(2).contiguous(), wanted[1])
 
 
 def test_moments_beside_a_largest_one_are_left_alone(comm: MPI.Intracomm) -> None:
@@ -148,17 +147,6 @@ def test_a_step_behind_an_average_applies_what_it_would_without(comm: MPI.Intrac
             each.reducer.step(gradient)
         assert np.array_equal(case.reducer.update, alone.reducer.update)
         case.shared.average(1)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_moments_of_one_rank_that_are_not_finite_spread_to_none(comm: MPI.Intracomm, value: float) -> None:
-    case = Case(comm)
-    own = case.moments(1).clone()
-    if comm.rank == comm.size - 1:
-        case.moments(1)[2], own[2] = value, 0.0
-    wanted = means(comm, own)
-    case.average_all()
-    assert near(case.moments(1), wanted)
 
 
 def test_a_mean_that_is_not_finite_leaves_the_slice_as_it_is(comm: MPI.Intracomm) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -105,21 +106,9 @@ DAMAGE: list[tuple[str, Any, str]] = [
     ("methods.oktopk.selection.needs_exact", LACKING, "the state is damaged: KeyError 'needs_exact'"),
     ("methods.oktopk.threshold", LACKING, "the state is damaged: KeyError 'threshold'"),
     ("methods.oktopk.threshold.bits", LACKING, "the state is damaged: KeyError 'bits'"),
-    (
-        "methods.oktopk.threshold.bits",
-        -5,
-        "the global threshold of the state is not the bits of a magnitude: -5",
-    ),
-    (
-        "methods.oktopk.selection.bits",
-        1.5,
-        "the local threshold of the state is not the bits of a magnitude: 1.5",
-    ),
-    (
-        "methods.oktopk.selection.trend",
-        float("nan"),
-        "the trend of the local threshold of the state is not an integer: nan",
-    ),
+    ("methods.oktopk.threshold.bits", -5, "the global threshold of the state is not the bits of .*: -5"),
+    ("methods.oktopk.selection.bits", 1.5, "the local threshold of the state is not the bits of .*: 1.5"),
+    ("methods.oktopk.selection.trend", math.nan, "the trend of the local threshold .* not an integer: nan"),
     ("methods.oktopk.boundaries.-1", LENGTH + 1, "boundaries of the state do not ascend from 0 to 2000"),
     ("methods.oktopk.boundaries.0", LENGTH, "boundaries of the state do not ascend from 0 to 2000"),
     ("methods.other", {}, "the state is of unknown methods: other"),
