@@ -293,9 +293,7 @@ def test_moments_that_are_replaced_are_freed(comm: MPI.Intracomm, loads: bool) -
     optimizer.close()
 
 
-def test_an_update_that_is_not_finite_leaves_torchs_moments(
-    comm: MPI.Intracomm,
-) -> None:
+def test_an_update_that_is_not_finite_leaves_torchs_moments(comm: MPI.Intracomm) -> None:
     """A gradient of zero over a root of zero, on one rank: as in torch the moments have seen it, and no parameter moves there."""
     moments = []
     for kind in (OURS, TORCHS):

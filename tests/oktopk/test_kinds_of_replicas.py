@@ -204,11 +204,7 @@ def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: s
     replicas.check_agreed(model, optimizer)
 
 
-@over(
-    "kind",
-    "every",
-    cases=[case("ranks", "sgd", 2, least=2), case("ranks", "adam", 1, least=2)],
-)
+@over("kind", "every", cases=[case("ranks", "sgd", 2, least=2), case("ranks", "adam", 1, least=2)])
 def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
     replicas: Replicas, kind: str, every: int
 ) -> None:

@@ -58,11 +58,8 @@ def test_a_share_goes_on_from_a_state_and_another_one_has_grown_as_far() -> None
     saved = LocalShare(0.05, varies=True)
     for rate in (1.0, 0.4):
         saved.renew([{"lr": rate}], LATE)
-    same, other, given = (
-        LocalShare(0.05, varies=True),
-        LocalShare(0.02, varies=True),
-        LocalShare(0.7, varies=False),
-    )
+    same, other = LocalShare(0.05, varies=True), LocalShare(0.02, varies=True)
+    given = LocalShare(0.7, varies=False)
     for share in (same, other, given):
         share.load(saved.state())
     assert [same.now, other.now, given.now] == pytest.approx([0.125, 0.05, 0.7])

@@ -169,9 +169,7 @@ def test_a_copy_of_the_start_is_no_weight_whatever_the_rate(comm: MPI.Intracomm)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_all_ranks_refuse_them_alike_and_the_optimizer_within_sam_trains(
-    comm: MPI.Intracomm,
-) -> None:
+def test_all_ranks_refuse_them_alike_and_the_optimizer_within_sam_trains(comm: MPI.Intracomm) -> None:
     def sgd(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=1e-3)
 

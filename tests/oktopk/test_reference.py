@@ -62,22 +62,11 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
 
     rng = np.random.default_rng((comm.rank, 7))
     weight = torch.nn.Parameter(torch.arange(300.0))
-    reference, residual, splits = (
-        weight.detach().numpy().copy(),
-        np.zeros(300, np.float32),
-        equal_splits(comm.size, 300),
-    )
-    parameters = reference.copy()
-    exact: dict[str, Any] = {"threshold_interval": 1, "boundary_interval": 1, "density": 0.03}
-    optimizer: Any = steady(
-        torch.optim.SGD([weight], lr=0.25),
-        comm,
-        "oktopk",
-        sends="updates",
-        residual_decay=power,
-        local_share=0.5,
-        **exact,
-    )
+    reference, residual = weight.detach().numpy().copy(), np.zeros(300, np.float32)
+    parameters, splits = reference.copy(), equal_splits(comm.size, 300)
+    settings: dict[str, Any] = {"threshold_interval": 1, "boundary_interval": 1, "density": 0.03}
+    settings |= {"sends": "updates", "residual_decay": power, "local_share": 0.5}
+    optimizer: Any = steady(torch.optim.SGD([weight], lr=0.25), comm, "oktopk", **settings)
     for step in range(1, 7):
         gradient = rng.standard_normal(300, np.float32)
         weight.grad = torch.from_numpy(gradient.copy())
@@ -91,9 +80,7 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
 
 
 @pytest.mark.also(ranks=8)
-def test_references_are_equal_on_any_number_of_ranks(
-    comm: MPI.Intracomm,
-) -> None:
+def test_references_are_equal_on_any_number_of_ranks(comm: MPI.Intracomm) -> None:
     equal = True
     for ranks in range(1, comm.size + 1):
         part = comm.Split(comm.rank < ranks)

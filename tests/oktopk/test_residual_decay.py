@@ -69,13 +69,8 @@ def run(
     """The optimizer after some steps, and what the exchanges lost: residuals in float64, less what was kept."""
     torch.manual_seed(0)
     layer = nn.Linear(40, 25)
-    optimizer: Any = steady(
-        kind(layer.parameters(), **{"lr": 0.01, **(group or {})}),
-        comm,
-        sends="updates",
-        density=0.05,
-        **settings,
-    )
+    inner = kind(layer.parameters(), **{"lr": 0.01, **(group or {})})
+    optimizer: Any = steady(inner, comm, sends="updates", density=0.05, **settings)
     generator = torch.Generator().manual_seed(comm.rank)
     lost = []
     scale = optimizer._reference.residual.scale
@@ -133,13 +128,9 @@ def test_what_does_not_move_forgets_nothing(comm: MPI.Intracomm, still: str, ran
     torch.manual_seed(0)
     layers = [nn.Linear(30, 20), nn.Linear(20, 30)]
     groups = [{"params": layer.parameters()} for layer in layers]
-    optimizer: Any = DistributedOptimizer(
-        torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0),
-        comm,
-        density=0.02,
-        method="union",
-        ranks_per_host=ranks_per_host,
-    )
+    inner = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+    hosts: dict[str, Any] = {"ranks_per_host": ranks_per_host}
+    optimizer: Any = DistributedOptimizer(inner, comm, density=0.02, method="union", **hosts)
     generator = torch.Generator().manual_seed(comm.rank)
     held = []
     for step in range(9):

@@ -13,14 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.settings import (
-    DENSE_ABOVE,
-    LEAST_STAGES,
-    Settings,
-    entries_kept,
-    falling_density,
-    selection_cap,
-)
+from oktopk.settings import DENSE_ABOVE, LEAST_STAGES, Settings, entries_kept, falling_density, selection_cap
 
 
 @pytest.mark.parametrize(

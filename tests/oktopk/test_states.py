@@ -154,8 +154,7 @@ def damage(state: Any, where: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "value", "message"),
-    [*(("oktopk", *each) for each in DAMAGE), *OF_OTHERS],
+    ("kind", "where", "value", "message"), [*(("oktopk", *each) for each in DAMAGE), *OF_OTHERS]
 )
 def test_a_state_that_misfits_one_rank_is_refused_on_all(
     comm: MPI.Intracomm, kind: str, where: str, value: Any, message: str

@@ -41,12 +41,9 @@ def test_without_a_gpu_the_construction_names_the_rank_and_the_reason() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_other_types_are_refused(allreduce: Any, dtype: Any) -> None:
+def test_other_types_and_tensors_elsewhere_than_on_the_gpu_are_refused(allreduce: Any, dtype: Any) -> None:
     with pytest.raises(TypeError, match=f"tensor is {dtype}, not {dtype} of float32, bfloat16 and float16"):
         allreduce(torch.zeros(3, device="meta", dtype=dtype))
-
-
-def test_tensors_elsewhere_than_on_the_gpu_are_refused(allreduce: Any) -> None:
     for device in ("cpu", "meta"):
         with pytest.raises(
             ValueError, match=f"tensor of shape .2, 3. on {device} is not contiguous on cuda:0"

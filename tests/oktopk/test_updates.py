@@ -360,8 +360,7 @@ def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intra
 
 
 @pytest.mark.parametrize(
-    ("what", "why"),
-    [("gradients", "no 'updates'"), ("the wrapped optimizer alone", "that was not wrapped")],
+    ("what", "why"), [("gradients", "no 'updates'"), ("the wrapped optimizer alone", "that was not wrapped")]
 )
 def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
     comm: MPI.Intracomm, what: str, why: str, recwarn: pytest.WarningsRecorder

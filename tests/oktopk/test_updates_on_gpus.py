@@ -19,7 +19,7 @@ from tests.training import flat, gradients, network, train
 pytestmark = pytest.mark.mpi
 
 KINDS = OPTIMIZERS | {
-    "adamw capturable": lambda p: torch.optim.AdamW(p, **ADAMW, capturable=next(iter(p)).is_cuda),
+    "adamw capturable": lambda p: torch.optim.AdamW(p, **ADAMW, capturable=next(iter(p)).is_cuda)
 }
 ON_THE_HOST = pytest.mark.long(
     "`make test` has these guarantees in test_kinds_of_replicas.py and test_shard_step.py"
