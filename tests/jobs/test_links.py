@@ -15,11 +15,12 @@ from data.images.file import LAYOUT
 from jobs.bench.document import BenchError, Output
 from jobs.render.table import write_columns
 from jobs.report.write import report
-from jobs.restart.start import folder_lock
-from jobs.run.file import RunFile, RunFileError
+from jobs.restart.start import folder_lock, plan_start
+from jobs.run.file import RunFile, RunFileError, check_creatable
 from tests.jobs.bench.test_bandwidth import RESULTS
 from tests.jobs.bench.test_bandwidth import main as draw
 from tests.jobs.report.test_report import write_run
+from tests.jobs.restart.test_start import config
 from tests.jobs.run.test_file import INFO
 
 PUBLISHED = str(RESULTS / "network-1gbit.json")
@@ -60,11 +61,22 @@ def test_no_writer_follows_a_link(tmp_path: Path, name: str, capsys: pytest.Capt
     assert outside.read_text() == PRECIOUS
 
 
-@pytest.mark.parametrize("writer", [create, take_lock, lambda path: replaced(path).__enter__()])
-def test_no_pipe_is_written(tmp_path: Path, writer: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "writer",
+    [
+        create,
+        take_lock,
+        lambda path: replaced(path).__enter__(),
+        lambda path: check_creatable(path, overwrite=True),
+        lambda path: plan_start(config(path), 4, {}),
+        lambda path: plan_start(config(path, run={"overwrite": True}), 4, {}),
+    ],
+)
+def test_only_a_regular_file_is_replaced(tmp_path: Path, writer: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="pipe is not a regular file"):
-        writer(tmp_path / "pipe")
+    for special in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises((OSError, RunFileError), match=f"{special} is not a regular file"):
+            writer(special)
 
 
 def test_of_two_processes_that_replace_a_file_one_is_refused(tmp_path: Path) -> None:

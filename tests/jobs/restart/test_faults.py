@@ -21,37 +21,22 @@ RANKS = 2
 DEADLINE = 10.0  # for a job to end; under load, where it takes longer to start, as long as that
 WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
+ENDLESS = [*SLOW[0], "training.steps=10000", "training.eval_every=1000"]
 WAITS = pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
 DISK = pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
 
 
+@pytest.mark.long("22 jobs of 3 ranks; `make test` has a kill in a checkpoint, on 2 ranks")
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("moments", "steps", "ranks"),
-    [
-        (("checkpoint",), 120, RANKS),
-        pytest.param(
-            ("start", "step", "checkpoint", "step", "step") * 4,
-            1200,
-            3,
-            marks=pytest.mark.long(
-                "`make test` has a kill in a checkpoint, on 2 ranks, and one of them that raises in a step"
-            ),
-        ),
-    ],
-    ids=["1", "20"],
-)
-def test_after_kills_a_run_ends_as_an_undisturbed_one(
-    tmp_path: Path, moments: tuple[str, ...], steps: int, ranks: int
-) -> None:
+def test_after_twenty_kills_a_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """At the start, at any moment of a step, and while a checkpoint is written, in turn."""
-    chance = random.Random(1)
-    settings = [f"training.steps={steps}", "training.eval_every=100"]
+    chance, ranks = random.Random(1), 3
+    settings = ["training.steps=1200", "training.eval_every=100"]
     path, undisturbed = tmp_path / "run.h5", tmp_path / "undisturbed.h5"
     job = Job(undisturbed, ranks, settings)
     assert job.wait() == 0, job.said
     resumed_at = 0
-    for moment in moments:
+    for moment in ("start", "step", "checkpoint", "step", "step") * 4:
         job = Job(path, ranks, [*settings, *SLOW[0]], SLOW[1])
         if moment == "start":
             while len(job.rank_processes()) < ranks and job.running:
@@ -64,15 +49,7 @@ def test_after_kills_a_run_ends_as_an_undisturbed_one(
                 time.sleep(chance.uniform(0.0, 1.0))
             else:
                 wait_for_a_draft(job)
-        os.kill(chance.choice(job.rank_processes()), signal.SIGKILL)
-        killed = time.monotonic()
-        assert job.wait(60) not in (0, 2, 75), job.said
-        deadline = killed + max(DEADLINE, killed - job.began)
-        assert time.monotonic() < deadline
-        said = job.said.lower()
-        # of a rank that it loses while they get to know each other the launcher says something else
-        assert "signal 9" in said or (moment == "start" and "pmix error" in said)
-        assert_gone(job, deadline)
+        kill_a_rank(job, chance, at_start=moment == "start")
         if resumed_at and moment != "start":
             assert f"resumed after step {resumed_at} from" in job.said
         resumed_at = last_good_step(path)
@@ -81,8 +58,21 @@ def test_after_kills_a_run_ends_as_an_undisturbed_one(
     job = Job(path, ranks, settings)
     assert job.wait() == 0, job.said
     assert f"resumed after step {resumed_at} from" in job.said
-    assert 0 < resumed_at < steps
+    assert 0 < resumed_at < 1200
     assert_same_outcome(undisturbed, path)
+
+
+def kill_a_rank(job: Job, chance: random.Random, at_start: bool = False) -> None:
+    """By SIGKILL, which ends the job, and all its ranks, by the deadline."""
+    os.kill(chance.choice(job.rank_processes()), signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.wait(60) not in (0, 2, 75), job.said
+    deadline = killed + max(DEADLINE, killed - job.began)
+    assert time.monotonic() < deadline
+    said = job.said.lower()
+    # of a rank that it loses while they get to know each other the launcher says something else
+    assert "signal 9" in said or (at_start and "pmix error" in said)
+    assert_gone(job, deadline)
 
 
 def wait_for_a_draft(job: Job, seconds: float = 120.0) -> None:
@@ -100,28 +90,67 @@ def assert_gone(job: Job, deadline: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a run of which a rank was killed while a checkpoint was written."""
+    path = tmp_path_factory.mktemp("killed") / "run.h5"
+    job = Job(path, RANKS, ENDLESS, SLOW[1])
+    job.wait_for_step(15)
+    wait_for_a_draft(job)
+    kill_a_rank(job, random.Random(1))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hung(killed: Path) -> Job:
+    """The job that continued it, until rank 1 hung in a step."""
+    resumed_at = last_good_step(killed)
+    job = Job(killed, RANKS, [*ENDLESS, f"run.watchdog={WATCHDOG}"], [f"hang=1:{resumed_at + 15}"])
+    check_hang(job, 1, f"no step for 6 s, {resumed_at + 14} steps done", "in loss")
+    assert f"resumed after step {resumed_at} from" in job.said
+    return job
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        [],
-        pytest.param(
-            ["reduction.method=dense", "reduction.overlap=true"],
-            marks=pytest.mark.long("`make test` has a rank that raises in Ok-Topk"),
-        ),
-    ],
-)
-def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path: Path, settings: list[str]) -> None:
-    path, began = tmp_path / "run.h5", time.time()
-    job = Job(path, RANKS, [*SLOW[0], *settings], ["raise=1:3"])
+def test_a_rank_that_is_killed_ends_the_job_which_can_go_on(killed: Path) -> None:
+    resumed_at = last_good_step(killed)
+    assert resumed_at >= 10
+    # readable, and never behind the checkpoint
+    assert steps_done(killed) >= resumed_at
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_hangs_makes_every_rank_print_its_stack(hung: Job) -> None:
+    assert steps_done(hung.path) >= last_good_step(hung.path)
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_raises_ends_the_job_in_seconds(hung: Job) -> None:
+    """The run goes on once more, without gap or doubled step."""
+    began, resumed_at = time.time(), last_good_step(hung.path)
+    job = Job(hung.path, RANKS, ENDLESS, [f"raise=1:{resumed_at + 3}"])
+    check_error(job, began)
+    assert f"resumed after step {resumed_at} from" in job.said
+    with RunReader(job.path) as reader:
+        assert reader.steps()["step"].tolist() == list(range(1, resumed_at + 3))
+        assert len(reader.segments()["step"]) == 3
+
+
+@pytest.mark.long("`make test` has a rank that raises in Ok-Topk")
+@pytest.mark.timeout(400)
+def test_a_rank_that_raises_under_overlap_ends_the_job_in_seconds(tmp_path: Path) -> None:
+    began, settings = time.time(), ["reduction.method=dense", "reduction.overlap=true"]
+    check_error(Job(tmp_path / "run.h5", RANKS, [*SLOW[0], *settings], ["raise=1:3"]), began)
+
+
+def check_error(job: Job, began: float) -> None:
     assert job.wait() not in (0, 2, 75), job.said
-    ended, wrote = time.time(), path.stat().st_mtime
+    ended, wrote = time.time(), job.path.stat().st_mtime
     assert ended - wrote < max(DEADLINE, wrote - began)
     assert "Traceback (most recent call last)" in job.said
     assert "RuntimeError: the disk of this rank is on fire" in job.said
-    with RunReader(path) as reader:
+    with RunReader(job.path) as reader:
         assert reader.status != "complete"
-        assert reader.steps()["step"].tolist() == [1, 2]
 
 
 @WAITS
@@ -149,21 +178,15 @@ def test_a_stopped_rank_is_found_by_the_others(tmp_path: Path) -> None:
     assert f"resumed after step {resumed_at} from" in job.said
 
 
+@WAITS
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("fault", "limit", "told", "where"),
-    [
-        ("1:25", "watchdog", "no step for 6 s, 24 steps done", "in loss"),
-        pytest.param(
-            "0:close", "watchdog_around", "ending for 6 s, 60 steps done", "in __exit__", marks=WAITS
-        ),
-    ],
-)
-def test_a_rank_that_hangs_makes_every_rank_print_its_stack(
-    tmp_path: Path, fault: str, limit: str, told: str, where: str
-) -> None:
-    path, rank = tmp_path / "run.h5", fault[0]
-    job = Job(path, RANKS, [f"run.{limit}={WATCHDOG}"], [f"hang={fault}"])
+def test_a_rank_that_hangs_at_the_end_is_told_so(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run.h5", RANKS, [f"run.watchdog_around={WATCHDOG}"], ["hang=0:close"])
+    check_hang(job, 0, "ending for 6 s, 60 steps done", "in __exit__")
+
+
+def check_hang(job: Job, rank: int, told: str, where: str) -> None:
+    """The watchdog ends the job; every rank says so, and the one that hangs where."""
     assert job.wait() not in (0, 1, 2, 75), job.said
     for each in range(RANKS):
         assert f"rank {each} of {RANKS}: {told}" in job.said

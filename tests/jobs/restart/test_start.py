@@ -41,33 +41,26 @@ def test_an_interrupted_run_continues_and_a_complete_one_not(tmp_path: Path, sta
     assert plan_start(made, 4, {}) == Start(resume=True, complete=status == "complete", saved_ranks=4)
 
 
-# section -> settings of the run, those of its continuation, and the key that keeps it from continuing, "" for none
-CONTINUATIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("training", {}, {"seed": 3}, r"training\.seed: 0 there, 3 here"),
-    # what nothing that is computed depends on
-    ("training", {}, {"threads": 2}, ""),
-    ("checkpoint", {}, {"keep": 5}, ""),
-    ("run", {}, {"watchdog": 5.0}, ""),
-    ("reduction", {"method": "ddp"}, {"method": "ddp", "bucket_mb": 100.0}, r"reduction\.bucket_mb: "),
-    ("training", {}, {"batch_size": 32}, "batch_size: 16 there, 32 here"),
-]
+def test_a_run_is_only_continued_with_its_own_settings(tmp_path: Path) -> None:
+    path, steps = tmp_path / "run.h5", {"steps": 10}
+    leave_run_file(path, config(path, reduction={"method": "ddp"}), "interrupted")
 
+    def other(**sections: Any) -> Config:
+        return config(path, **{"reduction": {"method": "ddp"}} | sections)
 
-@pytest.mark.parametrize(("section", "there", "here", "differing"), CONTINUATIONS)
-def test_a_run_is_only_continued_with_its_own_settings(
-    tmp_path: Path, section: str, there: dict[str, Any], here: dict[str, Any], differing: str
-) -> None:
-    path = tmp_path / "run.h5"
-    steps = {"steps": 10} if section == "training" else {}
-    leave_run_file(path, config(path, **{section: steps | there}), "interrupted")
-    own = config(path, **{section: steps | here})
-    for ranks in (4, 2):
-        # the batch may follow the number of ranks, and nothing else
-        if not differing or (ranks == 2 and "batch_size" in here):
-            assert plan_start(own, ranks, {}).resume
-        else:
-            with pytest.raises(RunFileError, match=f"of another run: .*{differing}"):
-                plan_start(own, ranks, {})
+    # nothing that is computed depends on these
+    free = other(training=steps | {"threads": 2}, checkpoint={"keep": 5}, run={"watchdog": 5.0})
+    assert plan_start(free, 4, {}).resume
+    # the batch may follow the number of ranks, and nothing else
+    batch = other(training=steps | {"batch_size": 32})
+    assert plan_start(batch, 2, {}).resume
+    for own, ranks, differing in (
+        (batch, 4, "batch_size: 16 there, 32 here"),
+        (other(training=steps | {"seed": 3}), 2, r"training\.seed: 0 there, 3 here"),
+        (other(reduction={"method": "ddp", "bucket_mb": 100.0}), 4, r"reduction\.bucket_mb: "),
+    ):
+        with pytest.raises(RunFileError, match=f"of another run: .*{differing}"):
+            plan_start(own, ranks, {})
 
 
 def test_a_run_only_continues_with_its_data(tmp_path: Path) -> None:
@@ -115,13 +108,6 @@ def test_without_checkpoints_nothing_is_continued(tmp_path: Path) -> None:
     leave_run_file(path, off, "interrupted")
     with pytest.raises(RunFileError, match="exists: choose another name"):
         plan_start(off, 4, {})
-
-
-def test_a_pipe_is_neither_read_nor_replaced(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for run in ({}, {"overwrite": True}):
-        with pytest.raises(RunFileError, match=r"pipe is not a regular file"):
-            plan_start(config(tmp_path / "pipe", run=run), 4, {})
 
 
 def test_checkpoints_are_beside_the_run_file_or_as_told(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def damaged(whole: bytes, number: int) -> bytes:
 
 
 @pytest.mark.timeout(240)  # 45 s of computing in all
-@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long("`make test` has 20 files"))])
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.long("`make test` has 10 files"))])
 def test_a_damaged_run_file_is_refused_or_continues(tmp_path: Path, count: int) -> None:
     closed, killed = (path.read_bytes() for path in write_run(tmp_path))
 
