@@ -222,8 +222,10 @@ def test_imports_are_seen_in_every_form(
     assert set(imported_modules(source, module, is_package)) == expected
 
 
+# Each program runs in a process that has imported torch and not MPI, and ends where it would import that.
 BEFORE_MPI = """
 import os, sys
+import numba, torch
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
@@ -231,28 +233,30 @@ class Finder:
             os._exit(0 if hasattr(sys.modules.get("collectives"), "WITHOUT_CUDA_UCX") else 3)
 
 sys.meta_path.insert(0, Finder())
-exec(sys.argv[1])
+for program in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.argv[1:] = []
+        exec(program)
+        os._exit(4)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from oktopk import GradientAllreduce; GradientAllreduce(None, 10)",
-        "import oktopk.torch.optimizer, torch; oktopk.average_buffers(torch.nn.BatchNorm1d(3))",
-        "import jobs.train.__main__",
-        "import jobs.bench.run",
-        "from jobs.bench.__main__ import main; main(['--help'])",
-        "import oktopk.doctor.probe as probe; probe.main(['host', 'nowhere'])",
-        "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/collectives/test_traffic.py'])",
-    ],
+PROGRAMS_WITH_MPI = (
+    "from oktopk import GradientAllreduce; GradientAllreduce(None, 10)",
+    "import oktopk.torch.optimizer, torch; oktopk.average_buffers(torch.nn.BatchNorm1d(3))",
+    "import jobs.train.__main__",
+    "import jobs.bench.run",
+    "from jobs.bench.__main__ import main; main(['--help'])",
+    "import oktopk.doctor.probe as probe; probe.main(['host', 'nowhere'])",
+    "import pytest; pytest.main(['--with-mpi', '-m', 'mpi', '--collect-only', 'tests/collectives/test_traffic.py'])",
 )
-def test_the_ucx_that_knows_cuda_is_loaded_before_mpi(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BEFORE_MPI + "sys.exit(4)", program], cwd=ROOT, timeout=150, check=False
-    )
-    assert done.returncode == 0, (
-        f"{program}: mpi4py.MPI is imported before collectives has loaded UCX, or never"
+
+
+def test_the_ucx_that_knows_cuda_is_loaded_before_mpi() -> None:
+    """3: MPI comes before collectives has loaded UCX, 4: never."""
+    done = run_python("-c", BEFORE_MPI, *PROGRAMS_WITH_MPI)
+    statuses = [line for line in done.stdout.splitlines() if line.isdigit()]
+    assert dict(zip(PROGRAMS_WITH_MPI, statuses, strict=True)) == dict.fromkeys(PROGRAMS_WITH_MPI, "0"), (
+        done.stderr
     )
 
 
@@ -279,23 +283,37 @@ def test_import_oktopk_is_enough_to_name_what_it_has(monkeypatch: pytest.MonkeyP
         _ = oktopk.torsch
 
 
+PLAN = ["--link", "1gbit", "--latency", "50us", "--parameters", "2e6", "--compute-ms", "5", "--hosts", "2"]
+
+
 @pytest.mark.parametrize(
-    ("missing", "modules"),
+    ("missing", "program"),
     [
         (
-            "mpi4py=None",  # as an import that fails
-            "collectives.transport, collectives.dense_allreduce, collectives.process_group, oktopk.launch, "
+            ["mpi4py"],
+            "import collectives.transport, collectives.dense_allreduce, collectives.process_group, oktopk.launch, "
             "oktopk.torch.optimizer, jobs.report.__main__, jobs.demo, jobs.watch",
         ),
         (
-            "torch=None, cupy=None, mpi4py=None, matplotlib=None",
-            "collectives.element_types, oktopk.replay.prediction, oktopk.plan.__main__, oktopk.bench.__main__",
+            ["torch", "cupy", "mpi4py", "matplotlib"],
+            "import collectives.element_types, oktopk.bench.__main__; from oktopk.plan.__main__ import main; "
+            f"assert main({[*PLAN, '--methods', 'union', '--densities', '0.0125', '--wires', 'int4']}) == 0",
         ),
+        (
+            ["torch", "cupy", "matplotlib", "sklearn", "pydantic", "h5py"],
+            "import jobs.bench.__main__, jobs.bench.run",
+        ),
+        (["torch", "mpi4py", "numpy", "numba"], "import oktopk.launch, oktopk.doctor.__main__"),
     ],
+    ids=["what starts no ranks", "the plan", "the bench", "the launcher and the doctor"],
 )
-def test_what_starts_no_ranks_imports_no_mpi(missing: str, modules: str) -> None:
-    code = f"import sys; sys.modules.update({missing}); import {modules}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
+def test_it_runs_where_these_packages_are_missing(missing: list[str], program: str) -> None:
+    """None stands for an import that fails."""
+    done = run_python("-c", f"import sys; sys.modules.update(dict.fromkeys({missing})); {program}")
     assert done.returncode == 0, done.stderr
+
+
+def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=150, check=False
+    )

@@ -469,16 +469,6 @@ def test_a_picture_without_matplotlib_is_refused_in_a_sentence(
     )
 
 
-def test_a_plan_imports_neither_torch_nor_mpi() -> None:
-    code = (
-        "import sys; sys.modules.update({'torch': None, 'mpi4py.MPI': None, 'matplotlib': None, 'cupy': None})\n"
-        f"from oktopk.plan.__main__ import main; sys.exit(main({[*LINK, *JOB, *FEW, '--hosts', '2']}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "optimizer = DistributedOptimizer(" in done.stdout
-
-
 def test_a_reader_that_has_enough_ends_a_plan_without_a_word() -> None:
     command = [sys.executable, "-m", "oktopk.plan", *LINK, *JOB, *FEW, "--hosts", "2"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
