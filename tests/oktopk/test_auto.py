@@ -78,108 +78,97 @@ def test_links_are_measured_within_their_time(comm: MPI.Intracomm, monkeypatch: 
     optimizer.close()
 
 
+class Saved:
+    """What an optimizer with these settings saves after a step, and what its next step gives."""
+
+    def __init__(self, comm: MPI.Intracomm, kind: Any, **settings: Any) -> None:
+        before = make(comm, kind, **settings)
+        step(before, 0)
+        self.state = copy.deepcopy(before.state_dict())
+        self.weights = before.param_groups[0]["params"][0].detach().clone()
+        self.next = step(before, 1)
+        before.close()
+
+    def goes_on_in(self, optimizer: DistributedOptimizer) -> None:
+        optimizer.param_groups[0]["params"][0].detach().copy_(self.weights)
+        optimizer.load_state_dict(copy.deepcopy(self.state))
+        assert torch.equal(step(optimizer, 1), self.next)
+
+    def is_refused_by(self, optimizer: DistributedOptimizer, sentence: str) -> None:
+        with pytest.raises(ValueError, match=sentence):
+            optimizer.load_state_dict(copy.deepcopy(self.state))
+        optimizer.close()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_the_wire_of_a_loaded_state_wins(
     comm: MPI.Intracomm, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over(comm, monkeypatch, SLOW, SLOW)
-    before = make(comm, kind, wire="int4")
-    step(before, 0)
-    state = copy.deepcopy(before.state_dict())
-    held = before.param_groups[0]["params"][0].detach().clone()
-    expected = step(before, 1)
-    before.close()
-    refusing = make(comm, kind, wire="plain", settings="auto")
-    with pytest.raises(ValueError, match="state has wire 'int4', this reducer 'plain'"):
-        refusing.load_state_dict(state)
-    refusing.close()
+    saved = Saved(comm, kind, wire="int4")
+    given = make(comm, kind, wire="plain", settings="auto")
+    saved.is_refused_by(given, "state has wire 'int4', this reducer 'plain'")
     optimizer = make(comm, kind, settings="auto")
     assert optimizer.reducer.settings.wire != "int4"
-    optimizer.param_groups[0]["params"][0].detach().copy_(held)
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert torch.equal(step(optimizer, 1), expected)
+    saved.goes_on_in(optimizer)
     assert optimizer.report is not None and optimizer.report.wire == "int4"
     assert optimizer.chosen.endswith("; then wire='int4', levels='flat', exchange='direct' of a loaded state")
-    unknown = copy.deepcopy(state)
-    next(iter(unknown["reducer"].values()))[0]["wire"] = "int3"
-    with pytest.raises(ValueError, match="wire 'int3' of the state is not one of plain, float32"):
-        optimizer.load_state_dict(unknown)
-    optimizer.close()
+    next(iter(saved.state["reducer"].values()))[0]["wire"] = "int3"
+    saved.is_refused_by(optimizer, "wire 'int3' of the state is not one of plain, float32")
 
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize(
-    ("saved", "chosen", "bucket_mb"), [("grid", "direct", 0.0), ("direct", "grid", 0.008)]
+    ("saves", "chosen", "bucket_mb"), [("grid", "direct", 0.0), ("direct", "grid", 0.008)]
 )
 def test_the_exchange_of_a_loaded_state_wins(
-    comm: MPI.Intracomm, kind: Any, saved: str, chosen: str, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, kind: Any, saves: str, chosen: str, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = choice.Choice(f"exchange={chosen!r}, as a test says", {"exchange": chosen})
     monkeypatch.setattr(choice, "choose", lambda *_: made)
     bucket_mb *= kind is torch.optim.SGD  # updates have none
     more: dict[str, Any] = {"method": "oktopk", "wire": "float32", "bucket_mb": bucket_mb}
-    before = make(comm, kind, exchange=saved, **more)
-    step(before, 0)
-    state = copy.deepcopy(before.state_dict())
-    held = before.param_groups[0]["params"][0].detach().clone()
-    expected = step(before, 1)
-    before.close()
-    refusing = make(comm, kind, settings="auto", exchange=chosen, **more)
-    with pytest.raises(ValueError, match=f"state has exchange '{saved}', this reducer '{chosen}'"):
-        refusing.load_state_dict(state)
-    refusing.close()
+    saved = Saved(comm, kind, exchange=saves, **more)
+    given = make(comm, kind, settings="auto", exchange=chosen, **more)
+    saved.is_refused_by(given, f"state has exchange '{saves}', this reducer '{chosen}'")
     optimizer = make(comm, kind, settings="auto", **more)
     assert optimizer.reducer.settings.exchange == chosen
     step(optimizer, 0)
-    optimizer.param_groups[0]["params"][0].detach().copy_(held)
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert torch.equal(step(optimizer, 1), expected)
-    assert optimizer.reducer.settings.exchange == saved
-    assert f"exchange={saved!r} of a loaded state" in optimizer.chosen
-    unknown = copy.deepcopy(state)
-    saved_part = next(iter(unknown["reducer"].values()))[0]
-    for part in saved_part.get("buckets", {"": saved_part}).values():
-        part["exchange"] = "ring"
-    with pytest.raises(ValueError, match="exchange 'ring' of the state is not one of direct, grid"):
-        optimizer.load_state_dict(unknown)
-    for part in saved_part.get("buckets", {"": saved_part}).values():
-        part["exchange"] = "grid" if comm.rank == 1 else "direct"
-    with pytest.raises(ValueError, match="exchange"):
-        optimizer.load_state_dict(unknown)
-    assert optimizer.reducer.settings.exchange == saved
+    saved.goes_on_in(optimizer)
+    assert optimizer.reducer.settings.exchange == saves
+    assert f"exchange={saves!r} of a loaded state" in optimizer.chosen
+    part = next(iter(saved.state["reducer"].values()))[0]
+    unlike = "grid" if comm.rank == 1 else "direct"
+    for exchange, sentence in (("ring", "'ring' of the state is not one of direct, grid"), (unlike, "")):
+        for each in part.get("buckets", {"": part}).values():
+            each["exchange"] = exchange
+        with pytest.raises(ValueError, match=f"exchange {sentence}".rstrip()):
+            optimizer.load_state_dict(copy.deepcopy(saved.state))
+    assert optimizer.reducer.settings.exchange == saves
     optimizer.close()
 
 
 @pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize(("saved", "measured", "bucket_mb"), [("flat", FAST, 0.0), ("hosts", SLOW, 0.008)])
+@pytest.mark.parametrize(("saves", "measured", "bucket_mb"), [("flat", FAST, 0.0), ("hosts", SLOW, 0.008)])
 def test_the_levels_of_a_loaded_state_win_before_the_first_step(
-    comm: MPI.Intracomm, saved: str, measured: float, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, saves: str, measured: float, bucket_mb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = links(comm.size // 2, 2, SLOW / measured * FAST, measured)
     monkeypatch.setattr(choice, "links_document", lambda *_, **__: made)
     more = {"ranks_per_host": 2, "bucket_mb": bucket_mb}
-    before = make(comm, levels=saved, **more)
-    step(before, 0)
-    state = copy.deepcopy(before.state_dict())
-    held = before.param_groups[0]["params"][0].detach().clone()
-    expected = step(before, 1)
-    before.close()
+    saved = Saved(comm, torch.optim.SGD, levels=saves, **more)
     optimizer = make(comm, settings="auto", **more)
-    assert optimizer.reducer.levels != saved
-    optimizer.param_groups[0]["params"][0].detach().copy_(held)
-    optimizer.load_state_dict(state)
-    assert torch.equal(step(optimizer, 1), expected)
-    assert optimizer.report is not None and optimizer.report.levels == saved
-    assert f"levels={saved!r}, exchange='direct' of a loaded state" in repr(optimizer)
+    assert optimizer.reducer.levels != saves
+    saved.goes_on_in(optimizer)
+    assert optimizer.report is not None and optimizer.report.levels == saves
+    assert f"levels={saves!r}, exchange='direct' of a loaded state" in repr(optimizer)
+    optimizer.close()
     other = make(comm, settings="auto", **more)
-    stranger = make(comm, levels=saved, method="union", **more)
+    stranger = make(comm, levels=saves, method="union", **more)
     with pytest.raises(ValueError, match="method 'union'"):
         other.load_state_dict(stranger.state_dict())
     stranger.close()
-    assert other.reducer.levels != saved and "loaded" not in other.chosen
+    assert other.reducer.levels != saves and "loaded" not in other.chosen
     step(other, 0)  # has a residual to lose
-    with pytest.raises(ValueError, match=r"the state is of .*redistribute"):
-        other.load_state_dict(copy.deepcopy(state))
-    other.close()
-    optimizer.close()
+    saved.is_refused_by(other, r"the state is of .*redistribute")

@@ -332,7 +332,7 @@ def test_hosts_in_step_with_each_other_are_hardly_later(levels: Any, exchange: A
 def test_hosts_are_taken_for_alike_only_where_partners_are(rule: int) -> None:
     """Whether partners of ranks with one place are on one place, on the own host or another, by all ranks."""
     compared = 0
-    for many, stride, size, blocks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 8), (2, 4, 8, 16), (1, 3)):
+    for many, stride, size, blocks in product((1, 2, 3, 6), (1, 2, 3, 4), (2, 4, 8), (1, 3)):
         ranks = stride * size * blocks
         if ranks % many or not _alike_on_hosts(rule, stride, size, many):
             continue
@@ -346,4 +346,4 @@ def test_hosts_are_taken_for_alike_only_where_partners_are(rule: int) -> None:
                 assert other % many == one.partners(place)[2 * place]
                 assert (other // many != rank // many) == (one.rule[2 * place] == AWAY)
             compared += 1
-    assert compared > 500
+    assert compared > 100

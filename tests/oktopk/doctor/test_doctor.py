@@ -48,15 +48,12 @@ def two() -> children.Starter:
     ("starter", "body", "sentence"),
     [
         (alone, "os.kill(os.getpid(), signal.SIGSEGV)", "a process died of SIGSEGV (a segmentation fault)"),
-        (alone, "os.kill(os.getpid(), signal.SIGKILL)", "a process died of SIGKILL"),
         (alone, "raise RuntimeError('no milk')", "ended with status 1: RuntimeError: no milk"),
-        (alone, "sys.exit(3)", "ended with status 3: nothing"),
         (alone, "pass", "rank(s) [0] ended without a word"),
         (alone, "write(0, problem='no sugar'); sys.exit(1)", "no sugar"),
         (alone, "write(0, problem='', cups=2)", {"problem": "", "cups": 2}),
         (alone, "time.sleep(60)", "did not end in 2 s, and was ended"),
         (two, "if rank: os.kill(os.getpid(), signal.SIGSEGV)\nMPI.COMM_WORLD.Barrier()", "died of SIGSEGV"),
-        (two, "if rank: raise RuntimeError('no milk')\nMPI.COMM_WORLD.Barrier()", "RuntimeError: no milk"),
         (
             two,
             "if rank:\n  write(1, problem='MemoryError: full')\n  raise MemoryError\nMPI.COMM_WORLD.Barrier()",
@@ -72,8 +69,6 @@ def two() -> children.Starter:
             "if rank: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)",
             "a process died of SIG",
         ),
-        (torch_starter, "raise ImportError('no milk')", "ended with status 1: ImportError: no milk"),
-        (torch_starter, "write(rank, problem='', rank=rank)", {"problem": "", "rank": 0}),
     ],
 )
 def test_however_one_process_or_two_ranks_end_it_is_a_sentence(
@@ -124,7 +119,7 @@ def alive(pid: int) -> bool:
     ("status", "output", "sentence"),
     [
         (0, "signal 11", ""),
-        (-11, "", "a process died of SIGSEGV (a segmentation fault)"),
+        (-9, "", "a process died of SIGKILL"),
         (139, "", "a process died of SIGSEGV (a segmentation fault)"),
         (1, "process rank 1 exited on signal 7 (Bus error).", "a process died of SIGBUS"),
         (
@@ -151,23 +146,6 @@ def test_what_is_tried_starts_from_the_environment_as_it_was_given(monkeypatch: 
     assert as_given(given) == given
     monkeypatch.setattr(collectives, "WITHOUT_CUDA_UCX", "")  # then loading it has set what is not set
     assert as_given(given) == {"HOME": "/root", "OMPI_MCA_opal_common_ucx_tls": "tcp"}
-
-
-def test_the_doctor_starts_where_nothing_is_installed() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            "import sys; from oktopk.doctor import __main__; print('numpy' in sys.modules)",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.stdout == "False\n", done.stderr
 
 
 # launchers

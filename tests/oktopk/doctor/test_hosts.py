@@ -13,7 +13,6 @@ from oktopk.doctor import hosts
 from oktopk.doctor.__main__ import main
 from oktopk.plan.__main__ import main as plan
 from oktopk.replay.links import LinksError, read
-from tests.launched import run_alone
 from tests.links import MODEL, document, write
 
 VERDICT = r"^Sparse steps (?:do not )?pay here: .* times as fast as .*"
@@ -59,10 +58,11 @@ def test_one_slow_link_is_named() -> None:
         (["--compute-ms", "-1"], "--compute-ms -1 is not a time in [0, 1e9)"),
     ],
 )
-def test_what_cannot_be_judged_is_refused_in_a_sentence(words: list[str], sentence: str) -> None:
-    done = run_alone("-m", "oktopk.doctor", "--hosts", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"oktopk-doctor: {sentence}\n")
+def test_what_cannot_be_judged_is_refused_in_a_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--hosts", *words]) == 2
+    assert capsys.readouterr() == ("", f"oktopk-doctor: {sentence}\n")
 
 
 @pytest.mark.mpi(min_size=2)
