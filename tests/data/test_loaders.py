@@ -102,12 +102,12 @@ def test_a_batch_is_a_function_of_seed_epoch_and_step(kind: str) -> None:
 def test_any_number_of_ranks_has_the_same_samples(kind: str) -> None:
     def together(size: int, step: int) -> list[bytes]:
         loaders = [
-            KINDS[kind]().training(batch_size=12 // size, rank=rank, size=size, seed=3)
-            for rank in range(size)
+            source.training(batch_size=12 // size, rank=rank, size=size, seed=3) for rank in range(size)
         ]
         assert len({loader.steps_per_epoch for loader in loaders}) == 1
         return samples(next(loader.epoch(2, step)) for loader in loaders)
 
+    source = KINDS[kind]()
     for step in (2, 0):
         assert together(1, step) == together(3, step) == together(4, step)
 
@@ -129,12 +129,12 @@ def test_blocks_of_batches_change_nothing(kind: str, device: torch.device) -> No
 def test_held_out_samples_are_seen_once_over_all_ranks_alike(kind: str, device: torch.device) -> None:
     def held_out(size: int, most: int = 0) -> list[bytes]:
         places = [{"batch_size": 3 + size, "rank": rank, "size": size} for rank in range(size)]
-        loaders = [KINDS[kind]().held_out(most=most, **place) for place in places]
-        for loader in loaders:
-            loader.source.to(device)
+        loaders = [source.held_out(most=most, **place) for place in places]
         return sorted(samples(batch for loader in loaders for batch in loader))
 
-    count = len(KINDS[kind]())
+    source = KINDS[kind]()
+    source.to(device)
+    count = len(source)
     whole = held_out(1)
     assert len(whole) == count
     for size in (3, count + 2):

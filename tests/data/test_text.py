@@ -212,7 +212,7 @@ def test_text_of_several_parts_is_packed_part_by_part(
 @pytest.mark.timeout(20)
 def test_text_without_spaces_is_no_word_to_learn(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "text")
-    (folder / "endless.txt").write_text("a" * 3_000_000 + " dog.\n")
+    (folder / "endless.txt").write_text("a" * 1_000_000 + " dog.\n")
     prepare_text(folder, tmp_path / "a.h5", Recipe(length=32))
     train, _ = open_text_file(tmp_path / "a.h5")
     assert max(map(len, train.vocabulary)) < 10

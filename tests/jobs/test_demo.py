@@ -70,6 +70,7 @@ def test_one_rank_has_no_links(tmp_path: Path) -> None:
     assert train_over_links(parse(["--ranks", "1"]), 60) == ([], "one rank sends nothing")
 
 
+@pytest.mark.long("starts a job; `make test` has what training refuses, and in how many lines")
 @pytest.mark.timeout(PATIENCE)
 def test_the_demo_refuses_what_its_training_refuses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -121,36 +121,8 @@ def test_without_a_file_the_defaults_are_shown() -> None:
         shown(None, ["optimizer.lrr=0.5"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["model.factory=build"],
-            'model.factory = "build": String should match pattern',
-        ),
-        (["model.factory=my nets:build"], "String should match pattern"),
-        (["model.factory=my.nets:build", "model.name=bert"], "name 'bert' and a factory are two networks"),
-        (["model.factory=my.nets:build", "model.width=0.5"], "width 0.5 is for vgg16 and lstm, not for own"),
-        (["model.name=own"], "name 'own' needs a factory"),
-        (["model.arguments.width=3"], "arguments {'width': 3} is for own, not for vgg16"),
-        (
-            ["model.factory=my.nets:build", "model.arguments.day=2026-01-01"],
-            "not a valid JSON value",
-        ),
-        (
-            ["model.factory=my.nets:build", "model.arguments.x=nan"],
-            "should be a finite number",
-        ),
-        (["training.steps.more=3"], "--set training.steps.more=3: steps is not a table"),
-    ],
-)
-def test_a_factory_that_cannot_be_is_named(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        with_overrides(*overrides)
-
-
 def test_ones_own_network_trains_on_what_the_data_set_is() -> None:
-    own = "model.factory=my.nets:build"
+    own = FACTORY
     assert with_overrides(own).task == "images"
     assert with_overrides(own, "data.name=an4", "data.path=x.h5").task == "speech"
     assert with_overrides(own, "data.name=text", "data.path=x.h5").task == "text"
@@ -186,9 +158,21 @@ def test_a_malformed_override_is_named(override: str) -> None:
         apply_overrides(SMALLEST, [override])
 
 
+FACTORY = "model.factory=my.nets:build"
+
+
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "message"),
     [
+        (["model.factory=build"], 'model.factory = "build": String should match pattern'),
+        (["model.factory=my nets:build"], "String should match pattern"),
+        ([FACTORY, "model.name=bert"], "name 'bert' and a factory are two networks"),
+        ([FACTORY, "model.width=0.5"], "width 0.5 is for vgg16 and lstm, not for own"),
+        (["model.name=own"], "name 'own' needs a factory"),
+        (["model.arguments.width=3"], "arguments {'width': 3} is for own, not for vgg16"),
+        ([FACTORY, "model.arguments.day=2026-01-01"], "not a valid JSON value"),
+        ([FACTORY, "model.arguments.x=nan"], "should be a finite number"),
+        ("training.steps.more=3", "--set training.steps.more=3: steps is not a table"),
         (
             "reduction.densty=0.01",
             "reduction.densty: unknown key in [reduction] (did you mean density?); valid: method, ",
@@ -221,9 +205,9 @@ def test_a_malformed_override_is_named(override: str) -> None:
         (f"training.steps={'[' * 5000}", 'training.steps = "[[['),
     ],
 )
-def test_a_bad_value_names_itself_and_the_bound(override: str, message: str) -> None:
+def test_a_bad_value_names_itself_and_the_bound(overrides: str | list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_overrides(override)
+        with_overrides(*([overrides] if isinstance(overrides, str) else overrides))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -130,11 +130,10 @@ SECTIONS = {methods: 0.9, speech: 0.691, text: None, speed: None, links: None}
 """Runs -> the accuracy that times are taken to."""
 
 
-@pytest.fixture
-def sections(tmp_path: Path) -> dict[str, tuple[Runs, float | None]]:
-    for section in SECTIONS:
-        (tmp_path / section.__name__).mkdir()
-    return {each.__name__: (each(tmp_path / each.__name__), target) for each, target in SECTIONS.items()}
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Runs, float | None]]:
+    folders = {each: tmp_path_factory.mktemp(each.__name__) for each in SECTIONS}
+    return {each.__name__: (each(folders[each]), target) for each, target in SECTIONS.items()}
 
 
 def test_tables_notes_and_figures_are_those_of_the_golden_files(
@@ -142,7 +141,7 @@ def test_tables_notes_and_figures_are_those_of_the_golden_files(
 ) -> None:
     rendered, figures = [], []
     for title, (paths, target) in sections.items():
-        own = tmp_path / title / "report"
+        own = tmp_path / title
         kinds = {"throughput" if kind == "speed" else kind: files for kind, files in paths.items()}
         written = report(kinds.pop("train", ()), own, target=target, **kinds)
         found = [f"### {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in written.tables]
@@ -174,12 +173,11 @@ def is_number(value: str) -> bool:
 
 
 def test_what_runs_are_about_can_be_worked_out_by_hand(
-    sections: dict[str, tuple[Runs, float | None]],
+    sections: dict[str, tuple[Runs, float | None]], tmp_path: Path
 ) -> None:
     """Some of the golden figures, so that a golden file that was copied by mistake is found."""
-    folder = Path(sections["methods"][0]["train"][0]).parent
-    report(sections["methods"][0]["train"], folder / "report")
-    found = {row["run"]: row for row in rows(folder / "report" / "summary.csv")}
+    report(sections["methods"][0]["train"], tmp_path)
+    found = {row["run"]: row for row in rows(tmp_path / "summary.csv")}
     topka, gaussiank, union = (found[name] for name in ("topka", "gaussiank", "union-1"))
     assert float(topka["words"]) == pytest.approx((5 * DENSE_WORDS + 25 * SPARSE_WORDS) / 30)
     assert float(gaussiank["words"]) == pytest.approx(5.5 * SPARSE_WORDS)

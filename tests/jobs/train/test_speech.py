@@ -23,12 +23,12 @@ from tests.utterances import speech_set, write_an4
 
 
 def test_training_on_a_few_utterances_lowers_the_loss(tmp_path: Path, words: Words) -> None:
-    given = words("lstm", "training.steps=60", "training.eval_every=60", "training.batch_size=6")
+    given = words("lstm", "training.steps=30", "training.eval_every=30", "training.batch_size=6")
     given += ["optimizer.lr=0.01", "optimizer.clip_norm=20", "reduction.dense_warmup_steps=10"]
     assert main([*given, f"run.file={tmp_path / 'run.h5'}"], comm=MPI.COMM_SELF) == 0
     (run,) = read_runs([tmp_path / "run.h5"])
     assert run.status == "complete"
-    assert run.steps["loss"][-10:].mean() < 0.6 * run.steps["loss"][:3].mean()
+    assert run.steps["loss"][-5:].mean() < 0.7 * run.steps["loss"][:3].mean()
     assert run.evaluations["samples"].tolist() == [9]
     assert np.isfinite(run.evaluations["loss"]).all()
     assert run.evaluations["accuracy"][-1] <= 1.0
