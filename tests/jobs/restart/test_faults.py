@@ -21,7 +21,7 @@ RANKS = 2
 DEADLINE = 10.0  # for a job to end; under load, where it takes longer to start, as long as that
 WATCHDOG = 6.0
 SLOW = ["run.flush_every=1"], ["seconds=0.02"]
-ENDLESS = [*SLOW[0], "training.steps=10000", "training.eval_every=1000"]
+ENDLESS = [*SLOW[0], "training.steps=2000", "training.eval_every=1000"]
 WAITS = pytest.mark.long("waits for a watchdog; `make test` has a rank that hangs in a step")
 DISK = pytest.mark.long("a job on a disk of its own; `make test` has writes that fail, in one process")
 
