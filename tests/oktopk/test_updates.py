@@ -49,13 +49,21 @@ def references(optimizer: Any, comm: MPI.Intracomm) -> list[bytes]:
     return comm.allgather(optimizer._reference.vector.cpu().numpy().tobytes())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "steps"),
+    [
+        (torch.float32, 24),  # past the exchanges that compare the reference
+        (torch.bfloat16, 24),
+        pytest.param(torch.bfloat16, 1000, marks=pytest.mark.long("`make test` has 24 steps")),
+    ],
+    ids=str,
+)
+def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dtype, steps: int) -> None:
     model = network().to(dtype)
     optimizer = steady(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.1, sends="updates")
     held, reference = flat(model), optimizer._reference.vector.clone()
     drawn = torch.Generator().manual_seed(comm.rank)
-    for _ in range(24):  # past the exchanges that compare the reference
+    for _ in range(steps):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=drawn).to(dtype)
         optimizer.step()
@@ -711,3 +719,33 @@ def test_a_hundred_steps_from_a_quarter_of_the_entries_to_those_asked_for(comm: 
     assert sorted(densities, reverse=True) == densities
     assert [densities[50], densities[99]] == pytest.approx([0.05, 0.05 / 5**0.5])
     assert densities[100:] == [0.01] * 2
+
+
+class _Raises(torch.optim.AdamW):
+    """Raises in the step that `left` counts down to."""
+
+    left = -1
+
+    def step(self, closure: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("no memory for moments")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_that_raises_on_one_rank_raises_on_all(comm: MPI.Intracomm, every: int) -> None:
+    """In the exchange, with the rank and what was raised; then all go on."""
+    model, last = network(), comm.size - 1
+    inner = _Raises(model.parameters(), lr=0.01)
+    if comm.rank == last:
+        inner.left = 3
+    optimizer = UpdatesOptimizer(inner, comm, density=0.1, every=every)
+    train(model, optimizer, comm.rank, range(2))
+    with pytest.raises(
+        ValueError, match=f"rank {last}: the wrapped optimizer raised MemoryError: no memory"
+    ) as error:
+        train(model, optimizer, comm.rank, range(2, 2 + every))
+    assert every > 1 or isinstance(error.value.__cause__, MemoryError) == (comm.rank == last)
+    train(model, optimizer, comm.rank, range(4, 8))
+    check_agreed(model, optimizer, comm)
