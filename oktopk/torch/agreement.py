@@ -349,8 +349,8 @@ def _check_replicas(shards: Sequence[tuple[int, list[int]] | None]) -> None:
     """
     if whole := [rank for rank, shard in enumerate(shards) if shard is None]:
         raise ValueError(
-            f"parameters of rank(s) {_listed(whole)} are not sharded, and those of the others are: call fully_shard on all "
-            "ranks, or on none"
+            f"parameters of rank(s) {_listed(whole)} of comm are not sharded, and those of the others are: call fully_shard on "
+            "all ranks, or on none"
         )
     known = [shard for shard in shards if shard is not None]
     group = (

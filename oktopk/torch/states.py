@@ -43,7 +43,7 @@ def not_saved_of(saved: tuple[int, int] | None, transport: Transport, also: str 
     rank, ranks = saved
     advice = "load that before the next step, see docs/frameworks.md"
     if transport.size != ranks:
-        advice = f"make of all {ranks} those of {transport.size} by oktopk.elastic.redistribute"
+        advice = f"turn the {ranks} states into {transport.size} by oktopk.elastic.redistribute"
     return (
         f"every rank has loaded the state of rank {rank} of {ranks}: the residuals of all ranks are lost{also}. Save each rank's "
         f"own state beside it, and {advice}"

@@ -273,22 +273,21 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         if window.problem and grad_scaler is not None:  # perhaps of another rank of the replica
             self._answer(grad_scaler)
         finite = not window.problem and self._finite(grad_scaler)
-        raised: Exception | None = None
         if finite:
             try:
                 self._step_alone()
-            except Exception as error:  # on this rank alone, perhaps: the exchange tells the others
-                raised = error
+            except Exception as error:
+                if self.reducer.transport.size == 1:
+                    raise
+                window.raised = error  # on this rank alone, perhaps: the exchange tells the others
                 window.problem = f"the wrapped optimizer raised {type(error).__name__}: {error}"
-        if self._selecting is not None and (raised is not None or not finite):
+                self._reference.watch()  # what it has moved is no user's write
+        if self._selecting is not None and (window.raised is not None or not finite):
             self._selecting.forget()
-        if not window.count_step():
-            self._reference.watch()
-            return
-        try:
+        if window.count_step():
             self._exchange(measure, window.problem or self._own_weights())
-        except ValueError as refused:
-            raise refused from raised
+        else:
+            self._reference.watch()
 
     def _own_weights(self) -> str:
         """Why an optimizer that has stepped cannot be wrapped, in a sentence; "" if it can."""
@@ -413,6 +412,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
     def _exchange(self, measure: bool, problem: str) -> None:
         """Select and sum what the optimizers changed since the last exchange, and move the reference. Collective."""
         reference, transport, window = self._reference, self.reducer.transport, self._window
+        raised = window.raised
         if not window.selected:
             reference.look()  # the optimizer, or a hook of it, may have moved parameters
         new = window.renews
@@ -449,7 +449,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         except (NonFiniteGradientError, ValueError) as error:
             failed = self._replica.of_world(error)
         except MissingRanksError as error:
-            raise self._replica.of_world(error) from None
+            raise self._replica.of_world(error) from raised
         failed, skipped = self._replica.outcome(failed, what, not applied)
         if applied and (skipped or failed is not None):
             self.reducer.take_back()
@@ -462,6 +462,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
                 window.end(moved=False)
             else:
                 self._end_window()
+            if raised is not None:
+                raise failed from raised
             raise failed
         assert report is not None
         report.every = window.every

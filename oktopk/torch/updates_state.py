@@ -86,11 +86,8 @@ class UpdatesState(DistributedOptimizer):
     # what users write
 
     @torch.no_grad()
-    def _take_written(self, changed: bool | None = None) -> bool:
-        """Make what was written to since the last step the reference. Returns whether something was, but for a loaded state.
-
-        Args:
-            changed: as `Reference.written`.
+    def _take_written(self, changed: bool | None = None) -> None:
+        """Make what was written to since the last step the reference. changed: as `Reference.written`.
 
         Raises:
             RuntimeError: a parameter has another type or shape than at construction; on this rank alone.
@@ -103,15 +100,15 @@ class UpdatesState(DistributedOptimizer):
         numbers = reference.written(by_version=not self._window.steps, changed=changed)
         if numbers and loaded is not None and self._reference.fits(loaded):
             self._go_on(loaded)
-            return False
-        if numbers:
+        elif numbers:
             reference.take(numbers)
             reference.watch()
-        return bool(numbers)
+            self._window.written |= changed is None and self._kept is None
 
     def _take_written_outside(self) -> None:
         """As `_take_written`, outside of a step, where ranks cannot compare what they have taken: then warn."""
-        if self._take_written() and self.reducer.transport.size > 1:
+        self._take_written()
+        if self._window.written and self.reducer.transport.size > 1:
             warnings.warn(
                 "parameters were written to since the last step, outside of `with optimizer.agreed():`. What this rank holds "
                 "there counts, so that ranks may part until the next step: write within it, or take a step before you evaluate, "
@@ -323,10 +320,7 @@ class UpdatesState(DistributedOptimizer):
         """
         self._as_wrapped.look()
         if not self._as_wrapped.problem:
-            if self._kept is None:
-                self._take_written_outside()
-            else:
-                self._take_written()
+            self._take_written_outside()
             self._reference.show_agreed()
         self._kept = None
         if self._sharded is not None:

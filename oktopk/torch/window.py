@@ -29,6 +29,8 @@ class Window:
         selected: whether this step's moves are not in the parameters: the exchange computes them.
         broken: whether a gradient was not finite, and all ranks are to raise.
         problem: of a step, for the exchange to raise, in a sentence; "" if there is none.
+        raised: what the optimizer has raised on this rank.
+        written: whether something was written into parameters outside of a step and of `agreed`, and taken.
     """
 
     def __init__(self, every: int, parameters: int, local: LocalStep) -> None:
@@ -39,7 +41,8 @@ class Window:
     def begin(self) -> None:
         """No step has been taken since the last exchange."""
         self.steps, self.problem = 0, ""
-        self.whole = self.selected = self.broken = False
+        self.raised: Exception | None = None
+        self.whole = self.selected = self.broken = self.written = False
         self.present = bytearray(self._parameters)
         self._local.begin_window()
 

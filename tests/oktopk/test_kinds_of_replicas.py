@@ -264,7 +264,7 @@ def test_rates_that_all_ranks_need_are_compared(replicas: Replicas, kind: str) -
     "every",
     cases=[
         *(case("ranks", how, every) for how, every in (("raise", 2), ("skip", 1))),
-        *(case("hosts of 2", *given, least=3) for given in (("raise", 1), ("skip", 2))),
+        *(case("hosts of 2", *given, least=3) for given in (("raise", 2), ("skip", 1))),
         *shards("raise", 2),
         *shards("skip", 2, long=True),
     ],

@@ -144,14 +144,24 @@ def overflow(run: Run, places: NDArray[np.int64], first: int, value: np.float32)
     ("device", "way", "kind", "nonfinite", "half"),
     [
         # what is done about it is one code for all: Ok-Topk's ways meet every kind of step, other ways two kinds each, with one
-        # of the two outcomes and two of the four places
+        # of the two outcomes and two of the four places; the other outcome and places are long
         pytest.param(
-            *(device, way, kind, ("raise", "skip")[(number + at) % 2], (number // 2 + at) % 2),
-            marks=marks(device),
+            *(
+                device,
+                way,
+                kind,
+                ("raise", "skip")[(number + at + other) % 2],
+                (number // 2 + at + other) % 2,
+            ),
+            marks=[
+                *marks(device),
+                *[pytest.mark.long("`make test` has the other outcome, at the other places")] * other,
+            ],
         )
         for device, way in ON
         for number in [[*WAYS].index(way)]
         for at, kind in enumerate(STEPS)
+        for other in (0, 1)
         if way in ("oktopk", "two levels", "oktopk, peers") or (number + at) % len(STEPS) < 2
     ],
 )

@@ -166,11 +166,16 @@ def test_gradients_that_nothing_has_changed_are_copied_once(
         assert copies.elements == (1 if alone else times) * optimizer.length
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long("`make test` has bfloat16"))],
+    ids=str,
+)
 def test_parameters_of_16_bits_step_on_shards_as_on_all(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """Here of whole vectors of a CPU: torch rounds 16 bits otherwise in the elements that are left at the end of a tensor."""
-    found, dtype = [], torch.bfloat16
+    found = []
     for _ in range(2):
         torch.manual_seed(5)
         layers = nn.Sequential(nn.Linear(20, 32, bias=False), nn.Linear(32, 64, bias=False))

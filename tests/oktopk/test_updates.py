@@ -713,39 +713,60 @@ def test_a_class_is_derived_from_what_it_sends(comm: MPI.Intracomm) -> None:
 def test_a_hundred_steps_from_a_quarter_of_the_entries_to_those_asked_for(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), comm, density=0.01)
-    train(model, optimizer, comm.rank, range(1))
-    assert optimizer.report.k / optimizer.length == pytest.approx(0.25, rel=0.01)
+    ks = []
+    for step in range(12):
+        train(model, optimizer, comm.rank, range(step, step + 1))
+        ks.append(optimizer.report.k)
+    assert ks[0] / optimizer.length == pytest.approx(0.25, rel=0.01)
+    assert ks == sorted(ks, reverse=True) and ks[-1] < ks[0]
     densities = [optimizer.reducer.settings.density_at(step) for step in range(102)]
     assert sorted(densities, reverse=True) == densities
     assert [densities[50], densities[99]] == pytest.approx([0.05, 0.05 / 5**0.5])
     assert densities[100:] == [0.01] * 2
 
 
-class _Raises(torch.optim.AdamW):
-    """Raises in the step that `left` counts down to."""
+class _Raises(torch.optim.SGD):
+    """Raises in the step that `left` counts down to, before it moves a parameter or behind it."""
 
-    left = -1
+    left, behind = -1, False
 
     def step(self, closure: Any = None) -> Any:
         self.left -= 1
+        if self.left == 0 and not self.behind:
+            raise MemoryError("no memory for moments")
+        super().step(closure)
         if self.left == 0:
             raise MemoryError("no memory for moments")
-        return super().step(closure)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_an_optimizer_that_raises_on_one_rank_raises_on_all(comm: MPI.Intracomm, every: int) -> None:
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("per_host", "every", "behind"), [(0, 1, False), (0, 2, True), (0, 1, True), (2, 1, False)]
+)
+def test_an_optimizer_that_raises_on_one_rank_raises_on_all(
+    comm: MPI.Intracomm, per_host: int, every: int, behind: bool
+) -> None:
     """In the exchange, with the rank and what was raised; then all go on."""
     model, last = network(), comm.size - 1
     inner = _Raises(model.parameters(), lr=0.01)
+    inner.behind = behind
+    optimizer = Replicas(comm, per_host).wrap(model, lambda parameters: inner, every=every, sends="updates")
     if comm.rank == last:
         inner.left = 3
-    optimizer = UpdatesOptimizer(inner, comm, density=0.1, every=every)
     train(model, optimizer, comm.rank, range(2))
     with pytest.raises(
         ValueError, match=f"rank {last}: the wrapped optimizer raised MemoryError: no memory"
     ) as error:
         train(model, optimizer, comm.rank, range(2, 2 + every))
-    assert every > 1 or isinstance(error.value.__cause__, MemoryError) == (comm.rank == last)
+    assert isinstance(error.value.__cause__, MemoryError) == (comm.rank == last)
     train(model, optimizer, comm.rank, range(4, 8))
-    check_agreed(model, optimizer, comm)
+    Replicas(comm, per_host).check_agreed(model, optimizer)
+
+
+def test_what_the_optimizer_of_a_single_rank_raises_comes_as_it_is() -> None:
+    model = network()
+    inner = _Raises(model.parameters(), lr=0.01)
+    inner.left = 1
+    optimizer = UpdatesOptimizer(inner, MPI.COMM_SELF)
+    with pytest.raises(MemoryError):
+        train(model, optimizer, 0, range(1))

@@ -140,23 +140,30 @@ def test_what_is_loaded_before_the_step_that_sets_up_the_state_stays(comm: MPI.I
         assert torch.equal(model[0].weight, given["0.weight"])
 
 
-def test_what_ranks_write_outside_of_agreed_is_warned_of(comm: MPI.Intracomm) -> None:
-    """A clamp of what each rank holds leaves other values on each, until the next step; within it does not."""
-    model, optimizer = trained(comm, steps=6, local_share=0.5)
+def clamp(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.clamp_(max=0.05)
-    with (
-        pytest.warns(UserWarning, match="parameters were written to since the last step"),
-        optimizer.agreed(),
-    ):
-        pass
+
+
+@pytest.mark.parametrize("then", ["agreed", "state", "close"])
+def test_what_ranks_write_outside_of_agreed_is_warned_of(comm: MPI.Intracomm, then: str) -> None:
+    """A clamp of what each rank holds leaves other values on each; also where a state was saved in between."""
+    model, optimizer = trained(comm, steps=6, local_share=0.5)
+    clamp(model)
+    if then == "state":
+        optimizer.state_dict()
+    with pytest.warns(UserWarning, match="parameters were written to since the last step"):
+        if then == "close":
+            optimizer.close()
+            return
+        with optimizer.agreed():
+            pass
     take_steps(model, optimizer, comm.rank, range(6, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with optimizer.agreed(), torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(max=0.05)
+        with optimizer.agreed():
+            clamp(model)
         assert alike(model, optimizer, comm)
         optimizer.close()
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1

@@ -70,6 +70,8 @@ def test_a_run_learns_and_keeps_to_the_bound(comm: MPI.Intracomm, undisturbed: P
     assert run.steps["loss"][-10:].mean() < 0.5 * run.steps["loss"][:10].mean()
     assert run.evaluations["step"].tolist() == [20, 40, 60]
     assert run.evaluations["accuracy"][-1] > 0.9
+    rates = run.steps["learning_rate"]
+    assert (rates.argmax(), rates.max()) == (29, pytest.approx(0.025))  # at the end of the warm-up
     assert run.steps["words"].mean() <= run.upper_bound
     assert np.all(run.steps["words_busiest"] >= run.steps["words"])
     assert np.all(run.steps["k"] == run.info.k)

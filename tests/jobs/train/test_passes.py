@@ -13,6 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+from data.text.loader import TextBatch
 from jobs.config.sections import OptimizerConfig
 from jobs.report.summary import Run, read_runs
 from jobs.train.__main__ import main
@@ -21,6 +22,7 @@ from jobs.train.passes import CapturedPasses, EagerPasses, Passes
 from jobs.train.reduce.baselines import EAGER_STEPS, DdpTraining
 from jobs.train.reduce.process_group import start_process_group, stop_process_group
 from jobs.train.tasks.task import autocast
+from models.bert import BERT
 from models.vgg import VGG16
 from oktopk import DistributedOptimizer
 from tests.devices import gpus, use
@@ -49,6 +51,33 @@ class Images:
         drawn = torch.Generator().manual_seed(step)
         images = torch.randn(8, 3, 32, 32, generator=drawn)
         return images.cuda(), torch.randint(0, 10, (8,), generator=drawn).cuda()
+
+
+class Text:
+    """A network with dropout, as a workload has it; some sequences are padded."""
+
+    def __init__(self, precision: str) -> None:
+        torch.manual_seed(3)
+        self.precision = precision
+        self.model = BERT(100, layers=2, hidden=64).cuda()
+        self.network: nn.Module = self.model
+        self.steps_per_epoch = 1
+
+    def loss(self, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        text = TextBatch(*batch)
+        with autocast(self.precision, torch.device("cuda")):
+            words, follows = self.network(text.tokens, text.segments, text.present, text.places)
+        masked = nn.functional.cross_entropy(words.flatten(0, 1).float(), text.labels.flatten())
+        return masked + nn.functional.cross_entropy(follows.float(), text.follows)
+
+    def batch(self, step: int) -> TextBatch:
+        drawn = torch.Generator().manual_seed(step)
+        tokens = torch.randint(5, 100, (4, 16), generator=drawn)
+        present = torch.arange(16) < torch.randint(8, 17, (4, 1), generator=drawn)
+        places = torch.randint(0, 8, (4, 3), generator=drawn)
+        labels, follows = tokens.gather(1, places), torch.randint(0, 2, (4,), generator=drawn)
+        whole = TextBatch(tokens, torch.zeros_like(tokens), present, places, labels, follows)
+        return TextBatch(*(tensor.cuda() for tensor in whole))
 
 
 @pytest.fixture
@@ -128,8 +157,10 @@ def reduced_gradients(
 class DdpTrained:
     """What some steps on each rank leave: losses, parameters, and how often the network was called."""
 
-    def __init__(self, comm: MPI.Intracomm, method: str, passes: int, captured: bool) -> None:
-        workload, calls = Images("float32"), []
+    def __init__(
+        self, comm: MPI.Intracomm, kind: type[Images | Text], method: str, passes: int, captured: bool
+    ) -> None:
+        workload, calls = kind("float32"), []
         config = OptimizerConfig(lr=0.05, momentum=0.9)
         inner = build_optimizer(config, workload.model.parameters(), fused=True)
         start_process_group(comm, torch.device("cuda", torch.cuda.current_device()))
@@ -162,15 +193,15 @@ class DdpTrained:
 
 @needs_gpu
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("kind", "passes"), [(Images, 1), (Images, 2), (Text, 1)])
 @pytest.mark.parametrize("method", ["float32", "bfloat16"])
 def test_steps_that_are_replayed_are_those_that_are_not(
-    comm: MPI.Intracomm, alike: None, method: str, passes: int
+    comm: MPI.Intracomm, alike: None, method: str, kind: type[Images | Text], passes: int
 ) -> None:
     if comm.size > gpus():
         pytest.skip("NCCL takes one rank per GPU")
     use("cuda", comm)
-    eager, captured = (DdpTrained(comm, method, passes, each) for each in (False, True))
+    eager, captured = (DdpTrained(comm, kind, method, passes, each) for each in (False, True))
     assert captured.calls == EAGER_STEPS * passes + passes
     assert eager.calls == (EAGER_STEPS + 6) * passes
     for name in ("losses", "parameters"):
