@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from itertools import combinations
 from pathlib import Path
@@ -14,11 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from oktopk.bench import links
-from oktopk.bench.__main__ import BenchError, measure, report
+from oktopk.bench.__main__ import ALONE, BenchError, measure, report
 from oktopk.bench.links import SIZES, Messages, one_of_burst, partner_of, rounds, slope
 from oktopk.bench.table import links_table, size_of, steps_table
 from oktopk.plan.__main__ import main as plan
 from oktopk.replay.links import KIND, links_of, read
+from tests.launched import ROOT
 from tests.links import write
 from tests.threads import ThreadTransport, on_threads
 
@@ -99,6 +102,10 @@ def test_a_document_has_links_of_a_host_and_between_hosts(tmp_path: Path) -> Non
 def test_one_rank_has_no_links() -> None:
     with pytest.raises(BenchError, match="^one rank has no links: start several"):
         on_threads(1, lambda transport: measure(transport, LINKS_ONLY))
+    command = [sys.executable, "-m", "oktopk.bench"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().endswith(f"oktopk-bench: {ALONE}")
 
 
 @pytest.mark.parametrize(
