@@ -1,6 +1,6 @@
 """Steps predicted from links that the bench measures, beside the steps that it takes: a table of networks of namespaces.
 
-    python -m docs.results.cells FOLDER            # on a machine that does nothing else; some ten minutes
+    python -m docs.results.cells FOLDER            # on a machine that does nothing else; the first four took five minutes
     python -m docs.results.cells FOLDER --only 4-hosts-100mbit-10ms
 
 Each network is made by `jobs/bench/net.sh`, of which FOLDER keeps one document. Those that are there are not measured again.

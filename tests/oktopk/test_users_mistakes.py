@@ -24,6 +24,7 @@ from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buf
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
 from oktopk.rows import RowSparseAllreduce
+from oktopk.torch.states import not_saved_of
 from tests.training import flat, network, squares, train
 
 LIMIT = 0.5
@@ -310,6 +311,14 @@ def test_a_step_warns_if_all_ranks_loaded_rank_0s_state_alone(
         assert np.array_equal(flat(again), flat(model)) == then_own
         with continued.agreed():
             assert len(set(comm.allgather(flat(again).tobytes()))) == 1
+
+
+def test_one_state_of_more_ranks_is_lost_in_a_sentence_that_names_redistribute() -> None:
+    alone: Any = types.SimpleNamespace(size=1, allgather_objects=lambda value: [value])
+    said = not_saved_of((0, 4), alone)
+    assert "every rank has loaded the state of rank 0 of 4" in said
+    assert said.endswith("turn the 4 states into 1 by oktopk.elastic.redistribute")
+    assert not not_saved_of((0, 1), alone)
 
 
 class Table:
