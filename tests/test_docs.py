@@ -273,6 +273,39 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     assert f"ended {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
 
 
+def test_the_seconds_to_dense_trainings_loss_are_those_of_the_files() -> None:
+    updates = RESULTS / "updates"
+    lines = {
+        name: [json.loads(line) for line in (updates / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        for name in ("hosts", "library")
+    }
+    held = {
+        run["spec"].partition("/")[0]: run["held"]
+        for run in lines["library"]
+        if (run.get("commit"), run["P"]) == ("abda7bd1", 2)
+    }
+    goal, curve = held["dense"][23], held["updates"]  # 30 evaluations, of which 24 are at 80 %
+    after = next(number for number, loss in enumerate(curve) if loss <= goal)
+    steps = 100 * (after + (curve[after - 1] - goal) / (curve[after - 1] - curve[after]))
+    page, sooner = (updates.parent / "updates.md").read_text("utf-8"), {}
+    assert f"Updates have it after {steps:,.0f} steps" in page
+    for rate in ("10gbit", "1gbit"):
+        runs = [run for run in lines["hosts"] if (run["commit"], run["rate"]) == ("abda7bd1", rate)]
+        ms = {
+            kind: median(
+                run["step_ms"] for run in runs if run["spec"].startswith(kind) and run["steps"] < 100
+            )
+            for kind in ("updates", "bfloat16", "powersgd")
+        }
+        (first,) = (run["first_100_s"] for run in runs if run["steps"] == 120)
+        seconds = first + (steps - 100) * ms["updates"] / 1e3
+        sooner[rate] = [2.4 * ms[kind] / seconds for kind in ("bfloat16", "powersgd")]
+    over, hook = zip(*sooner.values(), strict=True)
+    assert f"| DDP over updates | **{over[0]:.1f}** | **{over[1]:.1f}** |" in page
+    assert f"as dense training | {hook[0]:.1f} | {hook[1]:.1f} |" in page
+    assert f"[{over[0]:.1f} times sooner]" in (ROOT / "README.md").read_text("utf-8")
+
+
 def above_dense(
     length: int, ranks: int, rule: str, rate: str, seeds: tuple[int, int], ends: float | None = None
 ) -> float:

@@ -6,6 +6,7 @@
 #     jobs/bench/net.sh --device cuda [--hosts 2] [--ranks 2] [--rate 10gbit] [--transport tcp|ucx] [--gpus 0,1] [...]
 #     jobs/bench/net.sh --delay 10ms [...]                                        each packet arrives so much later
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
+#     jobs/bench/net.sh [...] --launcher torchrun --module MODULE [ARGUMENT ...] by torchrun on each host, without MPI
 #
 # --rate none leaves the links as they are. --burst is what a link lets through unshaped after a pause: by default 128kb up to
 # 10gbit, else 256kb. --mtu is the longest packet, 1500 bytes unless said; many clusters have jumbo frames of 9000. With --device
@@ -24,14 +25,14 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-device=cpu hosts='' ranks='' rate='' burst='' mtu='' delay='' transport='' gpus='' mpiexec='' inside='' module=jobs.bench
+device=cpu hosts='' ranks='' rate='' burst='' mtu='' delay='' transport='' gpus='' mpiexec='' launcher=mpiexec inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift ;;
-    --device | --hosts | --ranks | --rate | --burst | --mtu | --delay | --transport | --gpus | --mpiexec | --python | --module)
+    --device | --hosts | --ranks | --rate | --burst | --mtu | --delay | --transport | --gpus | --mpiexec | --launcher | --python | --module)
         [ $# -ge 2 ] || refuse "$1 needs a value"
         printf -v "${1#--}" %s "$2"
         shift 2
@@ -80,6 +81,9 @@ check() {
     [[ -z $mtu || $mtu =~ ^[1-9][0-9]{2,4}$ ]] || refuse "--mtu $mtu is not a number of bytes in [100, 99999]"
     [[ -z $delay || $delay =~ ^[0-9]+(\.[0-9]+)?(us|ms)$ ]] || refuse "--delay $delay is not a time such as 10ms"
     [[ -z $delay || -c /dev/net/tun ]] || refuse "--delay needs /dev/net/tun (CONFIG_TUN), which is not there"
+    [[ $launcher == mpiexec || $launcher == torchrun ]] || refuse "--launcher $launcher is neither mpiexec nor torchrun"
+    [[ $launcher == mpiexec || $module != jobs.bench ]] || refuse "--launcher torchrun needs --module: jobs.bench runs over MPI"
+    [[ $launcher == mpiexec || $((ranks % hosts)) == 0 ]] || refuse "$ranks ranks are not the same number on each of $hosts hosts"
     [[ $device == cuda || -z $transport$gpus ]] || refuse "--transport and --gpus are for --device cuda"
     [[ $device == cpu || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
     [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || refuse "--gpus $gpus is not a list of numbers such as 0,1"
@@ -107,7 +111,7 @@ outside() {
     trap 'exit 143' TERM HUP
     setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
         "$BASH" "${BASH_SOURCE[0]}" --inside --device "$device" --hosts "$hosts" --ranks "$ranks" --rate "$rate" --burst "$burst" \
-        --mtu "$mtu" --delay "$delay" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --python "$(realpath -s "$python")" \
+        --mtu "$mtu" --delay "$delay" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --launcher "$launcher" --python "$(realpath -s "$python")" \
         --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
@@ -178,6 +182,18 @@ AGENT
     chmod +x /run/agent
 }
 
+# by_torchrun ARGUMENT...: its status is that of the first host that failed, which ends the others; they would wait for it
+by_torchrun() {
+    local i words
+    printf -v words '%q ' "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node $((ranks / hosts)) \
+        --master-addr 10.77.0.1 --master-port 29500
+    say "$hosts hosts at $rate, $ranks ranks, torchrun"
+    for ((i = 1; i <= hosts; i++)); do
+        /run/agent "10.77.0.$i" "$words --node-rank $((i - 1)) -m $(printf '%q ' "$module" "$@")" </dev/null &
+    done
+    for ((i = 1; i <= hosts; i++)); do wait -n || return; done
+}
+
 bench() {
     cd "$here" || exit 1
     # what the MPI of this machine is told would reach the ranks; which algorithm a collective takes is to be measured
@@ -187,7 +203,8 @@ bench() {
     done
     export TMPDIR=/run/tmp OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_DISABLE=1
+    export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_DISABLE=1 GLOO_SOCKET_IFNAME=eth0
+    [ "$launcher" = mpiexec ] || { by_torchrun "$@"; return; }
     [ -n "$mpiexec" ] || mpiexec=$("$python" -c 'from oktopk.launch import find_mpiexec; print(find_mpiexec())') || exit 2
     local flavour
     flavour=$("$python" -c 'import sys; from oktopk.launch import mpiexec_flavour; print(mpiexec_flavour(sys.argv[1]))' "$mpiexec") || exit 2

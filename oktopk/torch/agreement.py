@@ -90,6 +90,8 @@ def check_wrapping(optimizer: torch.optim.Optimizer, parameters: list[Tensor], c
         )
     if not parameters:
         raise ValueError("no parameter of the optimizer needs a gradient")
+    if not any(parameter.numel() for parameter in parameters):
+        raise ValueError("no parameter that needs a gradient has an element")
     first = parameters[0]
     check_types(parameters)
     for parameter in parameters:

@@ -75,13 +75,19 @@ def check_replica(reducer: Any, hosts: list[int] | None, replica: str) -> None:
     """Raise StateError where a state of residuals is not of an optimizer's replicas, which has these `hosts` and `replica`."""
     if not isinstance(reducer, dict):
         return
-    saved, own = ("rank" if each is None else "host" for each in (reducer.get("hosts"), hosts))
-    if saved == own:
-        return
-    raise StateError(
-        f"the state is of replica={saved!r}, and this optimizer has replica={replica!r}: pass replica={saved!r}, or "
-        "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
-    )
+    of_state = reducer.get("hosts")
+    saved, own = ("rank" if each is None else "host" for each in (of_state, hosts))
+    if saved != own:
+        raise StateError(
+            f"the state is of replica={saved!r}, and this optimizer has replica={replica!r}: pass replica={saved!r}, or "
+            "make one of it by oktopk.elastic.redistribute with hosts=optimizer.hosts"
+        )
+    # of another number of ranks the reducer's own check says so
+    if isinstance(of_state, list) and hosts is not None and of_state != hosts and len(of_state) == len(hosts):
+        raise StateError(
+            f"the state is of ranks on hosts {of_state}, and these ranks are on hosts {hosts}: make one of it by "
+            "oktopk.elastic.redistribute with hosts=optimizer.hosts"
+        )
 
 
 @state_errors(what=NOT_AN_OPTIMIZERS)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from oktopk import GradientAllreduce
 from oktopk.buckets import BucketedAllreduce
-from tests.devices import get, on_gpus, put, staged_transport, use
+from tests.devices import get, need_gpus, on_gpus, put, staged_transport, use
 
 pytestmark = [pytest.mark.mpi(min_size=2, max_size=8), on_gpus, pytest.mark.host_cuda(ranks=3)]
 LENGTHS = (4099, 1, 700)
@@ -33,6 +33,7 @@ def check_steps(comm: MPI.Intracomm, buckets: BucketedAllreduce) -> None:
 
 
 def test_buckets_share_one_window_and_the_last_one_closes_it(comm: MPI.Intracomm) -> None:
+    need_gpus(comm.size)
     use("cuda", comm)
     buckets = BucketedAllreduce(comm, LENGTHS, "dense", device="cuda")
     check_steps(comm, buckets)
@@ -50,6 +51,7 @@ def test_buckets_share_one_window_and_the_last_one_closes_it(comm: MPI.Intracomm
 def test_a_rank_without_room_for_windows_sends_all_to_messages(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    need_gpus(comm.size)
     use("cuda", comm)
     from collectives import symmetric_memory
 

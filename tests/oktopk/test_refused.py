@@ -78,6 +78,7 @@ ON_ONE_RANK: list[tuple[str, dict[str, Any], str]] = [
                 [torch.zeros(2, 12)[:, ::2]],
                 r".*\(2, 6\) with strides \(12, 2\) is not contiguous .* clone\(\)",
             ),
+            ([torch.zeros(0), torch.zeros(3, 0)], "no parameter that needs a gradient has an element"),
             ([torch.ones(3, dtype=torch.complex64)], r"torch\.complex64 on cpu, not .* .*view_as_real"),
         )
     ),

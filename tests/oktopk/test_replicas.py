@@ -328,6 +328,9 @@ def test_states_move_between_replicas_and_hosts_and_nothing_to_come_is_lost(comm
                 ValueError, match=f"the state is of replica='{saved}'.*pass replica='{saved}'"
             ):
                 loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
+        elif optimizer.hosts != loaded.hosts:
+            with pytest.raises(ValueError, match=r"on hosts \[.*redistribute with hosts=optimizer.hosts"):
+                loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
         state = redistribute(lambda r: states[r], comm.size, comm.rank, comm.size, loaded.hosts)  # noqa: B023
         assert np.allclose(to_come(comm.allgather(state), loaded.hosts), expected, atol=1e-7)
         loaded.load_state_dict(state)

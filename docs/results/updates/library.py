@@ -6,7 +6,8 @@ kind: dense (DistributedDataParallel), bfloat16 and powersgd/rank=4 (the same wi
   library's optimizer with that `sends`), sparseloco/every=15 (sparseloco.py), alone (no exchange).
 keys: lr; b2 (beta2, 0.95); opt (adamw; lion; sgd: momentum 0.9, no decay); seed; steps, in place of STEPS; d: density; and what is passed on: every, method (union; before 14c7d693 oktopk), wire, local_share, replica, ranks_per_host, ...
 Environment: STEPS, BATCH (sequences of all ranks), T (tokens of one), V (words), L, D (layers, channels), LIMIT (seconds, after which no run begins), OUT (a file),
-TIMED (wait for the GPU in each step, and evaluate nothing; pass density_warmup_steps=0 to time the last density), EAGER (compile nothing).
+TIMED (wait for the GPU in each step, and evaluate nothing; pass density_warmup_steps=0 to time the last density), EAGER (compile nothing),
+EVALUATIONS (in a run, after equal numbers of steps; 4).
 With more ranks than GPUs these share them, and messages go by gloo: start the Multi-Process Service (MPS) before.
 Batches, schedule, clipping and decay are those of sim.py.
 """
@@ -37,6 +38,7 @@ T, V = int(env("T", "512")), int(env("V", "16384"))
 LAYERS, HIDDEN, EVAL = int(env("L", "12")), int(env("D", "768")), int(env("EVAL", "960"))
 TIMED, EAGER = bool(env("TIMED")), bool(env("EAGER"))  # wait for the GPU in each step; compile nothing
 DDP, LIBRARY = ("dense", "bfloat16", "powersgd"), ("updates", "gradients")
+EVALUATIONS = int(env("EVALUATIONS", "4"))
 LIMIT, BEGIN = float(env("LIMIT", "1e9")), time.time()
 
 
@@ -166,7 +168,7 @@ def run(spec, net, model, train, held, rank, ranks):
         if step % 10 == 9 or TIMED:
             torch.cuda.synchronize() if train.is_cuda else None
         durations.append(time.perf_counter() - mark)
-        if (step + 1) % (steps // 4) == 0 and not TIMED:
+        if (step + 1) % (steps // EVALUATIONS) == 0 and not TIMED:
             with optimizer.agreed() if hasattr(optimizer, "agreed") else nullcontext():
                 found.append(round(evaluate(model, held), 4))
             if rank == 0:
@@ -182,6 +184,7 @@ def run(spec, net, model, train, held, rank, ranks):
     result["step_ms"] = round(1e3 * statistics.mean(timed), 2)
     if TIMED:
         result["median_ms"] = round(1e3 * statistics.median(timed), 2)
+        result["first_100_s"] = round(sum(durations[:100]), 2)
     if sent:
         result["bytes"] = round(totals[0].item() / ranks / ring, 5)
     if kind in LIBRARY:

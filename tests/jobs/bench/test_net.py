@@ -108,6 +108,12 @@ def networks() -> None:
         (["--ranks", "x"], "--ranks x is not a number of at least 1"),
         (["--ranks", "3"], "3 ranks are fewer than 4 hosts: try --hosts 3"),
         (["--rate"], "--rate needs a value"),
+        (["--launcher", "ssh"], "--launcher ssh is neither mpiexec nor torchrun"),
+        (["--launcher", "torchrun"], "--launcher torchrun needs --module: jobs.bench runs over MPI"),
+        (
+            ["--launcher", "torchrun", "--module", "x", "--hosts", "2", "--ranks", "3"],
+            "3 ranks are not the same number on each of 2 hosts",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(words: list[str], message: str) -> None:
@@ -239,6 +245,26 @@ def test_ranks_that_do_not_divide_leave_no_host_empty(networks: None, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "4 hosts at none, 6 ranks" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["h1", "h1", "h2", "h2", "h3", "h4"]
+
+
+OF_TORCHRUN = """
+import os, socket, sys
+words = os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), sys.argv[1]
+os.write(1, (" ".join(words) + "\\n").encode())  # whole, beside those of other ranks
+sys.exit(3 * (sys.argv[1] == "fail" and os.environ["RANK"] == "3"))
+"""
+
+
+@pytest.mark.long("torchrun starts torch on each host")
+@pytest.mark.timeout(PATIENCE)
+def test_torchrun_starts_ranks_on_each_host(networks: None, tmp_path: Path) -> None:
+    (tmp_path / "of_torchrun.py").write_text(OF_TORCHRUN)
+    words = ["--hosts", "2", "--ranks", "4", "--launcher", "torchrun", "--module", "of_torchrun"]
+    done = call(command(*words, "two words"), PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    lines = [f"{rank} {rank % 2} 4 h{1 + rank // 2} two words" for rank in range(4)]
+    assert sorted(done.stdout.splitlines()) == lines
+    assert call(command(*words, "fail"), PYTHONPATH=f"{ROOT}:{tmp_path}").returncode == 1
 
 
 @pytest.mark.long(
