@@ -227,11 +227,13 @@ class UpdatesState(DistributedOptimizer):
             self._load_counts(own)
             if fits and own is not None:
                 self._go_on(own)
-                return
-            # a rank's own parameters, which differ a little, are no reference; what a user has written is
-            if own is not None or not all(transport.allgather_objects(unwritten)):
-                self._reference.take_all()
-            self._reference.show()
+            else:
+                # a rank's own parameters, which differ a little, are no reference; what a user has written is
+                if own is not None or not all(transport.allgather_objects(unwritten)):
+                    self._reference.take_all()
+                self._reference.show()
+            if self._kept is not None:
+                self._kept = self._reference.show_agreed()
 
     def _load_counts(self, own: dict[str, Any] | None) -> None:
         """Load what is neither the reference's nor of steps since the last exchange; None: as at construction."""
