@@ -459,9 +459,9 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             window.failed = True
             if problem:  # the other ranks have stepped, this one has not
                 reference.residual.gather()
-                window.end(moved=False)
+                window.end(moved=False, compared=False)
             else:
-                self._end_window()
+                self._end_window(compared=False)
             if raised is not None:
                 raise failed from raised
             raise failed
@@ -481,7 +481,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             if new:
                 self._share.renew(self.param_groups, self._forgetting.exchanges)
         window.failed = False
-        self._end_window(factors)
+        self._end_window(factors, compared=not skipped)
         if new and self._ratio is not None:
             self._ratio.measure()
             if self._moments is not None:
@@ -490,12 +490,17 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             _count(report, self.reducer.take_traffic())
         _count(report, self._replica.take_traffic())
 
-    def _end_window(self, factors: Sequence[float] | None = None) -> None:
-        """Make the parameters what follows from reference and residual, and begin a new window. factors: of `Reference.show`."""
+    def _end_window(self, factors: Sequence[float] | None = None, compared: bool = True) -> None:
+        """Make the parameters what follows from reference and residual, and begin a new window.
+
+        Args:
+            factors: of `Reference.show`.
+            compared: as `Window.end`.
+        """
         self._reference.residual.gather()
         self._reference.set_share(self._share.now)
         self._reference.show(factors)
-        self._window.end()
+        self._window.end(compared=compared)
 
 
 def _count(report: StepReport, sent: Traffic) -> None:

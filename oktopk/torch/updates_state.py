@@ -103,7 +103,10 @@ class UpdatesState(DistributedOptimizer):
         elif numbers:
             reference.take(numbers)
             reference.watch()
-            self._window.written |= changed is None and self._kept is None
+            if changed is not None:
+                self._window.taken = True
+            elif self._kept is None:
+                self._window.written = True
 
     def _take_written_outside(self) -> None:
         """As `_take_written`, outside of a step, where ranks cannot compare what they have taken: then warn."""

@@ -30,7 +30,8 @@ class Window:
         broken: whether a gradient was not finite, and all ranks are to raise.
         problem: of a step, for the exchange to raise, in a sentence; "" if there is none.
         raised: what the optimizer has raised on this rank.
-        written: whether something was written into parameters outside of a step and of `agreed`, and taken.
+        taken: whether a step has taken what was written into parameters outside of `agreed`.
+        written: whether something else has, or a step whose exchange did not compare the ranks' references.
     """
 
     def __init__(self, every: int, parameters: int, local: LocalStep) -> None:
@@ -42,15 +43,21 @@ class Window:
         """No step has been taken since the last exchange."""
         self.steps, self.problem = 0, ""
         self.raised: Exception | None = None
-        self.whole = self.selected = self.broken = self.written = False
+        self.whole = self.selected = self.broken = self.taken = self.written = False
         self.present = bytearray(self._parameters)
         self._local.begin_window()
 
-    def end(self, moved: bool = True) -> None:
-        """Count an exchange, and begin anew. moved: False where the parameters still hold what steps have moved."""
-        present = self.present
+    def end(self, moved: bool = True, compared: bool = True) -> None:
+        """Count an exchange, and begin anew.
+
+        Args:
+            moved: False where the parameters still hold what steps have moved.
+            compared: False where the ranks' references were not compared, as where it was skipped or has raised.
+        """
+        present, written = self.present, self.taken or self.written
         self.exchanges += 1
         self.begin()
+        self.written = written and not compared
         if not moved:
             self.present = present
 

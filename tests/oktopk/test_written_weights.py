@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
+from oktopk import NonFiniteGradientError
 from tests.training import flat, network, steady
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -189,3 +190,24 @@ def test_what_ranks_write_outside_of_agreed_is_warned_of(comm: MPI.Intracomm, th
         assert alike(model, optimizer, comm)
         optimizer.close()
     assert len(set(comm.allgather(flat(model).tobytes()))) == 1
+
+
+@pytest.mark.parametrize("taken", ["in the step", "before it"])
+def test_what_ranks_write_before_a_step_that_raises_is_warned_of_after_it(
+    comm: MPI.Intracomm, taken: str
+) -> None:
+    """Such a step does not compare what the ranks have taken."""
+    model, optimizer = trained(comm, steps=6, local_share=0.5)
+    clamp(model)
+    if taken == "before it":
+        optimizer.state_dict()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    with pytest.warns(UserWarning, match="parameters were written to since the last step"):
+        assert not alike(model, optimizer, comm)
+    take_steps(model, optimizer, comm.rank, range(6, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert alike(model, optimizer, comm)
