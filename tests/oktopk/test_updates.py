@@ -725,30 +725,50 @@ def test_a_hundred_steps_from_a_quarter_of_the_entries_to_those_asked_for(comm: 
 
 
 class _Raises(torch.optim.SGD):
-    """Raises in the step that `left` counts down to, before it moves a parameter or behind it."""
+    """Raises in the step that `left` counts down to, once it has moved the first `moves` parameters; None: all."""
 
-    left, behind = -1, False
+    left: int = -1
+    moves: int | None = 0
 
     def step(self, closure: Any = None) -> Any:
         self.left -= 1
-        if self.left == 0 and not self.behind:
-            raise MemoryError("no memory for moments")
-        super().step(closure)
+        (group,) = self.param_groups
+        parameters = group["params"]
+        if self.left == 0:
+            group["params"] = parameters[: self.moves]
+        try:
+            super().step(closure)
+        finally:
+            group["params"] = parameters
         if self.left == 0:
             raise MemoryError("no memory for moments")
 
 
+class _RaisesOnItsShard(_Raises):
+    elementwise = True
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("per_host", "every", "behind"), [(0, 1, False), (0, 2, True), (0, 1, True), (2, 1, False)]
+    ("per_host", "every", "moves", "kind"),
+    [
+        (0, 1, 0, _Raises),
+        (0, 2, None, _Raises),
+        (0, 1, None, _Raises),
+        (0, 1, 1, _Raises),
+        (2, 1, 0, _Raises),
+        (2, 1, 1, _Raises),
+        (2, 2, 1, _Raises),
+        (2, 1, 1, _RaisesOnItsShard),
+    ],
 )
 def test_an_optimizer_that_raises_on_one_rank_raises_on_all(
-    comm: MPI.Intracomm, per_host: int, every: int, behind: bool
+    comm: MPI.Intracomm, per_host: int, every: int, moves: int | None, kind: type[_Raises]
 ) -> None:
     """In the exchange, with the rank and what was raised; then all go on."""
     model, last = network(), comm.size - 1
-    inner = _Raises(model.parameters(), lr=0.01)
-    inner.behind = behind
+    inner = kind(model.parameters(), lr=0.01)
+    inner.moves = moves
     optimizer = Replicas(comm, per_host).wrap(model, lambda parameters: inner, every=every, sends="updates")
     if comm.rank == last:
         inner.left = 3
