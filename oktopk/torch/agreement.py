@@ -138,7 +138,7 @@ def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients"
         sends: of the optimizer or hook: "gradients" or "updates".
         ranks: over how many a DDP may sum: of a host with replica="summed", else 1.
     """
-    if _reducing_ddp(parameters, ranks) is None:
+    if reducing_ddp(parameters, ranks) is None:
         return ""
     if sends == "updates":
         return (
@@ -158,7 +158,7 @@ def reduced_over_hosts(parameters: Iterable[Tensor], ranks: int) -> str:
     Args:
         ranks: of this rank's host.
     """
-    if (ddp := _reducing_ddp(parameters, ranks)) is None:
+    if (ddp := reducing_ddp(parameters, ranks)) is None:
         return ""
     return (
         f"a DistributedDataParallel reduces gradients over {ddp.process_group.size()} ranks, of "
@@ -169,7 +169,7 @@ def reduced_over_hosts(parameters: Iterable[Tensor], ranks: int) -> str:
     )
 
 
-def _reducing_ddp(parameters: Iterable[Tensor], ranks: int) -> Any:
+def reducing_ddp(parameters: Iterable[Tensor], ranks: int) -> Any:
     """The DDP that reduces gradients of these over more than `ranks` ranks; None if none does."""
     if not torch.distributed.is_available():
         return None

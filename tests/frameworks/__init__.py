@@ -1,0 +1,1 @@
+"""Programs for `tests/oktopk/test_frameworks.py`, which starts each by torchrun or mpiexec."""
