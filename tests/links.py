@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-MODEL = {"L": 1e-5, "o": 2e-6, "g": 2e-6, "G": 8e-10, "O": 0.0, "S": 65536.0}
+MODEL = {"L": 1e-5, "o": 2e-6, "g": 2e-6, "G": 8e-10, "O": 0.0, "S": 65536.0, "D": 0.0}
 
 
 def document(count: int = 3, ranks_per_host: int = 2, **more: Any) -> dict[str, Any]:

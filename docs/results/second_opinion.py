@@ -120,7 +120,7 @@ def cell(method, ranks, gigabits):
     network = Network(level, level)
     length, density = WORKLOADS["BERT"].length, WORKLOADS["BERT"].density
     program = program_of(Step(method, length, ranks, 1, Settings(density=density)))
-    return replay(program, network, NO_KERNELS.rates(network)).seconds, simulated(program, level)
+    return replay(program, network, NO_KERNELS.rates(network, "plain")).seconds, simulated(program, level)
 
 
 def main(ranks):

@@ -37,7 +37,8 @@ class Sweep:
         sizes: bytes -> seconds of one message in each direction, both busy.
         alone: bytes -> seconds of one message where no two ranks send to each other; empty where
             that was not measured.
-        paired: bytes -> seconds of one message in each direction between two ranks.
+        paired: bytes -> seconds of one message where two ranks send to each other; in a ring each
+            does so with both of its neighbours, one message after the other on a link.
     """
 
     latency: float
@@ -55,6 +56,7 @@ class Sweep:
             "o": o,
             "g": self.gap,
             "G": slope(self.alone or self.sizes),
+            "D": hindrance(self.alone, self.paired, ASSUMED["S"]),
         } | ASSUMED
 
 
@@ -83,6 +85,21 @@ def slope(sizes: dict[int, float]) -> float:
     return max(grown, 0.8 * mean)
 
 
+def hindrance(alone: dict[int, float], paired: dict[int, float], eager: float) -> float:
+    """Seconds that a byte of a message beyond the eager ones takes longer where two ranks send to each other.
+
+    Of the largest message that was sent both ways; 0 where none is longer than `eager`.
+
+    Args:
+        alone, paired: as of `Sweep`.
+        eager: bytes that are sent before the receiver is ready, which wait for nothing.
+    """
+    largest = max(alone.keys() & paired.keys(), default=0)
+    if largest <= eager:
+        return 0.0
+    return max(0.0, paired[largest] - alone[largest]) / (largest - eager)
+
+
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of so many, in rounds in which each has one partner at most."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
@@ -100,8 +117,8 @@ class Messages:
     Args:
         partner: another rank; None: this rank only waits for the others.
         limit: seconds of one message above which no larger one is sent.
-        rings: ranks pass messages around in rings, too, so that no two send to each other; equal
-            on all ranks.
+        rings: ranks pass messages around in rings of three and more, too, so that no two send to
+            each other, then both ways around; equal on all ranks.
         ring: (rank to send to, rank to receive from) in this rank's ring; None: it is in none.
         seconds: that a sweep takes at most, equal on all ranks: where messages take long, fewer of them are timed, and
             larger ones are left out.
@@ -138,15 +155,19 @@ class Messages:
                     break
             began = spent
             tries = _TRIES if nbytes <= _LARGE else _FEW
-            paired[nbytes] = self._time(self._both_ways, nbytes, tries, has_partner)
-            longest = self._agreed(paired[nbytes])[0]
+            if rings:
+                both = self._time(self._both_ways_around, nbytes, tries, self._ring is not None)
+                paired[nbytes] = both / 2
+            else:
+                both = paired[nbytes] = self._time(self._both_ways, nbytes, tries, has_partner)
+            longest = self._agreed(both)[0]
             smallest = min(smallest or longest, longest)
             if rings:
                 alone[nbytes] = self._time(self._around, nbytes, tries, self._ring is not None)
             else:
                 alone[nbytes] = self._time(self._there_and_back, nbytes, tries, has_partner) / 2
             sizes[nbytes] = alone[nbytes] if rings else paired[nbytes]
-            if longest > self._limit:
+            if longest > self._limit * (2 if rings else 1):
                 break
         # at last: the first messages of a job take longer
         latency = self._latency()
@@ -185,7 +206,7 @@ class Messages:
         Of small messages the lower quartile of the tries: processors that other work takes are not
         the link's. Of large ones the mean: what a link does only now and then counts, too.
         """
-        outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        outgoing, incoming = np.zeros(nbytes, np.uint8), np.zeros((2, nbytes), np.uint8)
 
         def timed() -> float:
             start = time.perf_counter()
@@ -208,19 +229,27 @@ class Messages:
             if sends:
                 transport.wait(transport.send(outgoing, partner))
             else:
-                transport.wait(transport.receive(incoming, partner))
+                transport.wait(transport.receive(incoming[0], partner))
 
     def _both_ways(self, outgoing: Any, incoming: Any) -> None:
         transport, partner = self._transport, self._partner
         assert partner is not None
-        requests = transport.receive(incoming, partner)
+        requests = transport.receive(incoming[0], partner)
         transport.wait(requests + transport.send(outgoing, partner))
 
     def _around(self, outgoing: Any, incoming: Any) -> None:
         assert self._ring is not None
         dest, source = self._ring
-        requests = self._transport.receive(incoming, source)
+        requests = self._transport.receive(incoming[0], source)
         self._transport.wait(requests + self._transport.send(outgoing, dest))
+
+    def _both_ways_around(self, outgoing: Any, incoming: Any) -> None:
+        transport, ring = self._transport, self._ring
+        assert ring is not None
+        requests = [
+            r for each, rank in zip(incoming, ring, strict=True) for r in transport.receive(each, rank)
+        ]
+        transport.wait(requests + [r for rank in ring for r in transport.send(outgoing, rank)])
 
     def _burst(self, latency: float) -> tuple[float, float]:
         """Seconds to send one of many small messages, and between two; zeros without a partner.

@@ -13,6 +13,7 @@ from collectives.codec import make_codec
 from collectives.host_transport import HostTransport
 from collectives.sparse import ENTRY
 from oktopk.allreduce import GradientAllreduce
+from oktopk.replay.prediction import code_of
 
 _WARM, _TIMED = 6, 8
 _DENSE = 1, 3  # the same of dense steps, which are alike and take long
@@ -38,7 +39,8 @@ def step_row(
     Returns:
         method, length, settings as taken; seconds: of a regular step on the slowest rank, the
         median; bytes and bytes_between that a rank sends, in the mean over ranks; parts: stage ->
-        seconds, in the mean; entries: that this rank selected, and applied.
+        seconds of this rank, in the mean; slowest: those of the slowest rank, the median; entries:
+        that this rank selected, and applied.
     """
     spent, reports = [], []
     never: dict[str, Any] = {"threshold_interval": 10**6, "boundary_interval": 10**6}
@@ -64,6 +66,8 @@ def step_row(
     names = list(dict.fromkeys(name for each in reports for name in each.seconds))
     last, times = reports[-1], [each.seconds for each in reports]
     parts = {name: statistics.fmean(each.get(name, 0.0) for each in times) for name in names}
+    by_step = zip(*transport.allgather_objects(times), strict=True)
+    longest = [{name: max(each.get(name, 0.0) for each in ranks) for name in names} for ranks in by_step]
     return {
         "method": method,
         "length": length,
@@ -74,6 +78,7 @@ def step_row(
         "bytes": float(everyone[0]),
         "bytes_between": float(everyone[1]),
         "parts": parts,
+        "slowest": {name: statistics.median(each[name] for each in longest) for name in names},
         "entries": [last.local_nnz, last.global_nnz],
     }
 
@@ -94,13 +99,14 @@ def library_row(transport: HostTransport, length: int) -> dict[str, Any]:
     name = f"{transport.library} allreduce"
     values: dict[str, Any] = {"method": name, "length": length, "density": 1.0, "wire": "float32"}
     values |= {"levels": "-", "seconds": seconds, "bytes": sent, "bytes_between": None}
-    return values | {"parts": {}, "entries": [length, length]}
+    return values | {"parts": {}, "slowest": {}, "entries": [length, length]}
 
 
 def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list[float]]:
     """Seconds of a kernel's call and of each element, while all ranks compute. Collective.
 
-    By the stages of steps; coding by itself. What a call takes is in what its elements do. Elements
+    By the stages of steps, of the slowest rank, for which all wait: ranks may share cores. Coding by
+    itself, in the mean. What a call takes is in what its elements do. Elements
     in the memory of other ranks are measured where several hosts have equally many, several ranks.
     """
     length, density = _KERNELS_LENGTH, 0.01
@@ -111,12 +117,13 @@ def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list
     dense = step_row(transport, few, "dense", given[:, :few].copy(), levels="flat")
     selected, applied = sparse["entries"]
     found = {
-        "select": sparse["parts"]["select"] / length,
-        "sum": sparse["parts"]["reduce"] / max(selected, 1),
-        "code": _coding(transport),
+        "select": sparse["slowest"]["select"] / length,
+        "sum": sparse["slowest"]["reduce"] / max(selected, 1),
+        "code": _coding(transport, "float32"),
+        **{code_of(wire): _coding(transport, wire) for wire in ("bfloat16", "int8", "int4")},
         # the residual at what was selected, then the update at what is applied
-        "entries": sparse["parts"]["apply"] / max(selected, applied, 1) / 2,
-        "vector": dense["parts"]["select"] / few,
+        "entries": sparse["slowest"]["apply"] / max(selected, applied, 1) / 2,
+        "vector": dense["slowest"]["select"] / few,
     }
     many = transport.hosts.count(transport.hosts[transport.rank])
     mean = _host_mean(transport, few, ranks_per_host)
@@ -145,19 +152,20 @@ def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> fl
     return statistics.median(spent[1:])
 
 
-def _coding(transport: HostTransport) -> float:
-    """Seconds of an entry that is encoded, or decoded, by int4."""
+def _coding(transport: HostTransport, wire: str) -> float:
+    """Seconds of an entry that is encoded, or decoded, on a wire."""
     count = 1 << 16
     entries = np.zeros(count, ENTRY)
     entries["index"] = 100 * np.arange(count)
     entries["value"] = np.linspace(1, 2, count)
-    codec = make_codec("int4", transport.kernels, transport.workspace, 2)
+    codec = make_codec(wire, transport.kernels, transport.workspace, 2)
     limits = 0, 100 * count
-    wire = np.zeros(codec.wire_bytes(count, *limits) // ENTRY.itemsize, ENTRY)
+    coded = np.zeros(codec.wire_bytes(count, *limits) // ENTRY.itemsize, ENTRY)
     out, spent = np.zeros(count, ENTRY), []
     for _ in range(6):
+        kept = entries.copy()  # values become rounding errors
         start = time.perf_counter()
-        codec.encode(entries.copy(), *limits, wire, 1)
-        codec.decode(wire, *limits, out, 0)
+        codec.encode(kept, *limits, coded, 1)
+        codec.decode(coded, *limits, out, 0)
         spent.append(time.perf_counter() - start)
     return statistics.median(spent[1:]) / 2 / count

@@ -7,6 +7,9 @@ from typing import Any
 
 from oktopk.plan.table import paragraph
 
+_HINDERED = 0.1
+"""Of the time of a byte: what it takes longer where two send to each other, above which the table says so."""
+
 
 def size_of(nbytes: float) -> str:
     """Bytes as nccl-tests shows them, with the unit."""
@@ -26,6 +29,8 @@ def links_table(title: str, level: dict[str, Any] | None) -> str:
         f"{title}: latency {1e6 * level['latency']:.1f} us, {1e6 * model['o']:.1f} us to send a "
         f"message, {1e-9 / model['G']:.3f} GB/s"
     )
+    if model["D"] > _HINDERED * model["G"]:
+        text += f", {1e-9 / (model['G'] + model['D']):.3f} where two send each other long messages"
     lines = [
         paragraph(text + ". Both directions busy:"),
         f"{'size':>10} {'time us':>12} {'algbw GB/s':>12} {'busbw GB/s':>12}",

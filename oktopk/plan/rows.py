@@ -168,7 +168,12 @@ _SOONER = 0.98
 
 
 def least_seconds(step: Step, network: Network, kernels: Kernels) -> float:
-    """What no row of a step is below, replayed fast: the least of its exchanges, see `predict`."""
+    """What no row of a step is below, replayed fast: the least of its exchanges, see `predict`.
+
+    0 of few ranks: each of these is replayed, which takes as long as the row itself.
+    """
+    if step.ranks <= RECORDED:
+        return 0.0
     ways = [step, *_over_grid(step)]
     least = min(predict(each, network, kernels, least=True).seconds for each in ways)
     return mean_seconds(step, network, kernels) + _SOONER * least

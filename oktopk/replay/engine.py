@@ -2,6 +2,7 @@
 
 A message takes its sender o + O·bytes, leaves when its host's outgoing link is free, keeps that for
 max(g, G·bytes), and arrives L later at the incoming link of the other host, which it keeps as long.
+While its receiver sends to its sender, too, bytes beyond S take D longer, as many as both send.
 So links are served in the order of arrival, and several messages into one link queue. A wait takes
 the receiver o + O·bytes for each message, from when that has come. One of more than S bytes leaves
 only after its receiver is ready, one latency after both know. Inside a host each rank has a link of
@@ -144,6 +145,7 @@ def _run(  # type: ignore[no-untyped-def]
     kinds, rules, arguments = program.kind, program.rule, program.argument
     strides, groups, amounts = program.stride, program.group, program.amount
     slot, match, waits, first = program.slot, program.match, program.waits, program.first
+    backs = program.back
     total = slots[ranks]
     per_rank = slots[1] if shared else 0
     # of each slot: NaN; -1 - t where its rank was ready at t; when it was complete
@@ -188,7 +190,9 @@ def _run(  # type: ignore[no-untyped-def]
                 levels[level, 3],
                 levels[level, 5],
             )
-            long = max(gap, per_byte * amounts[i])
+            hindered = levels[level, 6] * max(0.0, min(amounts[i], backs[i]) - eager)
+            spent = per_byte * amounts[i] + hindered
+            long = max(gap, spent)
             if not arrives:
                 link = hosts[source] if level else source
                 begin = max(time, outgoing[level, link])
@@ -201,7 +205,7 @@ def _run(  # type: ignore[no-untyped-def]
             link = hosts[dest] if level else dest
             begin = max(time, incoming[level, link])
             incoming[level, link] = begin + long
-            end = begin + per_byte * amounts[i]
+            end = begin + spent
             there = slots[dest] + match[i]
             done[there] = end
             if len(arrived):

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from collectives.codec import WIRES
 from oktopk.replay.network import Level, Network
-from oktopk.replay.prediction import Kernels
+from oktopk.replay.prediction import Kernels, code_of
 from oktopk.replay.valueless import WORK
 
 KIND, VERSION = "oktopk-links", 1
 
-UNMEASURED = ("peer",)
+UNMEASURED = ("peer", *map(code_of, WIRES))
 """Kinds of kernels that a document may lack: one rank a host reads no other rank's memory."""
 
 SLOW = 0.5
@@ -108,7 +109,8 @@ class Links:
             return self
         rates = [each.bytes_per_second for each in self.pairs]
         slower = max(statistics.median(rates) / pair.bytes_per_second, 1.0)
-        return replace(self, between=replace(self.between, G=self.between.G * slower))
+        between = self.between
+        return replace(self, between=replace(between, G=between.G * slower, D=between.D * slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.
@@ -183,7 +185,7 @@ def links_of(document: dict[str, Any], name: str) -> Links:
     kernels = None
     if _present(document, "kernels"):
         times = _value(document, "kernels", dict, "the document")
-        needed = [kind for kind in WORK if kind in times or kind not in UNMEASURED]
+        needed = [kind for kind in (*WORK, *map(code_of, WIRES)) if kind in times or kind not in UNMEASURED]
         kernels = Kernels({kind: _time(times, kind) for kind in needed}, f"measured, {name}")
     library, date = (_value(document, key, str, "the document") for key in ("library", "date"))
     text = f"{name}, {len(hosts)} host(s) of {many} rank(s), {library}, {date}"
@@ -253,7 +255,7 @@ def _level(document: dict[str, Any], name: str) -> Level | None:
         return None
     model = _value(document[name], "model", dict, name)
     where = f"the model of {name}"
-    values = {key: _number(model, key, where) for key in ("L", "o", "g", "G", "O", "S")}
+    values = {key: _number(model, key, where) for key in ("L", "o", "g", "G", "O", "S", "D")}
     try:
         return Level(**values)
     except ValueError as error:

@@ -23,6 +23,9 @@ class Level:
         G: time of a byte on a link.
         O: time of a processor for each byte, at each end.
         S: bytes of the largest message that is sent before its receiver is ready.
+        D: what a byte takes longer on a link, beyond the first S of a message, while as many come
+            back from its receiver. 0 where both directions of a connection are independent; near G
+            where a library sends one after the other. Not of LogGOPS.
     """
 
     L: float
@@ -31,9 +34,10 @@ class Level:
     G: float
     O: float = 0.0  # noqa: E741 - the names of the model
     S: float = 65536.0
+    D: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("o", "g", "O", "S"):
+        for name in ("o", "g", "O", "S", "D"):
             if not 0 <= getattr(self, name) < float("inf"):
                 value = f"{name} {getattr(self, name)!r} of a link"
                 raise ValueError(f"{value} is not a finite number >= 0")
@@ -46,18 +50,24 @@ class Level:
         """Of a rate, and the time of the smallest message, half of which its two ends take."""
         return cls(latency / 2, latency / 4, latency / 4, 1 / bytes_per_second)
 
-    def message(self, nbytes: float) -> float:
-        """Seconds that one message takes alone, from one process to the other."""
-        meet = 2 * self.L if nbytes > self.S else 0.0
-        return meet + 2 * (self.o + self.O * nbytes) + self.L + self.G * nbytes
+    def message(self, nbytes: float, back: float = 0.0) -> float:
+        """Seconds that one message takes, from one process to the other.
 
-    def rounds(self, count: int, nbytes: float, before: float = 0.0) -> float:
+        Args:
+            back: bytes that the other one sends at the same time.
+        """
+        meet = 2 * self.L if nbytes > self.S else 0.0
+        hindered = self.D * max(0.0, min(nbytes, back) - self.S)
+        return meet + 2 * (self.o + self.O * nbytes) + self.L + self.G * nbytes + hindered
+
+    def rounds(self, count: int, nbytes: float, back: float = 0.0, before: float = 0.0) -> float:
         """Seconds of messages of which each is sent when the one before has arrived.
 
         Args:
+            back: as of `message`.
             before: seconds that the link takes for messages of others before each.
         """
-        one = self.message(nbytes) + before
+        one = self.message(nbytes, back) + before
         return one + (count - 1) * max(one, self.g + before)
 
 
@@ -76,6 +86,6 @@ class Network:
 
     @property
     def levels(self) -> NDArray[np.float64]:
-        """float64[2, 6], L, o, g, G, O, S of both levels."""
+        """float64[2, 7], L, o, g, G, O, S, D of both levels."""
         both = self.inside, self.between
-        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S] for x in both])
+        return np.array([[x.L, x.o, x.g, x.G, x.O, x.S, x.D] for x in both])

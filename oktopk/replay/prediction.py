@@ -15,12 +15,18 @@ from oktopk.replay.recording import Step
 from oktopk.replay.valueless import WORK
 
 
+def code_of(wire: str) -> str:
+    """The name of what coding takes on a wire, where it is known apart from that of others."""
+    return f"code {wire}"
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How long kernels take.
 
     Attributes:
-        times: kind of WORK -> (seconds of a call, seconds of an element).
+        times: kind of WORK -> (seconds of a call, seconds of an element). "code" is of wires that
+            have no time of their own, by `code_of`.
         source: where these are from, for readers.
     """
 
@@ -32,13 +38,14 @@ class Kernels:
         times = {kind: (0.0, each) for kind, (_, each) in self.times.items()}
         return Kernels(times, self.source)
 
-    def rates(self, network: Network) -> NDArray[np.float64]:
-        """float64[kinds, 2], in the order of WORK.
+    def rates(self, network: Network, wire: str) -> NDArray[np.float64]:
+        """float64[kinds, 2], in the order of WORK, of steps on a wire.
 
         Elements in another rank's memory take what their bytes take on the link inside a host,
         where they were not measured.
         """
         times = {"peer": (0.0, 4 * network.inside.G)} | self.times
+        times["code"] = times.get(code_of(wire), times.get("code", (0.0, 0.0)))
         return np.array([times.get(kind, (0.0, 0.0)) for kind in WORK])
 
 
@@ -88,7 +95,7 @@ def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = Fal
     """
     made, many = _program(step), step.ranks_per_host
     alone = of_one_host(made, many) if least or (many == 1 and network.between.o > 0) else made
-    done = replay(alone, network, kernels.rates(network))
+    done = replay(alone, network, kernels.rates(network, step.wire))
     by_kind = done.computed.mean(axis=0)
     return Prediction(
         step,
@@ -107,7 +114,7 @@ def mean_seconds(step: Step, network: Network, kernels: Kernels) -> float:
     """What the mean of a host's gradients takes, which precedes each optimizer's step on updates; 0 with other steps."""
     if not (step.two_levels and step.updates):
         return 0.0
-    return replay(program_of_mean(step), network, kernels.rates(network)).seconds
+    return replay(program_of_mean(step), network, kernels.rates(network, step.wire)).seconds
 
 
 def ring_seconds(network: Network, hosts: int, nbytes: float) -> float:
@@ -126,10 +133,14 @@ def ring_seconds(network: Network, hosts: int, nbytes: float) -> float:
     if ranks < 2:
         return 0.0
     slowest = network.between if hosts > 1 else network.inside
-    one = slowest.rounds(2 * (ranks - 1), nbytes / ranks)
+    # two ranks send to each other
+    one = slowest.rounds(2 * (ranks - 1), nbytes / ranks, nbytes / ranks if ranks == 2 else 0.0)
     if many == 1 or hosts == 1:
         return one
     link, part = network.between, nbytes / ranks
-    queued = (many - 1) * max(link.g, link.G * part)  # the other ranks' messages are before it
-    several = link.rounds(2 * (hosts - 1), part, queued)
-    return min(one, several + network.inside.rounds(2 * (many - 1), nbytes / many))
+    back = part if hosts == 2 else 0.0
+    # the other ranks' messages are before it
+    queued = (many - 1) * max(link.g, link.G * part + link.D * max(0.0, back - link.S))
+    several = link.rounds(2 * (hosts - 1), part, back, queued)
+    piece = nbytes / many
+    return min(one, several + network.inside.rounds(2 * (many - 1), piece, piece if many == 2 else 0.0))

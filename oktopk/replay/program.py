@@ -57,6 +57,7 @@ class Program(NamedTuple):
         first: int64[operations + 1].
         slots: int64[P + 1], where each rank's slots begin.
         control: bool, messages of control exchanges.
+        back: float64, of SEND the bytes that come from its receiver while it is on its way.
     """
 
     ranks: int
@@ -74,6 +75,7 @@ class Program(NamedTuple):
     first: NDArray[np.int64]
     slots: NDArray[np.int64]
     control: NDArray[np.bool_]
+    back: NDArray[np.float64]
 
     @property
     def sent(self) -> float:
@@ -158,6 +160,7 @@ def of_one_host(program: Program, many: int) -> Program:
         first=np.concatenate([*firsts, [many * len(program.waits)]]),
         slots=program.slots[1] * places,
         control=of_all(program.control),
+        back=of_all(program.back),
     )
 
 
@@ -323,7 +326,29 @@ def make_program(programs: Sequence[Sequence[Entry]], ranks: int) -> Program:
         np.array(firsts, np.int64),
         np.cumsum([0, *of_ranks]),
         np.array([entry.control for entry in entries], np.bool_),
+        np.array([nbytes for program in programs for nbytes in _back(program)], np.float64),
     )
+
+
+def _back(program: Sequence[Entry]) -> list[float]:
+    """Of each SEND of a rank the bytes that it receives from the same rank between the SEND and its WAIT; else 0.
+
+    Both ranks hinder each other by what they have in flight at once, which the code decides, not when it runs.
+    """
+    ends = [len(program)] * len(program)
+    for at, entry in enumerate(program):
+        for message in entry.waits:
+            ends[message] = at
+    received: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for at, entry in enumerate(program):
+        if entry.kind == RECEIVE:
+            received[entry.group, entry.rule, entry.argument].append(at)
+    found = [0.0] * len(program)
+    for at, entry in enumerate(program):
+        if entry.kind == SEND:
+            theirs = received.get((entry.group, entry.rule, entry.argument), ())
+            found[at] = sum(program[i].amount for i in theirs if i < ends[at] and at < ends[i])
+    return found
 
 
 def _matches(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from oktopk.bench import links
 from oktopk.bench.__main__ import ALONE, BenchError, measure, report
-from oktopk.bench.links import SIZES, Messages, one_of_burst, partner_of, rounds, slope
+from oktopk.bench.links import ASSUMED, SIZES, Messages, hindrance, one_of_burst, partner_of, rounds, slope
 from oktopk.bench.table import links_table, size_of, steps_table
 from oktopk.plan.__main__ import main as plan
 from oktopk.replay.links import KIND, links_of, read
@@ -46,6 +46,17 @@ def test_a_byte_takes_what_the_largest_messages_grow_by() -> None:
     assert slope(sizes) == pytest.approx(1 / rate)
     assert slope({8: 1e-5}) == 1e-5 / 8
     assert slope({1000: 1.0, 4000: 1.0}) == 0.8 / 4000
+
+
+def test_a_byte_takes_longer_by_what_the_largest_message_takes_longer_both_ways() -> None:
+    eager, per_byte, more = 65536, 8e-8, 7e-8
+    alone = {nbytes: per_byte * nbytes for nbytes in SIZES[:10]}
+    paired = {nbytes: each + more * max(0, nbytes - eager) for nbytes, each in alone.items()}
+    assert hindrance(alone, paired, eager) == pytest.approx(more)
+    assert hindrance(paired, alone, eager) == 0  # noise
+    short = {nbytes: each for nbytes, each in alone.items() if nbytes <= eager}
+    assert hindrance(short, {nbytes: 2 * each for nbytes, each in short.items()}, eager) == 0
+    assert hindrance({}, {}, eager) == 0
 
 
 class Delayed(ThreadTransport):
@@ -84,7 +95,7 @@ def test_a_document_has_links_of_a_host_and_between_hosts(tmp_path: Path) -> Non
     assert (len(document["hosts"]), document["ranks_per_host"]) == (3, 2)
     for level in ("inside", "between"):
         model, sizes = document[level]["model"], document[level]["sizes"]
-        assert {*model} == {"L", "o", "g", "G", "O", "S"} and document[level]["assumed"] == ["O", "S"]
+        assert {*model} == {"L", "o", "g", "G", "O", "S", "D"} and document[level]["assumed"] == ["O", "S"]
         assert all(model[name] > 0 for name in ("L", "o", "g", "G"))
         assert [row["bytes"] for row in sizes] == [*SIZES[: len(sizes)]]
         for row in sizes:
@@ -177,12 +188,57 @@ def test_a_sweep_takes_the_seconds_that_it_may(rings: bool, monkeypatch: pytest.
                 assert max(found.sizes) >= 1 << 15 and found.latency < 10 * latency
 
 
+class HalfDuplex(Clocked):
+    """Ranks that send to each other do so one after the other; what a rank sends to several others shares its link."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-5, 1.25e7)
+
+    def send(self, array: NDArray[Any], dest: int) -> list[Any]:
+        return [("to", dest, array.nbytes)]
+
+    def receive(self, array: NDArray[Any], source: int) -> list[Any]:
+        return [("from", source, array.nbytes)]
+
+    def wait(self, requests: list[Any]) -> None:
+        ways = {kind: {other for way, other, _ in requests if way == kind} for kind in ("to", "from")}
+        nbytes = max(sum(size for way, _, size in requests if way == kind) for kind in ways)
+        self.now += self.latency + (2 if ways["to"] & ways["from"] else 1) * nbytes / self.rate
+
+
+@pytest.mark.parametrize("rings", [False, True])
+def test_the_bench_measures_how_directions_hinder_each_other(
+    rings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as long both ways: each byte of a message takes as much again as alone, in pairs and around a ring."""
+    clocked: Any = HalfDuplex()
+    monkeypatch.setattr(links, "time", clocked)
+    found = Messages(clocked, 1, 0.1, rings, (1, 2) if rings else None).sweep()
+    assert found is not None
+    largest = max(found.paired)
+    assert found.paired[largest] == pytest.approx(2 * found.alone[largest], rel=1e-3)
+    model = found.model()
+    assert model["G"] == pytest.approx(1 / clocked.rate, rel=0.01)
+    hindered = largest / (largest - ASSUMED["S"]) / clocked.rate
+    assert model["D"] == pytest.approx(hindered, rel=0.01)
+
+
 def test_tables_keep_to_100_columns() -> None:
     row = {"method": "MPI allreduce", "density": 0.0125, "wire": "bfloat16", "levels": "hosts"}
     row |= {"length": 2**31 - 1, "seconds": 99999.9, "bytes": 1e12, "parts": {"select": 1000.0}}
     assert max(map(len, steps_table([row]).splitlines())) <= 100
     assert steps_table([]) == "" and links_table("x", None) == ""
     assert [size_of(each) for each in (8, 2048, 1 << 25, 1 << 33)] == ["8 B", "2 KB", "32 MB", "8 GB"]
+
+
+def test_the_table_says_where_directions_hinder_each_other() -> None:
+    model = {"L": 1e-5, "o": 1e-6, "g": 1e-6, "G": 8e-8, "O": 0.0, "S": 65536.0}
+    for hindered, said in ((8e-8, True), (4e-9, False)):
+        shown = links_table("Between hosts", {"latency": 1e-5, "model": model | {"D": hindered}, "sizes": []})
+        assert (
+            "0.013 GB/s, 0.006 where two send each other long messages." in " ".join(shown.split())
+        ) is said
+        assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_a_burst_tells_what_a_message_takes_without_its_answer() -> None:

@@ -12,10 +12,11 @@ from mpi4py import MPI
 from collectives.connect import connect
 from oktopk.bench import steps
 from oktopk.bench.__main__ import main
-from oktopk.bench.steps import kernels
+from oktopk.bench.steps import gradients, kernels, step_row
 from oktopk.replay.links import read
 from oktopk.replay.valueless import WORK
 
+CODED = {f"code {wire}" for wire in ("bfloat16", "int8", "int4")}
 pytestmark = pytest.mark.mpi(min_size=2)
 
 
@@ -37,7 +38,7 @@ def test_the_bench_measures_links_kernels_and_steps(
     comm.Barrier()
     links = read(path)
     assert len(links.hosts) == comm.size and links.kernels is not None
-    assert {*links.kernels.times} == {*WORK} - {"peer"}
+    assert {*links.kernels.times} == {*WORK, *CODED} - {"peer"}
     assert all(each > 0 for _, each in links.kernels.times.values())
     rows = json.loads(path.read_text(encoding="utf-8"))["steps"]
     assert [row["method"] for row in rows] == ["MPI allreduce", "dense", "oktopk", "union"]
@@ -50,6 +51,26 @@ def test_the_bench_measures_links_kernels_and_steps(
     assert len({*comm.allgather(json.dumps([row["seconds"] for row in rows]))}) == 1
 
 
+def test_a_row_has_the_stages_of_the_slowest_rank(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal on all ranks: all wait for the last one, whose selection takes a second longer here."""
+    last, taken = comm.size - 1, steps.GradientAllreduce.step
+
+    def step(reducer: Any, gradient: Any) -> Any:
+        report = taken(reducer, gradient)
+        report.seconds["select"] += comm.rank == last
+        return report
+
+    monkeypatch.setattr(steps.GradientAllreduce, "step", step)
+    transport = connect(comm)
+    row = step_row(transport, 50_000, "oktopk", gradients(50_000, comm.rank), density=0.05)
+    transport.close()
+    assert 1 <= row["slowest"]["select"] < 2
+    assert (row["parts"]["select"] >= 1) == (comm.rank == last)
+    assert len({*comm.allgather(json.dumps(row["slowest"]))}) == 1
+
+
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.also(ranks=8)
 def test_elements_of_other_ranks_are_measured_where_hosts_have_several(comm: MPI.Intracomm) -> None:
@@ -59,7 +80,7 @@ def test_elements_of_other_ranks_are_measured_where_hosts_have_several(comm: MPI
     transport.group_by_host(2)
     found = kernels(transport, 2)
     transport.close()
-    assert {*found} == {*WORK} and found["peer"][1] > 0
+    assert {*found} == {*WORK, *CODED} and found["peer"][1] > 0
 
 
 def test_a_document_that_cannot_be_written_is_refused_on_every_rank(

@@ -18,8 +18,9 @@ from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_o
 from oktopk.plan.table import table
 from oktopk.replay.links import DEVICES, LinksError, rate_of, read, seconds_of
 from oktopk.replay.network import Level, Network
-from oktopk.replay.prediction import Kernels
+from oktopk.replay.prediction import Kernels, code_of, predict
 from oktopk.replay.recording import Step
+from oktopk.replay.valueless import WORK
 from oktopk.settings import Settings
 from tests.launched import ROOT
 from tests.links import MODEL, document, write
@@ -124,7 +125,7 @@ def test_a_plan_says_that_it_predicts_too_short_a_step(capsys: pytest.CaptureFix
         ),
         *(
             ({"between": {"model": MODEL | {name: value}}}, f"is damaged: between: {name} {value} of a link")
-            for name in ("o", "g", "O", "S")
+            for name in ("o", "g", "O", "S", "D")
             for value in (INFINITE, float("nan"), -1.0)
         ),
         ({"inside": {}}, "is damaged: inside has no 'model'"),
@@ -167,8 +168,8 @@ def test_a_document_that_lacks_a_value_is_refused(
 
 
 def test_a_document_with_more_parameters_than_are_known_is_read(tmp_path: Path) -> None:
-    """Raw files of 2026-11-29 have D and B, which the replay had until the same day."""
-    made = document(between={"model": MODEL | {"D": 1e-9, "B": 1e5}})
+    """Raw files of 2026-11-29 have B, the bytes beyond which D counted then; it is from S on now."""
+    made = document(between={"model": MODEL | {"B": 1e5}})
     between = read(write(tmp_path / "links.json", made)).between
     assert between == Level(**MODEL)
 
@@ -476,6 +477,22 @@ def test_a_reader_that_has_enough_ends_a_plan_without_a_word() -> None:
         done.stdout.close()
         assert done.stderr.read() == b""
     assert done.returncode == 0
+
+
+def test_a_document_may_have_what_coding_takes_on_each_wire(tmp_path: Path) -> None:
+    """Of wires that it does not name it is what "code" says, and where that is missing the document is damaged."""
+    times = document()["kernels"] | {"code int4": [0.0, 5e-8]}
+    links = read(write(tmp_path / "links.json", document(kernels=times)))
+    network, at = links.network(3, 1), WORK.index("code")
+    assert links.kernels is not None
+    assert [links.kernels.rates(network, wire)[at, 1] for wire in ("float32", "int4")] == [8e-9, 5e-8]
+    step = Step("oktopk", 4_000_000, 3, 1, Settings(density=0.01, wire="int4"))
+    without = Kernels({**links.kernels.times, code_of("int4"): (0.0, 0.0)}, "")
+    assert predict(step, network, links.kernels).kernels > predict(step, network, without).kernels
+    for wrong, text in (({"code int4": [0.0]}, "code int4 of kernels is not two numbers"), ({}, "no 'code'")):
+        left = {name: each for name, each in times.items() if name != "code"} | wrong
+        with pytest.raises(LinksError, match=text):
+            read(write(tmp_path / "links.json", document(kernels=times | wrong if wrong else left)))
 
 
 def test_documents_round_trip(tmp_path: Path) -> None:

@@ -142,6 +142,71 @@ def test_a_message_without_its_other_end_is_an_error() -> None:
         make_program([[message(SEND, 1, 8), wait(0)], []], 2)
 
 
+HINDERED = replace(LINK, D=9e-10)
+
+
+@pytest.mark.parametrize(
+    ("there", "back", "hindered"), [(LARGE, LARGE, LARGE), (LARGE, LARGE // 2, LARGE // 2), (LARGE, SMALL, 0)]
+)
+def test_bytes_that_two_ranks_send_each_other_at_once_take_longer(
+    there: int, back: int, hindered: int
+) -> None:
+    """D for each byte beyond the first S, as many as both send; directions of two connections take none."""
+    sizes = there, back
+    both = [
+        [message(RECEIVE, 1 - r, sizes[1 - r]), message(SEND, 1 - r, sizes[r]), wait(0, 1)] for r in (0, 1)
+    ]
+    made, more = make_program(both, 2), HINDERED.D * max(0, hindered - LINK.S)
+    alone, together = (run(made, network(1, link)) for link in (LINK, HINDERED))
+    assert together.arrived[1] - alone.arrived[1] == pytest.approx(more, abs=1e-12)
+    assert together.seconds == pytest.approx(HINDERED.message(there, back), rel=1e-12)
+    assert alone.seconds == pytest.approx(LINK.message(there), rel=1e-12)
+    # ranks of a host have links of their own
+    assert run(made, network(2, HINDERED)).seconds == run(made, network(2)).seconds
+    around = rounds(1, 3, [(SHIFT, 1, 2)], [there])
+    assert run(around, network(1, HINDERED)).seconds == run(around).seconds
+
+
+def test_directions_that_the_code_separates_do_not_hinder_each_other() -> None:
+    """A rank that waits for what it has sent before it receives has one direction in flight."""
+    first = [message(SEND, 1, LARGE), wait(0), message(RECEIVE, 1, LARGE), wait(2)]
+    second = [message(RECEIVE, 0, LARGE), wait(0), message(SEND, 0, LARGE), wait(2)]
+    made = make_program([first, second], 2)
+    assert made.back.tolist() == [0.0] * 8
+    assert run(made, network(1, HINDERED)).seconds == run(made).seconds
+    # what is posted before that wait is in flight, too
+    early = make_program([[first[2], first[0], wait(0, 1)], [second[2], second[0], wait(0, 1)]], 2)
+    assert early.back.tolist() == [0.0, LARGE, 0.0, LARGE, 0.0, 0.0]
+
+
+def test_all_that_is_in_flight_between_ranks_shares_hindered_links() -> None:
+    """Each rank sends to all others and receives from all, in rotation: a link takes (P - 1)·(G + D) a byte beyond S."""
+    ranks, nbytes = 5, LARGE
+    entries = [message(RECEIVE, -d % ranks, nbytes, SHIFT, ranks) for d in range(1, ranks)]
+    entries += [message(SEND, d, nbytes, SHIFT, ranks) for d in range(1, ranks)]
+    made = make_program([[*entries, wait(*range(2 * (ranks - 1)))]], ranks)
+    assert (made.back[ranks - 1 : -1] == nbytes).all() and made.back.sum() == (ranks - 1) * nbytes
+    on_link = (ranks - 1) * (LINK.G * nbytes + HINDERED.D * (nbytes - LINK.S))
+    more = 2 * ranks * (LINK.o + LINK.O * nbytes) + 3 * LINK.L
+    assert on_link < run(made, network(1, HINDERED)).seconds < on_link + more
+
+
+@pytest.mark.parametrize("method", ["dense", "oktopk", "union"])
+def test_hindered_steps_are_the_same_by_the_rules_of_a_few_ranks_and_of_one_host(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oktopk.replay import program
+
+    step = Step(method, 4_000_000, 16, 1, Settings(density=0.05))
+    where = network(1, HINDERED)
+    every = run(program_of(step), where).seconds
+    assert every > 1.05 * run(program_of(step)).seconds
+    monkeypatch.setattr(program, "RECORDED", 1)
+    shared = program_of(step)
+    assert shared.shared and run(shared, where).seconds == pytest.approx(every, rel=0.02)
+    assert run(of_one_host(shared, 1), where).seconds == pytest.approx(every, rel=0.02)
+
+
 @given(
     st.integers(2, 9),
     st.lists(st.tuples(st.integers(0, 99), st.integers(1, 99), st.integers(1, 200_000))),
@@ -216,10 +281,12 @@ def test_a_shared_program_takes_as_long_as_that_of_every_rank(monkeypatch: pytes
 
 
 def test_a_dense_ring_is_that_of_the_engine() -> None:
-    for ranks, nbytes in ((4, 1 << 22), (10, 1000)):
-        count = 2 * (ranks - 1)
+    """Two ranks send to each other, more do not."""
+    for ranks, nbytes in ((2, 1 << 22), (4, 1 << 22), (10, 1000)):
+        count, where = 2 * (ranks - 1), network(1, HINDERED)
         made = rounds(count, ranks, [(SHIFT, 1, ranks - 1)] * count, [nbytes / ranks] * count)
-        assert ring_seconds(network(), ranks, nbytes) == pytest.approx(run(made).seconds, rel=1e-9)
+        assert ring_seconds(where, ranks, nbytes) == pytest.approx(run(made, where).seconds, rel=1e-9)
+        assert (ring_seconds(network(), ranks, nbytes) < ring_seconds(where, ranks, nbytes)) is (ranks == 2)
 
 
 def test_rings_between_hosts_share_a_link_and_take_fewer_rounds() -> None:
