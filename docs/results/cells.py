@@ -1,7 +1,7 @@
 """Steps predicted from links that the bench measures, beside the steps that it takes: a table of networks of namespaces.
 
-    python -m docs.results.cells FOLDER            # on a machine that does nothing else; the first four took five minutes
-    python -m docs.results.cells FOLDER --only 4-hosts-100mbit-10ms
+    python -m docs.results.cells FOLDER            # on a machine that does nothing else; all took 13 minutes
+    python -m docs.results.cells FOLDER --only 4-hosts-100mbit-delay-10ms
 
 Each network is made by `jobs/bench/net.sh`, of which FOLDER keeps one document. Those that are there are not measured again.
 """
@@ -21,26 +21,27 @@ from oktopk.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = (
-    (4, "100mbit", None),
-    (4, "1gbit", None),
-    (8, "100mbit", None),
-    (16, "100mbit", None),
-    (4, "100mbit", "1ms"),
-    (4, "100mbit", "10ms"),
+    (4, "100mbit", ()),
+    (4, "1gbit", ()),
+    (8, "100mbit", ("--queue", "400ms")),
+    (16, "100mbit", ("--queue", "400ms")),
+    (8, "100mbit", ()),
+    (16, "100mbit", ()),
+    (4, "100mbit", ("--delay", "1ms")),
+    (4, "100mbit", ("--delay", "10ms")),
 )
-"""Hosts of one rank, their rate, and how long a packet is held."""
+"""Hosts of one rank, their rate, and more options of `net.sh`. Queues of 50 ms drop packets among 16 hosts."""
 DENSITY = "0.05"
 
 
-def name_of(hosts, rate, delay):
+def name_of(hosts, rate, more):
     """Of a network and of its document."""
-    return f"{hosts}-hosts-{rate}" + (f"-{delay}" if delay else "")
+    return "-".join([f"{hosts}-hosts-{rate}", *(word.strip("-") for word in more)])
 
 
-def measure(hosts, rate, delay, path):
+def measure(hosts, rate, more, path):
     """Run the bench on a network, which writes its document."""
-    command = [ROOT / "jobs" / "bench" / "net.sh", "--hosts", hosts, "--ranks", hosts, "--rate", rate]
-    command += ["--delay", delay] if delay else []
+    command = [ROOT / "jobs" / "bench" / "net.sh", "--hosts", hosts, "--ranks", hosts, "--rate", rate, *more]
     command += ["--module", "oktopk.bench", "--density", DENSITY, "--wire", "float32", "--json", path]
     subprocess.run([*map(str, command)], check=True, stdout=sys.stderr)
 

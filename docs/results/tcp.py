@@ -1,8 +1,10 @@
-"""What links between hosts carry by TCP itself, beside MPI: a ring of ranks, one a host, after pauses.
+"""What links between hosts carry by TCP itself, beside MPI: rings and pairs of ranks, one a host, after pauses.
 
     jobs/bench/net.sh --hosts 4 --rate 1gbit --module docs.results.tcp 1178624 4712040
 
-Bytes, then milliseconds until the last rank has received all, by MPI and by TCP, medians of 9. Ranks poll, as in an MPI.
+Bytes, then milliseconds until the last rank has received all, medians of 9: around a ring by MPI and by TCP; with an even number
+of ranks between two that send to each other, by MPI and by one connection of TCP; from all to all by MPI, over P - 1. Ranks poll,
+as in an MPI.
 """
 
 import socket
@@ -21,6 +23,17 @@ def ring_exchange(comm, outgoing, incoming):
     """Send to the right and receive from the left."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     return lambda: comm.Sendrecv(outgoing, right, recvbuf=incoming, source=left)
+
+
+def with_others(comm, ranks, outgoing):
+    """Send to some ranks and receive from them, all at once."""
+    incoming = [np.empty_like(outgoing) for _ in ranks]
+
+    def exchange():
+        received = [comm.Irecv(each, rank) for each, rank in zip(incoming, ranks, strict=True)]
+        MPI.Request.Waitall(received + [comm.Isend(outgoing, rank) for rank in ranks])
+
+    return exchange
 
 
 def connect(comm):
@@ -68,8 +81,21 @@ def main(comm=MPI.COMM_WORLD):
         incoming[:] = 255
         by_tcp = after_pauses(comm, lambda out=outgoing, into=incoming: exchange(*ring, out, into))
         assert (incoming == (comm.rank - 1) % comm.size).all()
+        found = [by_mpi, by_tcp]
+        if comm.size % 2 == 0:
+            found.append(after_pauses(comm, with_others(comm, [comm.rank ^ 1], outgoing)))
+            incoming[:] = 255
+            other = ring[comm.rank % 2]  # the next rank of an even one, else the one before
+            found.append(
+                after_pauses(
+                    comm, lambda out=outgoing, into=incoming, end=other: exchange(end, end, out, into)
+                )
+            )
+            assert (incoming == comm.rank ^ 1).all()
+        others = [(comm.rank + i) % comm.size for i in range(1, comm.size)]
+        found.append(after_pauses(comm, with_others(comm, others, outgoing)) / len(others))
         if comm.rank == 0:
-            print(f"{nbytes:12,} {by_mpi:8.3f} {by_tcp:8.3f}", flush=True)
+            print(f"{nbytes:12,}", *(f"{each:8.3f}" for each in found), flush=True)
     for each in ring:
         each.close()
 

@@ -2,15 +2,16 @@
 # The bench over real TCP on a slow network, on one machine: hosts are network namespaces, joined by a switch through links
 # that a token bucket shapes in both directions.
 #
-#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--mtu BYTES] [--mpiexec PATH] [--python PATH] [...]
+#     jobs/bench/net.sh [--hosts 4] [--ranks 4] [--rate 1gbit] [--burst 128kb] [--queue 50ms] [--mtu BYTES] [--mpiexec PATH] [--python PATH] [...]
 #     jobs/bench/net.sh --device cuda [--hosts 2] [--ranks 2] [--rate 10gbit] [--transport tcp|ucx] [--gpus 0,1] [...]
 #     jobs/bench/net.sh --delay 10ms [...]                                        each packet arrives so much later
 #     jobs/bench/net.sh [...] --module jobs.train CONFIG.toml [ARGUMENT ...]     another module in place of jobs.bench
 #     jobs/bench/net.sh [...] --launcher torchrun --module MODULE [ARGUMENT ...] by torchrun on each host, without MPI
 #
 # --rate none leaves the links as they are. --burst is what a link lets through unshaped after a pause: by default 128kb up to
-# 10gbit, else 256kb. --mtu is the longest packet, 1500 bytes unless said; many clusters have jumbo frames of 9000. With --device
-# cuda the GPUs (--gpus, or all that nvidia-smi lists) are dealt out to the hosts in equal shares, and a host sees its own alone.
+# 10gbit, else 256kb. --queue is how long a packet waits at most in the queue of a link, which drops what does not fit. --mtu is the
+# longest packet, 1500 bytes unless said; many clusters have jumbo frames of 9000. With --device cuda the GPUs (--gpus, or all that
+# nvidia-smi lists) are dealt out to the hosts in equal shares, and a host sees its own alone.
 # Messages between GPUs are staged through host memory over Open MPI's tcp, or sent from device memory over UCX's tcp (--transport
 # ucx); NCCL takes the same links. Ranks beyond the GPUs of a host share them.
 #
@@ -25,14 +26,14 @@ set -uo pipefail
 say() { echo "bench-net: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-device=cpu hosts='' ranks='' rate='' burst='' mtu='' delay='' transport='' gpus='' mpiexec='' launcher=mpiexec inside='' module=jobs.bench
+device=cpu hosts='' ranks='' rate='' burst='' queue=50ms mtu='' delay='' transport='' gpus='' mpiexec='' launcher=mpiexec inside='' module=jobs.bench
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$here/.venv/bin/python
 while [ $# -gt 0 ]; do
     case $1 in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --inside) inside=yes; shift ;;
-    --device | --hosts | --ranks | --rate | --burst | --mtu | --delay | --transport | --gpus | --mpiexec | --launcher | --python | --module)
+    --device | --hosts | --ranks | --rate | --burst | --queue | --mtu | --delay | --transport | --gpus | --mpiexec | --launcher | --python | --module)
         [ $# -ge 2 ] || refuse "$1 needs a value"
         printf -v "${1#--}" %s "$2"
         shift 2
@@ -78,6 +79,7 @@ check() {
     [[ $device == cpu || $device == cuda ]] || refuse "--device $device is neither cpu nor cuda"
     [[ $rate == none || $rate =~ ^[0-9]+(\.[0-9]+)?[kmg]bit$ ]] || refuse "--rate $rate is not a rate such as 1gbit or 100mbit, nor none"
     [[ $burst =~ ^[0-9]+(\.[0-9]+)?[km]?b$ ]] || refuse "--burst $burst is not a number of bytes such as 128kb"
+    [[ $queue =~ ^[0-9]+(\.[0-9]+)?ms$ ]] || refuse "--queue $queue is not a time such as 50ms"
     [[ -z $mtu || $mtu =~ ^[1-9][0-9]{2,4}$ ]] || refuse "--mtu $mtu is not a number of bytes in [100, 99999]"
     [[ -z $delay || $delay =~ ^[0-9]+(\.[0-9]+)?(us|ms)$ ]] || refuse "--delay $delay is not a time such as 10ms"
     [[ -z $delay || -c /dev/net/tun ]] || refuse "--delay needs /dev/net/tun (CONFIG_TUN), which is not there"
@@ -111,7 +113,7 @@ outside() {
     trap 'exit 143' TERM HUP
     setpriv --pdeathsig KILL -- unshare "${user[@]}" --mount --net --uts --pid --fork --kill-child=KILL --mount-proc \
         "$BASH" "${BASH_SOURCE[0]}" --inside --device "$device" --hosts "$hosts" --ranks "$ranks" --rate "$rate" --burst "$burst" \
-        --mtu "$mtu" --delay "$delay" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --launcher "$launcher" --python "$(realpath -s "$python")" \
+        --queue "$queue" --mtu "$mtu" --delay "$delay" --transport "$transport" --gpus "$gpus" --mpiexec "$mpiexec" --launcher "$launcher" --python "$(realpath -s "$python")" \
         --module "$module" "${arguments[@]}" &
     child=$!
     wait "$child"
@@ -162,7 +164,7 @@ network() {
         ip netns exec "h$i" sh -c 'cd /proc/sys/net/ipv4 && echo reno >tcp_congestion_control && echo 0 >tcp_slow_start_after_idle' ||
             refuse "cannot set TCP's congestion control in host $i"
         if [ "$rate" != none ]; then
-            local bucket=(root tbf rate "$rate" burst "$burst" latency 50ms)
+            local bucket=(root tbf rate "$rate" burst "$burst" latency "$queue")
             make 'token bucket' CONFIG_NET_SCH_TBF tc -n "h$i" qdisc add dev eth0 "${bucket[@]}"
             [ -n "$delay" ] || make 'token bucket' CONFIG_NET_SCH_TBF tc qdisc add dev "v$i" "${bucket[@]}"
         fi

@@ -86,6 +86,7 @@ def networks() -> None:
         (["--rate", "fast"], "--rate fast is not a rate such as 1gbit or 100mbit, nor none"),
         (["--device", "abacus"], "--device abacus is neither cpu nor cuda"),
         (["--burst", "much"], "--burst much is not a number of bytes such as 128kb"),
+        (["--queue", "long"], "--queue long is not a time such as 50ms"),
         (["--mtu", "jumbo"], "--mtu jumbo is not a number of bytes in [100, 99999]"),
         (["--delay", "long"], "--delay long is not a time such as 10ms"),
         (["--gpus", "0,1"], "--transport and --gpus are for --device cuda"),
