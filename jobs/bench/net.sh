@@ -42,7 +42,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ "$device" = cuda ]; then
-    hosts=${hosts:-2} rate=${rate:-10gbit} transport=${transport:-tcp}
+    hosts=${hosts:-2} rate=${rate:-10gbit}
+    [ "$launcher" != mpiexec ] || transport=${transport:-tcp}
 else
     hosts=${hosts:-4} rate=${rate:-1gbit}
 fi
@@ -85,9 +86,10 @@ check() {
     [[ -z $delay || -c /dev/net/tun ]] || refuse "--delay needs /dev/net/tun (CONFIG_TUN), which is not there"
     [[ $launcher == mpiexec || $launcher == torchrun ]] || refuse "--launcher $launcher is neither mpiexec nor torchrun"
     [[ $launcher == mpiexec || $module != jobs.bench ]] || refuse "--launcher torchrun needs --module: jobs.bench runs over MPI"
+    [[ $launcher == mpiexec || -z $transport$mpiexec ]] || refuse "--transport and --mpiexec are for --launcher mpiexec"
     [[ $launcher == mpiexec || $((ranks % hosts)) == 0 ]] || refuse "$ranks ranks are not the same number on each of $hosts hosts"
     [[ $device == cuda || -z $transport$gpus ]] || refuse "--transport and --gpus are for --device cuda"
-    [[ $device == cpu || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
+    [[ $device == cpu || $launcher == torchrun || $transport == tcp || $transport == ucx ]] || refuse "--transport $transport is neither tcp nor ucx"
     [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || refuse "--gpus $gpus is not a list of numbers such as 0,1"
     [ "$device" = cpu ] || check_gpus
     [ "$(uname -s)" = Linux ] || refuse "network namespaces are Linux's; this is $(uname -s)"
@@ -184,16 +186,18 @@ AGENT
     chmod +x /run/agent
 }
 
-# by_torchrun ARGUMENT...: its status is that of the first host that failed, which ends the others; they would wait for it
+# by_torchrun ARGUMENT...: the largest status of the hosts. Where one fails the others end with this script: they would wait for it.
 by_torchrun() {
     local i words
     printf -v words '%q ' "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node $((ranks / hosts)) \
         --master-addr 10.77.0.1 --master-port 29500
     say "$hosts hosts at $rate, $ranks ranks, torchrun"
+    : >/run/ended
     for ((i = 1; i <= hosts; i++)); do
-        /run/agent "10.77.0.$i" "$words --node-rank $((i - 1)) -m $(printf '%q ' "$module" "$@")" </dev/null &
+        { /run/agent "10.77.0.$i" "$words --node-rank $((i - 1)) -m $(printf '%q ' "$module" "$@")" </dev/null; echo $? >>/run/ended; } &
     done
-    for ((i = 1; i <= hosts; i++)); do wait -n || return; done
+    until [ "$(wc -l </run/ended)" = "$hosts" ] || grep -qvx 0 /run/ended; do sleep 0.2; done
+    return "$(sort -n /run/ended | tail -n 1)"
 }
 
 bench() {

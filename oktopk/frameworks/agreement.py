@@ -22,7 +22,7 @@ class Agreement:
     Once `watch` was called, a forward pass in eval mode without gradients, and `state_dict` of the model, enter `agreed`. Any
     other forward pass, a step, and a state that is loaded leave it. In between the parameters stay what all ranks agree on.
 
-    It may be copied and pickled with a model that has its hooks: the copy is of no optimizer, and does nothing.
+    It may be copied and pickled with a model that has its hooks. A copy has no optimizers, and does nothing.
 
     Args:
         optimizers: of the training, as the framework has them. Those that are no `DistributedOptimizer` are left alone.
@@ -38,7 +38,8 @@ class Agreement:
             number: each for number, each in numbered if isinstance(each, DistributedOptimizer)
         }
         self._ranks = ranks
-        self._within = ExitStack()
+        self._within: ExitStack | None = None
+        self._held: ExitStack | None = None
         self._handles: list[Any] = []
         self._expected: dict[int, Callable[[], dict[str, Any]]] = {}  # states to load, by optimizer
         for optimizer in self._optimizers.values():
@@ -55,35 +56,45 @@ class Agreement:
     # what parameters hold
 
     def watch(self, *models: nn.Module) -> None:
-        """Enter and leave as these models and the optimizers are used, and switch off the sums of their DDPs.
+        """Hook optimizers, and the models that have parameters of theirs, and switch off the sums of their DDPs.
 
         Raises:
             ValueError: a DDP has another hook; on every rank alike.
         """
+        trained: set[int] = set()
         for optimizer in self._optimizers.values():
             _switch_off_ddp(optimizer)
+            trained.update(id(each) for group in optimizer.param_groups for each in group["params"])
             self._handles.append(optimizer.register_step_pre_hook(self.leave))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._before_load))
-        for model in models if self._optimizers else ():
+        for model in models:
+            if trained.isdisjoint(map(id, model.parameters())):
+                continue
             self._handles.append(model.register_forward_pre_hook(self._before_forward))
             self._handles.append(model.register_state_dict_pre_hook(self.enter))
 
     @torch._disable_dynamo
     def enter(self, *_: Any) -> None:
-        """Make the parameters what all ranks agree on, until `leave`."""
-        with torch.inference_mode(False):  # what is kept inside is written to outside
-            for optimizer in self._open():
-                self._within.enter_context(optimizer.agreed())
+        """Make the parameters what all ranks agree on, until `leave`, or a forward pass that does not evaluate."""
+        self._within = self._within or self._entered()
+
+    @torch._disable_dynamo
+    def hold(self) -> None:
+        """As `enter`, until `leave` alone."""
+        self._held = self._held or self._entered()
 
     @torch._disable_dynamo
     def leave(self, *_: Any) -> None:
         """Make the parameters what this rank's own training goes on from."""
         with torch.inference_mode(False):
-            self._within.close()
+            for stack in (self._within, self._held):
+                if stack is not None:
+                    stack.close()
+        self._within = self._held = None
 
     def end(self) -> None:
         """Enter for good, and watch no more: the training has ended."""
-        self.enter()
+        self.hold()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -93,12 +104,24 @@ class Agreement:
         self.end()
         for optimizer in self._open():
             optimizer.close()
-        self._within.close()
+        self.leave()
 
     @torch._disable_dynamo
     def _before_forward(self, model: nn.Module, _: Any) -> None:
-        evaluates = not (model.training or torch.is_grad_enabled())
-        self.enter() if evaluates else self.leave()
+        if not (model.training or torch.is_grad_enabled()):
+            self.enter()
+        elif self._within is not None:
+            with torch.inference_mode(False):
+                self._within.close()
+            self._within = None
+
+    def _entered(self) -> ExitStack:
+        """Within it the parameters of all optimizers are agreed on."""
+        stack = ExitStack()
+        with torch.inference_mode(False):  # what is kept inside is written to outside
+            for optimizer in self._open():
+                stack.enter_context(optimizer.agreed())
+        return stack
 
     def _open(self) -> list[DistributedOptimizer]:
         """Those that were not closed."""
@@ -133,18 +156,27 @@ class Agreement:
         """As `expect`, of what `save` wrote; where no rank has files, each goes on from what the framework loads. Collective.
 
         Raises:
-            ValueError: there is no folder, or some ranks have files and others do not; on every rank alike.
+            ValueError: a rank finds no folder, or cannot read a file there, or some ranks have files and others do not; on every
+                rank alike.
         """
         if not self._optimizers:
             return
+        first, problem, saved_ranks = next(iter(self._optimizers.values())), "", 0
         if not os.path.isdir(folder):
-            raise ValueError(f"there is no folder {folder} to go on from: name it by resume_from_checkpoint")
-        first = next(iter(self._optimizers.values()))
-        saved_ranks = self._saved_ranks(folder, next(iter(self._optimizers)))
-        everyone = first.reducer.transport.allgather_objects(saved_ranks)
-        if len(set(everyone)) > 1:
+            problem = f"there is no folder {folder} to go on from: name it by resume_from_checkpoint"
+        else:
+            try:
+                saved_ranks = self._saved_ranks(folder, next(iter(self._optimizers)))
+            except Exception as error:  # told to the other ranks, which wait
+                problem = f"a state in {folder} cannot be read: {type(error).__name__}: {error}"
+        everyone = first.reducer.transport.allgather_objects((problem, saved_ranks))
+        for rank, (text, _) in enumerate(everyone):
+            if text:
+                raise ValueError(f"rank {rank}: {text}")
+        numbers = [number for _, number in everyone]
+        if len(set(numbers)) > 1:
             raise ValueError(
-                f"the ranks have files of states of {everyone} ranks beside the checkpoint: copy all of its files to every host"
+                f"the ranks have files of states of {numbers} ranks beside the checkpoint: copy all of its files to every host"
             )
         if saved_ranks:
             self.expect(lambda rank: _read(_file(folder, rank)), saved_ranks)
@@ -186,7 +218,11 @@ class Agreement:
         every: list[Any] | None = [states]
         if self._ranks > 1:
             every = [None] * self._ranks if dist.get_rank() == 0 else None
-            dist.gather_object(states, every)
+            # by NCCL all states would pass through the memory of rank 0's GPU
+            group = dist.new_group(backend="gloo") if "nccl" in dist.get_backend() else None
+            dist.gather_object(states, every, group=group)
+            if group is not None:
+                dist.destroy_process_group(group)
         if every is not None:
             every[0] = states  # the same tensors, which torch.save then writes once
         return every

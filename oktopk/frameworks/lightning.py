@@ -62,8 +62,8 @@ class Agreed(Callback):
             self._saved = None
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Steps of validation call no forward pass that can be watched."""
-        self._agreement.enter()
+        """Steps of validation may call no forward pass that can be watched, or one that computes gradients."""
+        self._agreement.hold()
 
     on_test_start = on_predict_start = on_validation_start
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +37,19 @@ from oktopk.torch.step_agreement import UpdatesAgreement, groups_difference, num
 from oktopk.torch.window import Window
 
 
+class _Agreed(AbstractContextManager[None]):
+    """What `UpdatesState.agreed` returns: no generator, which would leave when it is collected."""
+
+    def __init__(self, optimizer: UpdatesState) -> None:
+        self._optimizer = optimizer
+
+    def __enter__(self) -> None:
+        self._optimizer._enter_agreed()
+
+    def __exit__(self, *_: object) -> None:
+        self._optimizer._leave_agreed()
+
+
 class UpdatesState(DistributedOptimizer):
     """The part of an `UpdatesOptimizer` that takes no step; that class sets up what is named here."""
 
@@ -45,6 +57,7 @@ class UpdatesState(DistributedOptimizer):
     residual_decay: float
     """The power by which residuals forget; 0 where nothing is lost."""
 
+    _agreeing = 0  # entered and not left
     _agreement: UpdatesAgreement
     _as_wrapped: AsWrapped
     _forgetting: ResidualDecay
@@ -119,30 +132,34 @@ class UpdatesState(DistributedOptimizer):
                 stacklevel=4,
             )
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self) -> AbstractContextManager[None]:
         """Within, the parameters are round(reference), equal on all ranks: to evaluate, to save, and to write into them.
 
         After parameters were written to outside of it, loaded or clamped, they may differ between ranks until the next exchange,
         and a warning says so: take a step first.
 
-        Not collective. `step` raises within; `state_dict` is as outside.
+        Not collective. `step` raises within; `state_dict` is as outside. Where several are entered, the last one that is left
+        counts. One that is never left holds for good, also where nothing refers to it any more.
         """
-        if self._kept is not None:
-            yield
+        return _Agreed(self)
+
+    def _enter_agreed(self) -> None:
+        if self._kept is None:
+            with torch.no_grad():
+                self._take_written_outside()
+                self._kept = self._reference.show_agreed()
+            self._replica.reshard()
+            self._agreeing = 0
+        self._agreeing += 1
+
+    def _leave_agreed(self) -> None:
+        self._agreeing -= 1
+        if self._agreeing or self._kept is None:  # the latter where it was closed within
             return
+        kept, self._kept = self._kept, None
         with torch.no_grad():
-            self._take_written_outside()
-            self._kept = self._reference.show_agreed()
+            self._reference.leave_agreed(kept)
         self._replica.reshard()
-        try:
-            yield
-        finally:
-            kept, self._kept = self._kept, None
-            if kept is not None:  # not closed within
-                with torch.no_grad():
-                    self._reference.leave_agreed(kept)
-                self._replica.reshard()
 
     # state
 

@@ -47,7 +47,8 @@ class Regression(nn.Module):
 class Asks(TrainerCallback):
     """Asks for one more evaluation, after `Agreed` was called, and looks at what parameters hold."""
 
-    parted = evaluated_alike = True
+    parted: bool | None = None  # until it was asked
+    evaluated_alike: bool | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         if state.global_step == 7:
@@ -55,7 +56,7 @@ class Asks(TrainerCallback):
             control.should_evaluate = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-        self.evaluated_alike &= alike(digest(model.parameters()))
+        self.evaluated_alike = self.evaluated_alike is not False and alike(digest(model.parameters()))
 
 
 EXAMPLES = [{"inputs": row, "labels": row.sum(0, keepdim=True)} for row in rows()]
@@ -98,8 +99,8 @@ def main(folder: str) -> None:
         trainer = trainer_of(f"{folder}/trained")
         trainer.train()
         whole = held(trainer)
-        say("ranks part amid training", trainer.asks.parted)
-        say("evaluation is alike", trainer.asks.evaluated_alike)
+        say("ranks part amid training", bool(trainer.asks.parted))
+        say("evaluation is alike", bool(trainer.asks.evaluated_alike))
         trainer.evaluate()
         say("evaluation after it changes nothing", held(trainer) == whole)
         trainer.train(resume_from_checkpoint=kept)

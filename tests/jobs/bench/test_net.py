@@ -110,6 +110,10 @@ def networks() -> None:
         (["--ranks", "3"], "3 ranks are fewer than 4 hosts: try --hosts 3"),
         (["--rate"], "--rate needs a value"),
         (["--launcher", "ssh"], "--launcher ssh is neither mpiexec nor torchrun"),
+        (
+            ["--launcher", "torchrun", "--module", "x", "--transport", "tcp"],
+            "--transport and --mpiexec are for --launcher mpiexec",
+        ),
         (["--launcher", "torchrun"], "--launcher torchrun needs --module: jobs.bench runs over MPI"),
         (
             ["--launcher", "torchrun", "--module", "x", "--hosts", "2", "--ranks", "3"],
@@ -249,10 +253,12 @@ def test_ranks_that_do_not_divide_leave_no_host_empty(networks: None, tmp_path: 
 
 
 OF_TORCHRUN = """
-import os, socket, sys
+import os, socket, sys, time
 words = os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), sys.argv[1]
 os.write(1, (" ".join(words) + "\\n").encode())  # whole, beside those of other ranks
-sys.exit(3 * (sys.argv[1] == "fail" and os.environ["RANK"] == "3"))
+if sys.argv[1] == "fail":
+    time.sleep(0 if os.environ["RANK"] == "3" else 600)
+    sys.exit(3)
 """
 
 
