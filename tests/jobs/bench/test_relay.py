@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import socket
+import statistics
 import threading
 import time
+from operator import itemgetter
 from typing import Any
+
+import pytest
 
 from tests.jobs.bench.test_bandwidth import RESULTS
 
@@ -55,3 +59,24 @@ def test_the_table_of_a_document_is_that_of_the_page() -> None:
     assert [row[0] for row in found] == ["Dense", "Ok-Topk", "Union"]
     for row in found:
         assert " | ".join(row[1:]) in page
+
+
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in text.replace(",", "").replace("−", "-").replace(" %", "").split()]
+
+
+def test_the_networks_of_the_page_are_those_of_their_documents() -> None:
+    page = (RESULTS / "cpu.md").read_text("utf-8").partition("## Steps between hosts of namespaces")[2]
+    table = page.partition("| hosts, links |")[2].partition("\n\n")[0].splitlines()[2:]
+    files = [RESULTS / "cells" / f"{cells.name_of(*network)}.json" for network in cells.NETWORKS]
+    found = [numbers(" ".join(row[1:])) for file in files for row in cells.compared(file)]
+    shown = [numbers(cell.replace(", ", " ")) for row in table for cell in row.strip("| ").split(" | ")[1:]]
+    assert len(shown) == 24
+    for of_page, of_file in zip(*(sorted(each, key=itemgetter(1)) for each in (shown, found)), strict=True):
+        assert of_page == pytest.approx(of_file, abs=0.6)
+    errors = [abs(row[2]) for row in found]
+    sparse = [error for number, error in enumerate(errors) if number % 3]
+    medians = (
+        f"error is {statistics.median(errors):.0f} %, of sparse steps {statistics.median(sparse):.0f} %."
+    )
+    assert medians in page
