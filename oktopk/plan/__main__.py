@@ -132,7 +132,7 @@ def _links(options: argparse.Namespace) -> Links:
     if not slow:
         return chosen
     if options.accept_slow:
-        return replace(chosen, between=links.as_slow_as(slow[0]).between)
+        return chosen.as_slow_as(slow[0])
     raise LinksError(f"{slow[0].too_slow()}: mend it, choose hosts by --on, or pass --accept-slow")
 
 

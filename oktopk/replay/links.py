@@ -87,7 +87,10 @@ class Links:
         return sorted(found, key=lambda pair: pair.bytes_per_second)
 
     def among(self, hosts: Sequence[str]) -> Links:
-        """The same of some of the hosts.
+        """The same of some of the hosts, between which bytes travel at the rate of their slowest pair.
+
+        `between` was timed while all hosts sent to each other, so that its rate is that of the
+        slowest pair of all. Without that pair G and D are smaller, and nothing is larger.
 
         Raises:
             LinksError: others are named, one twice, or none.
@@ -101,16 +104,21 @@ class Links:
                 f"{', '.join(others)}: run oktopk-bench on those"
             )
         pairs = tuple(pair for pair in self.pairs if {*pair.hosts} <= {*hosts})
-        return replace(self, hosts=tuple(hosts), pairs=pairs)
+        between = self.between
+        if between is not None and pairs:
+            slowest, of_these = (min(pair.bytes_per_second for pair in some) for some in (self.pairs, pairs))
+            # messages need not have crossed the slowest link of all
+            rate = max(slowest, 1 / (between.G + between.D))
+            between = _slower(between, min(1.0, rate / of_these))
+        return replace(self, hosts=tuple(hosts), pairs=pairs, between=between)
 
     def as_slow_as(self, pair: Pair) -> Links:
-        """The same, where all pairs of hosts are as slow as one of these."""
+        """The same, where bytes travel at the rate of this pair, or slower if they were measured so."""
         if self.between is None:
             return self
-        rates = [each.bytes_per_second for each in self.pairs]
-        slower = max(statistics.median(rates) / pair.bytes_per_second, 1.0)
-        between = self.between
-        return replace(self, between=replace(between, G=between.G * slower, D=between.D * slower))
+        rate = 1 / (self.between.G + self.between.D)  # as of pairs, whose directions are both busy
+        slower = max(1.0, rate / pair.bytes_per_second)
+        return replace(self, between=_slower(self.between, slower))
 
     def network(self, hosts: int, ranks_per_host: int) -> Network:
         """The network of a cluster of such links.
@@ -131,6 +139,11 @@ class Links:
         between = self.between or inside
         assert between is not None
         return Network(inside or between, between, ranks_per_host)
+
+
+def _slower(level: Level, times: float) -> Level:
+    """Links whose bytes take so many times as long."""
+    return replace(level, G=level.G * times, D=level.D * times)
 
 
 def read(path: Path) -> Links:

@@ -90,6 +90,19 @@ def test_a_slow_pair_of_hosts_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"between {pair.hosts[0]} and {pair.hosts[1]} carries" in capsys.readouterr().err
 
 
+def test_a_slow_link_counts_once_and_not_at_all_where_its_hosts_are_left_out() -> None:
+    """A ring over all hosts is as slow as its slowest link, which is ten times as slow and more here."""
+    links = links_of(measured(5, Delayed, 1), "")
+    slow = min(links.pairs, key=lambda each: each.bytes_per_second)
+    accepted, without = links.as_slow_as(slow), links.among([*links.hosts[:2], *links.hosts[3:]])
+    assert links.between is not None and accepted.between is not None and without.between is not None
+    took = 1 / slow.bytes_per_second
+    assert took > 1e-6
+    assert pytest.approx(took, rel=0.5) == accepted.between.G + accepted.between.D
+    rest = max(1 / pair.bytes_per_second for pair in without.pairs)
+    assert without.between.G + without.between.D <= 1.5 * rest < links.between.G
+
+
 def test_a_document_has_links_of_a_host_and_between_hosts(tmp_path: Path) -> None:
     document = measured(6, ThreadTransport, 2)
     assert (len(document["hosts"]), document["ranks_per_host"]) == (3, 2)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from oktopk.plan import losses, picture
 from oktopk.plan.__main__ import main
 from oktopk.plan.rows import Job, Row, best_first, dense_rows, line_of, memory_of, sparse_rows
 from oktopk.plan.table import table
-from oktopk.replay.links import DEVICES, LinksError, rate_of, read, seconds_of
+from oktopk.replay.links import DEVICES, Links, LinksError, links_of, rate_of, read, seconds_of
 from oktopk.replay.network import Level, Network
 from oktopk.replay.prediction import Kernels, code_of, predict
 from oktopk.replay.recording import Step
@@ -197,8 +198,6 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
         "mend it, choose hosts by --on, or pass --accept-slow\n"
     )
     assert run(capsys, path, *JOB, *FEW, "--hosts", 4, "--accept-slow")[0] == 0
-    links = read(path)
-    assert pytest.approx(10 * links.between.G) == links.as_slow_as(links.pairs[3]).between.G
     # the others' median holds for two hosts alone, too
     both = [path, *JOB, *FEW, "--hosts", 2, "--on", "node2,node3"]
     assert run(capsys, *both)[:2] == (2, "") and run(capsys, *both, "--accept-slow")[0] == 0
@@ -213,6 +212,34 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
         status, _, problem = run(capsys, path, *JOB, *FEW, "--hosts", 2, "--on", names)
         sentence = f"oktopk-plan: --on {names!r} does not name different hosts, by commas\n"
         assert (status, problem) == (2, sentence)
+
+
+@pytest.mark.parametrize("hindered", [0.0, 0.5])
+@pytest.mark.parametrize("crossed", [True, False])
+def test_bytes_take_what_they_take_on_the_slowest_link_that_is_chosen(hindered: float, crossed: bool) -> None:
+    """Whether the bench's ring went over the slow link or not; `hindered`: how much of a pair's time is D."""
+    made = document(4)
+    rates = [1.25e9, 1.25e9, 1e9, 1.25e8, 1.25e9, 1.25e9]  # slower: node1 and node4, node2 and node3
+    for pair, each in zip(made["pairs"], rates, strict=True):
+        pair["bytes_per_second"] = each
+    of_ring = 1 / (1.25e8 if crossed else 1e9)
+    model = MODEL | {"G": (1 - hindered) * of_ring, "D": hindered * of_ring}
+    links = links_of(made | {"between": {"model": model, "sizes": []}}, "")
+    (slow,) = links.slow_pairs()
+
+    def rate(some: Links) -> float:
+        assert some.between is not None
+        assert pytest.approx(hindered / (1 - hindered) * some.between.G) == some.between.D
+        assert replace(some.between, G=model["G"], D=model["D"]) == Level(**model)
+        return 1 / (some.between.G + some.between.D)
+
+    assert rate(links.as_slow_as(slow)) == pytest.approx(1.25e8)
+    assert rate(links.among(links.hosts)) == pytest.approx(1 / of_ring)
+    assert rate(links.among(["node1", "node3", "node4"])) == pytest.approx(1e9)
+    assert rate(links.among(["node1", "node2"])) == pytest.approx(1.25e9)
+    both = links.among(["node2", "node3"])
+    assert rate(both.as_slow_as(slow)) == pytest.approx(1.25e8)
+    assert links.among(["node1"]).between == links.between, "no pair was measured"
 
 
 @pytest.mark.parametrize(
