@@ -80,6 +80,19 @@ def test_a_plan_of_a_document_takes_its_links_and_kernels(
     assert "Extrapolated: 2 rank(s) a host were measured, and 4 are taken to share such links." in shown
 
 
+def test_a_plan_says_whose_kernels_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The bench measures host memory, on machines with GPUs, too."""
+    path, said = write(tmp_path / "links.json", document()), "Kernels are those of CPUs"
+    few = [*JOB, *FEW, "--hosts", 3]
+    shown = " ".join(run(capsys, path, *few)[1].split())
+    assert f"{said}, as the document is of host memory: on GPUs pass --device cuda." in shown
+    assert "measured, " in shown and "H200" not in shown
+    shown = " ".join(run(capsys, path, *few, "--device", "cuda")[1].split())
+    assert said not in shown and "Kernels: selection and sums by stages on H200" in shown
+    for words in ([path, *few, "--device", "cpu"], [*LINK, *few]):
+        assert said not in " ".join(run(capsys, *words)[1].split())
+
+
 def test_a_faster_network_makes_dense_steps_pay(capsys: pytest.CaptureFixture[str]) -> None:
     fast = ["--link", "400gbit", "--latency", "2us", "--parameters", "2e6", "--compute-ms", "50"]
     shown = run(capsys, *fast, *FEW, "--hosts", 2)[1]
@@ -202,6 +215,8 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
     both = [path, *JOB, *FEW, "--hosts", 2, "--on", "node2,node3"]
     assert run(capsys, *both)[:2] == (2, "") and run(capsys, *both, "--accept-slow")[0] == 0
     assert run(capsys, path, *JOB, *FEW, "--hosts", 3, "--on", "node1,node2,node4")[0] == 0
+    shown = " ".join(run(capsys, path, *JOB, *FEW, "--hosts", 2, "--on", "node1")[1].split())
+    assert "Extrapolated: 1 host was measured, and 2 are taken to have such links." in shown
     status, _, problem = run(capsys, path, *JOB, *FEW, "--hosts", 2, "--on", "node1,node9")
     assert status == 2
     assert problem == (

@@ -18,6 +18,11 @@ from tests.launched import ROOT
 
 PAGE = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 HOSTS = (ROOT / "docs" / "results" / "hosts.md").read_text(encoding="utf-8")
+CELLS = (
+    (ROOT / "docs" / "results" / "cpu.md")
+    .read_text(encoding="utf-8")
+    .partition("## Steps between hosts of namespaces, beside their prediction")[2]
+)
 UPDATES = (ROOT / "docs" / "results" / "updates.md").read_text(encoding="utf-8")
 LENGTHS = 14_728_266, 133_547_324, 306_535_400
 
@@ -231,6 +236,12 @@ def test_the_page_and_the_plan_say_how_large_errors_are() -> None:
     assert f"| 10 Gb/s: {median(errors_of(ten))}; 25 Gb/s: {median(errors_of(more))} |" in PAGE
     assert f"| the same, training steps | {median(errors_of(training))} | missed |" in PAGE
     sparse = [error for table in (first, ten, more, cpus, training) for error in errors_of(table, False)]
+    rows = re.findall(r"^\| \d+, [\d.]+ Gb/s.*\|$", CELLS, re.MULTILINE)
+    later = [
+        errors_of(re.sub(r"^(\|[^|]*\|)[^|]*\|", r"\1", row)) for row in rows
+    ]  # dense is the second cell
+    assert [len(errors) for errors in later] == [2] * 12
+    sparse += [error for errors in later for error in errors]
     said = re.search(r"in (\d+) of (\d+) comparisons with measured ones, by up to (\d+) %", command.TOO_SHORT)
     assert said and [int(each) for each in said.groups()] == [
         sum(error < 0 for error in sparse),
