@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from collectives.sparse import MAX_LENGTH
-from oktopk.plan.losses import SOURCE
+from oktopk.plan.losses import BEFORE, SOURCE
 from oktopk.plan.picture import Curve, check_picture, draw
 from oktopk.plan.rows import (
     DENSITIES,
@@ -177,6 +177,7 @@ def _notes(
         f"loss: measured, not predicted: above dense training, in brackets with how many replicas; "
         f"{SOURCE}. A minus is below dense training; - was not measured, or with fewer than half "
         "of the replicas.",
+        *_notes_of_losses(shown),
         TOO_SHORT,
         f"Links: {links.text}.",
         f"Kernels: {kernels}.",
@@ -212,6 +213,17 @@ def _notes(
     return notes
 
 
+def _notes_of_losses(shown: Sequence[Row]) -> list[str]:
+    """Where losses of several steps between exchanges are from, and those nearest to what was not measured."""
+    notes = [f"Losses with every above 1: {BEFORE}."] if any(row.every > 1 for row in shown) else []
+    near = {
+        f"{row.method} {100 * row.density:g} % every {row.every}, not measured: {row.nearest}": None
+        for row in shown
+        if row.nearest
+    }
+    return notes + ([f"The nearest losses: {'; '.join(near)}."] if near else [])
+
+
 def advice(sparse: Sequence[Row], dense: Row) -> str:
     """Whether sparse steps pay, in a sentence, and the line to paste where they do.
 
@@ -229,8 +241,9 @@ def advice(sparse: Sequence[Row], dense: Row) -> str:
     of_best = f"the fastest row is {gain:.2f} times as fast as dense {dense.wire}"
     verdict = f"Sparse steps pay here: {of_best}."
     if best.loss != "-":
-        return _pasted(verdict, best)
-    verdict += " Its loss was not measured."
+        how = "as measured above dense training, in brackets with how many replicas"
+        return _pasted(f"{verdict} Its loss, {how}: {best.loss}.", best)
+    verdict += " Its loss was not measured" + (f"; the nearest: {best.nearest}." if best.nearest else ".")
     known = next((row for row in sparse if row.loss != "-"), None)
     if known is None:
         return _pasted(f"{verdict} Nor was that of another row.", best)

@@ -10,7 +10,7 @@ from typing import Any
 from collectives.grid import rows_of_grid
 from collectives.sparse import ENTRY
 from oktopk.methods import METHODS as KINDS
-from oktopk.plan.losses import loss_of
+from oktopk.plan.losses import loss_of, nearest_loss
 from oktopk.replay.network import Network
 from oktopk.replay.prediction import Kernels, Prediction, mean_seconds, predict, ring_seconds
 from oktopk.replay.program import RECORDED
@@ -79,6 +79,7 @@ class Row:
         host_bytes: that a host sends in a step.
         memory: bytes of a rank beside parameters, gradients and the optimizer's state.
         loss: that was measured, see `loss_of`.
+        nearest: where it was not, see `nearest_loss`; else "".
         extrapolated: see `Prediction`.
         grid: exchange is "grid".
     """
@@ -96,6 +97,7 @@ class Row:
     host_bytes: float
     memory: float
     loss: str
+    nearest: str = ""
     extrapolated: bool = False
     grid: bool = False
 
@@ -226,6 +228,8 @@ def rows_of(
     mean = mean_seconds(step, network, kernels)  # in every step
     rows = []
     for steps in every:
+        settings = step.method, density, steps, replicas
+        loss = loss_of(*settings)
         rows.append(
             Row(
                 step.method,
@@ -240,7 +244,8 @@ def rows_of(
                 0.0,
                 found.host_bytes / steps,
                 memory_of(step),
-                loss_of(step.method, density, steps, replicas),
+                loss,
+                nearest_loss(*settings) if loss == "-" else "",
                 found.extrapolated,
                 found.step.settings.exchange == "grid",
             )
