@@ -244,6 +244,27 @@ def test_a_slow_link_is_named_and_can_be_left_out(capsys: pytest.CaptureFixture[
         assert (status, problem) == (2, sentence)
 
 
+def test_a_plan_takes_the_rate_of_the_slowest_link_that_it_is_told_to_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The bench's ring went over the slow link, a tenth of the others' rate; a dense ring of large n is bytes alone."""
+    made = document(4)
+    made["pairs"][3]["bytes_per_second"] = 1.25e8  # node2 and node3
+    made["between"]["model"] = MODEL | {"G": 8e-9}
+    path = write(tmp_path / "links.json", made)
+
+    def exchange(*words: Any) -> float:
+        job = "--parameters", "1e9", "--compute-ms", "0", "--hosts", 3
+        shown = run(capsys, path, *job, *FEW, *words)[1]
+        (row,) = [line.split() for line in shown.splitlines() if line.startswith("dense  -       float32")]
+        return float(row[8]) / 1e3
+
+    slow = 4e9 * 4 / 3 / 1.25e8  # two thirds of the vector twice
+    assert exchange("--accept-slow") == pytest.approx(slow, rel=0.01)
+    assert exchange("--on", "node1,node2,node3", "--accept-slow") == pytest.approx(slow, rel=0.01)
+    assert exchange("--on", "node1,node2,node4") == pytest.approx(slow / 10, rel=0.01)
+
+
 @pytest.mark.parametrize("hindered", [0.0, 0.5])
 @pytest.mark.parametrize("crossed", [True, False])
 def test_bytes_take_what_they_take_on_the_slowest_link_that_is_chosen(hindered: float, crossed: bool) -> None:
