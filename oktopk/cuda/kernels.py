@@ -24,6 +24,7 @@ from oktopk.cuda.adamw import DeviceAdamW
 from oktopk.cuda.displacement import DeviceDisplacement
 from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors, pointer_of
 from oktopk.cuda.select import SelectLaunches
+from oktopk.cuda.step_check import StepCheck
 from oktopk.displacement import Displacement
 
 _KERNELS = Path(__file__).parent
@@ -256,6 +257,11 @@ class DeviceKernels:
             undo_accumulate="accumulate.undo_accumulate_tensors",
         )  # fmt: skip
         return GradientTensors(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
+
+    def step_check(self, sizes: Sequence[int], element_type: str) -> StepCheck:
+        """What checks gradients and parameters of so many elements, each "float32", "bfloat16" or "float16", before a step."""
+        kernels = _listed_kernels("float32", element_type, check_step="step_check.check_step")
+        return StepCheck(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float

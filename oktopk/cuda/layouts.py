@@ -55,6 +55,10 @@ struct("UndoAccumulate", """
     "undo_accumulate", "undo_accumulate_tensors", "undo_accumulate_sum")
 struct("CopyScaled", "const float* values; float* out; long long n; float scale;", "copy_scaled")
 struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int element_bytes;", "locate_chunks")
+struct("CheckStep", """
+    const unsigned long long* table; long long n; double* partial; unsigned* finished;
+    const unsigned long long* places; const void* kept; int samples; unsigned epoch;
+    volatile unsigned long long* mailbox;""", "check_step")
 struct("SelectAtLeast", """
     const float* vector; long long n; unsigned threshold; unsigned ties; Entry* entries; unsigned capacity;
     Scan scan; volatile unsigned* report;""", "select_at_least")

@@ -118,6 +118,8 @@ class SelectingStep:
     def look(self) -> None:
         """Look where gradients and moments lie, for `run`. Values may change until then, but not where they lie."""
         self._fits = self._look()
+        if self._fits and self.has_state:
+            self._address()
 
     def forget(self) -> None:
         """Let go of what `look` has found."""
@@ -140,14 +142,18 @@ class SelectingStep:
             optimizer._selecting = None
         if not self.has_state:
             self._look()
+            self._address()
         self._set_step()
         self._fits, self._states = False, []  # which would keep moments that are replaced
         return True
 
-    def _set_step(self) -> None:
-        """Count the step, and tell the displacement what it reads."""
+    def _address(self) -> None:
+        """Note where what was looked at lies, for the displacement."""
         self._addresses[:] = 0
         self._addresses[:, self._at] = self._pointers
+
+    def _set_step(self) -> None:
+        """Count the step, and tell the displacement what it reads."""
         counts, end = self._count(), 0
         for group, size in zip(self._optimizer.param_groups, self._sizes, strict=True):
             begin, end = end, end + size

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from oktopk.cuda.step_check import StepCheck
 
 _MOST_UNSEEN = 1e19
 """A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
@@ -18,34 +22,43 @@ class GradientNorms:
     Args:
         gradients: those that are there.
         device: of them.
+        check: what sums the squares of just these already; None: torch computes the norm of each.
 
     Attributes:
         finite: whether all are, as far as has been looked.
         square: of the norm of all, where `read` was asked for it or `look_closely` has looked.
     """
 
-    def __init__(self, gradients: list[Tensor], device: torch.device) -> None:
-        self._gradients = gradients
-        each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
-        self._norms = torch.stack(each) if each else torch.zeros(1, device=device)
+    def __init__(self, gradients: list[Tensor], device: torch.device, check: StepCheck | None = None) -> None:
+        self._gradients, self._device, self._check = gradients, device, check
+        self._norms: Tensor | None = None  # of each gradient
+        if check is None:
+            each = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else ()
+            self._norms = torch.stack(each) if each else torch.zeros(1, device=device)
         self.finite, self.square = True, 0.0
 
-    def read(self, flags: Sequence[Tensor], square: bool) -> list[bool]:
-        """Wait for the norms and for other flags, once. Returns these.
+    def read(self, written: Tensor | None, flags: Sequence[Tensor], square: bool) -> tuple[bool, list[bool]]:
+        """Wait for the norms, once. Returns whether a sample was written to, and other flags.
 
         Args:
+            written: bool[], of the first; None: the check tells it.
             square: whether `square` is to be known.
         """
-        device = self._norms.device
-        told = [flag.reshape(()).to(device).bool() for flag in flags]
-        told.append((self._norms <= _MOST_UNSEEN).all())
+        read = [flag.reshape(()).to(self._device).bool() for flag in flags]
+        if self._check is not None:
+            values = torch.stack(read).tolist() if read else []
+            self.square, differs = self._check.read()
+            self.finite = self.square <= _MOST_UNSEEN**2
+            return differs, values
+        assert self._norms is not None and written is not None
+        read += [written, (self._norms <= _MOST_UNSEEN).all()]
         if square:
             whole = self._norms.double().square().sum()
-            *held, self.square = torch.stack([*(flag.double() for flag in told), whole]).tolist()
+            *values, self.square = torch.stack([*(flag.double() for flag in read), whole]).tolist()
         else:
-            held = torch.stack(told).tolist()
-        *others, self.finite = map(bool, held)
-        return others
+            values = torch.stack(read).tolist()
+        *others, differs, self.finite = map(bool, values)
+        return differs, others
 
     def look_closely(self, most: float) -> None:
         """Where a norm was large, find out whether all gradients are finite, with norms up to `most`."""
@@ -64,6 +77,11 @@ class GradientNorms:
         if not self._gradients:
             return
         own = self._norms
+        if own is None:  # the host knows the whole one
+            over = most / ((math.sqrt(self.square) if norm is None else norm) + 1e-6)
+            if over < 1.0:
+                torch._foreach_mul_(self._gradients, over)
+            return
         whole = own.norm() if norm is None else own.new_tensor(norm, dtype=torch.float64)
         scale = (most / (whole + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(self._gradients, scale.to(self._gradients[0].dtype))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from collectives.transport import Transport
@@ -55,6 +56,8 @@ class Reference:
         share: as given, over the ranks of the host in two levels.
         stepped: where an optimizer steps on this rank's shard alone, what it was shown as and what the last step made of it, for
             the next displacement; None where the parameters hold what steps have made.
+        followed: how often `look` has found a parameter elsewhere, or laid out otherwise.
+        sample: the bits of some elements of each parameter, as `watch` or `show` has left them.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
 
     Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more. In
@@ -93,7 +96,7 @@ class Reference:
         self._unfit: list[int] = []  # the parameters that kernels read in a copy, laid out as the reference
         self._copies: dict[int, Tensor] = {}
         as_wrapped.look()
-        self._followed = as_wrapped.changes
+        self.followed = as_wrapped.changes
         torch._foreach_copy_(self.views, self._held)
         self.watch()
 
@@ -278,18 +281,28 @@ class Reference:
 
     def _note(self) -> None:
         self._seen = self._written_to()
-        self._sample = self._sampled()
+        self.sample = self._sampled()
 
-    def changed(self) -> Tensor:
+    def sample_places(self) -> NDArray[np.uint64] | None:
+        """Addresses of the elements of `sample`, where `look` has found them; None where one is not laid out as the reference."""
+        if self._resampled:
+            return None
+        places = [
+            each.data_ptr() + each.element_size() * each.stride(0) * np.arange(len(each), dtype=np.uint64)
+            for each in self._samples
+        ]
+        return np.concatenate(places)
+
+    def changed(self, compare: bool = True) -> Tensor | None:
         """bool[], on the parameters' device: whether a sample of their elements has changed since `watch`. For `written`.
 
-        Of the parameters where `look` has found them.
+        Of the parameters where `look` has found them. Not compared where something else does: then None.
         """
         now, seen = self._written_to(), self._seen
         pairs = zip(zip(*now, strict=True), zip(*seen, strict=True), strict=True)
         self._rewritten = [] if now == seen else [n for n, (one, other) in enumerate(pairs) if one != other]
-        self._now = self._sampled()
-        return (self._now != self._sample).any()
+        self._now = self._sampled() if compare else None
+        return None if self._now is None else (self._now != self.sample).any()
 
     def moved(self) -> list[bool]:
         """Of each parameter whether it holds other values than the ones that were shown. Waits for a GPU."""
@@ -304,14 +317,15 @@ class Reference:
 
         Args:
             by_version: name those, too, that were written to where no sample lies, and those that were written back.
-            changed: what `changed` has just given; None: ask it here, which waits for a GPU.
+            changed: what `changed` has just given, or what has compared in its place; None: ask it here, which waits for a GPU.
         """
         if changed is None:
             self.look()
             changed = bool(self.changed())
         numbers = set(self._rewritten) if by_version else set()
         if changed:
-            differs = (self._now != self._sample).split([len(each) for each in self._samples])
+            now = self._sampled() if self._now is None else self._now
+            differs = (now != self.sample).split([len(each) for each in self._samples])
             numbers |= {number for number, each in enumerate(differs) if bool(each.any())}
         for number in set(self._rewritten) - numbers:  # other ranks may have found a change of theirs
             self._mark(number, torch.zeros_like(self.views[number], dtype=torch.bool))
@@ -406,9 +420,9 @@ class Reference:
     def look(self) -> None:
         """Look where the parameters lie now: `p.data = ...` and conversions move them."""
         self._as_wrapped.look()
-        if self._as_wrapped.changes == self._followed:
+        if self._as_wrapped.changes == self.followed:
             return
-        self._followed = self._as_wrapped.changes
+        self.followed = self._as_wrapped.changes
         self._resampled, self._unfit = [], []
         for number, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
             held = self._held[number] = parameter.detach()

@@ -23,6 +23,7 @@ from oktopk.settings import DENSE_ABOVE
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
+from oktopk.torch.gradient_check import GradientCheck
 from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
 from oktopk.torch.host_replica import HostReplica, SummedReplica
@@ -180,6 +181,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         self._reference = Reference(
             self._parameters, self.reducer, self._memory, self._share.now, self._as_wrapped
         )
+        self._check = self._new_check()
         self._sharded = self._new_shard_step()
         self._left_out = " and the moments of all replicas but one" * (self._replicas > 1)
         if self._sharded is not None:
@@ -215,6 +217,19 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         if self._arguments["replica"] == "summed":
             return SummedReplica(self._parameters, self.reducer)
         return HostReplica(self._parameters, self.reducer, self._memory)
+
+    def _new_check(self) -> GradientCheck | None:
+        """What checks gradients on a GPU; None on CPUs. Collective.
+
+        Raises:
+            ValueError: a rank has no memory for it; on every rank alike.
+        """
+        check = None
+        with self.reducer.transport.together(ValueError):
+            if self._parameters[0].is_cuda:
+                kernels = self.reducer.backend.kernels
+                check = GradientCheck(self._parameters, self._reference, kernels, self._memory)
+        return check
 
     def _new_shard_step(self) -> ShardStep | None:
         """What steps on this rank's shard; None where each rank steps on all parameters. Alike on all ranks. Collective.
@@ -353,11 +368,12 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         healthy = replica.take_mean()
         gradients = self._gradients()
         window.whole = len(gradients) == len(self._parameters)
-        norms = GradientNorms(gradients, self._reference.vector.device)
-        written = self._reference.changed()  # compared while a GPU computes the norms
+        check = None if self._check is None else self._check.begin()
+        norms = GradientNorms(gradients, self._reference.vector.device, check)
+        written = self._reference.changed(compare=check is None)  # while a GPU computes the norms
         if self._selecting is not None:
             self._selecting.look()
-        changed, *overflows = norms.read([written, *found], square=replica.sharded)
+        changed, overflows = norms.read(written, found, square=replica.sharded)
         self._take_written(changed)
         loaded, self._loaded = self._loaded, None
         if not healthy:  # the exchange raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import magnitude_bits
 from collectives.sparse import ENTRY
 from oktopk.thresholds import CANDIDATES
-from tests.devices import asynchronous, gpus, narrowed, on_gpus
+from tests.devices import asynchronous, gpus, narrowed, on_gpus, put
 from tests.inputs import entries_with
 from tests.rows import widened
 from tests.sides import (
@@ -251,6 +252,60 @@ def test_moves_are_rounded_where_it_is_said_and_added_as_a_vector(
 ) -> None:
     """Wherever they begin, and what they are compared with or kept in."""
     check(Side(device), element_type, PIECES[pieces], GUARD + 3 * (pieces == "odd"))
+
+
+@each_type_in_pieces
+def test_squares_of_pieces_are_summed_where_they_lie(device: Any, element_type: str, pieces: str) -> None:
+    """Twice alike, with missing ones as zeros; NaN and Inf, also at the very end, are seen."""
+    import torch
+
+    from oktopk.cuda.kernels import DeviceKernels
+
+    sizes, rng = PIECES[pieces], np.random.default_rng(5)
+    check, edges = DeviceKernels(device).step_check(sizes, element_type), np.cumsum([0, *sizes])
+    whole = torch.from_numpy(rng.standard_normal(edges[-1])).to(getattr(torch, element_type))
+    for missing, last in ((0.0, None), (0.4, None), (1.0, None), (0.0, math.nan), (0.0, -math.inf)):
+        if last is not None:
+            whole[-1] = last
+        memory = Held("cuda", bits_of(whole), GUARD + 3 * (pieces == "odd"))
+        here, width = rng.random(len(sizes)) >= missing, whole.element_size()
+        check.set_pointers(
+            [memory.address + width * int(at) if each else 0 for at, each in zip(edges, here, strict=False)]
+        )
+        sums = []
+        for _ in range(2):
+            check.begin(0)
+            sums.append(check.read())
+        assert str(sums[0]) == str(sums[1]), "NaN equals NaN as text"
+        if last is not None:
+            assert not sums[0][0] < math.inf
+            continue
+        squares = np.add.reduceat(np.append(whole.double().square().numpy(), 0), edges[:-1]) * (
+            np.array(sizes) > 0
+        )
+        square, differs = sums[0]
+        assert square == pytest.approx(float(squares[here].sum()), rel=1e-6)
+        assert not differs
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_a_sample_that_differs_is_seen_by_its_bits(device: Any, element_type: str) -> None:
+    from oktopk.cuda.kernels import DeviceKernels
+
+    check = DeviceKernels(device).step_check([5], element_type)
+    word = np.uint32 if element_type == "float32" else np.uint16
+    values = np.arange(1000, dtype=word)
+    values[10] = np.iinfo(word).max  # a NaN, which equals itself here
+    stride, memory = 3, put("cuda", values)
+    places = memory.data.ptr + np.arange(0, 1000, stride, dtype=np.uint64) * values.itemsize
+    check.set_samples(places)
+    for at in (None, 0, 1, 501, 999):
+        kept = values.copy()
+        if at is not None:
+            kept[at] ^= 1 << 15
+        held = put("cuda", kept[::stride].copy())
+        check.begin(held.data.ptr)
+        assert check.read() == (0.0, at is not None and at % stride == 0), at
 
 
 def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from torch import nn
 
 from oktopk import METHODS, DistributedOptimizer, average_buffers, broadcast_parameters
-from tests.devices import get, on_gpus, torch_device
+from tests.devices import get, need_gpus, on_gpus, torch_device
 from tests.oktopk.test_as_torch_alone import Heads, backward
 from tests.training import flat
 
@@ -28,6 +28,8 @@ def test_every_step_subtracts_exactly_the_update_that_was_reduced(
     comm: MPI.Intracomm, method: str, levels: dict[str, Any], place: torch.device
 ) -> None:
     """In two levels gradients are copied into memory that the host shares."""
+    if place.type == "cuda":
+        need_gpus(levels.get("ranks_per_host", 1))
     model = Heads().to(place)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer = DistributedOptimizer(inner, comm, method, density=0.05, threshold_interval=3, **levels)

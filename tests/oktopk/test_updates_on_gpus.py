@@ -134,3 +134,35 @@ def test_steps_on_shards_are_those_on_all_parameters(
     assert ends[0][:2] == ends[1][:2]
     on_shards, on_all = (comm.allreduce(each[2]) for each in ends)
     assert on_shards < on_all or comm.size == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}], ids=str)
+def test_one_kernel_checks_what_torch_checks(
+    comm: MPI.Intracomm, place: torch.device, settings: dict[str, Any]
+) -> None:
+    """Torch does where a gradient is laid out otherwise; of what is not finite, and of what is written behind its back."""
+    checks, ends = [], []
+    for relaid in (False, True):
+        model, optimizer = make(comm, place, 0, "sgd", nonfinite="skip", **settings)
+        weight = model[3].weight
+        for step in range(8):
+            gradients(model, optimizer, comm.rank, step)
+            if step == 2 and comm.rank == 0:
+                weight.grad[-1, -1] = float("nan")
+            if step == 4:
+                weight.data[0, 0] = 5.0  # on all ranks
+            if step == 6:
+                model[0].bias.grad = None
+            if relaid:
+                weight.grad = weight.grad.t().contiguous().t()
+            optimizer.step()
+            checks.append(optimizer._check is not None and optimizer._check.begin() is not None)
+        with optimizer.agreed():
+            assert abs(float(weight[0, 0]) - 5.0) < 1.0
+        ends.append(flat(model))
+        assert np.isfinite(ends[-1]).all()
+    assert checks == [place.type == "cuda"] * 8 + [False] * 8
+    if settings:  # clipped by a norm in float64, and in float32
+        np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7)
+    else:
+        assert ends[0].tobytes() == ends[1].tobytes()

@@ -68,13 +68,13 @@ def main():
     alone = [nn.Parameter((torch.randn(shape) * 0.02).to(device)) for shape in SHAPES]
     made["AdamW alone"] = alone, torch.optim.AdamW(alone, lr=1e-4, fused=True)
     drawn = torch.Generator(device).manual_seed(rank)
-    pool = [[torch.randn(shape, generator=drawn, device=device) * 1e-3 for shape in SHAPES] for _ in range(4)]
     times, names = {name: [] for name in made}, list(made)
     for number in range(WARMUP + rounds):
         first = number % len(names)
+        gradients = [torch.randn(shape, generator=drawn, device=device) * 1e-3 for shape in SHAPES]
         for name in names[first:] + names[:first]:
             parameters, optimizer = made[name]
-            for parameter, gradient in zip(parameters, pool[number % 4], strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
             wait()
             meet()
