@@ -255,3 +255,7 @@ def _switch_off_ddp(optimizer: DistributedOptimizer) -> None:
                 "of the two"
             )
         ddp.register_comm_hook(None, noop_hook)
+        # A DDP may be freed after its group was destroyed; its attributes are freed in their order. What refers to the group last
+        # waits for gloo's threads, and one of these may wait for the interpreter's lock. torch's Reducer keeps that lock, and the
+        # program would hang. Python's reference releases it, and becomes the last one.
+        vars(ddp)["process_group"] = vars(ddp).pop("process_group")

@@ -136,8 +136,8 @@ def main(folder: str) -> None:
     say("all ranks end alike", alike(held(trainer)))
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     say("it learns", losses[-1] < 0.7 * losses[0])
-    if not UNDER_MPI:
-        dist.destroy_process_group()
 
 
 main(sys.argv[1])
+if not UNDER_MPI:
+    dist.destroy_process_group()  # once the Trainers are gone: docs/frameworks.md

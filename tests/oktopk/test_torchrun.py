@@ -66,3 +66,48 @@ def test_a_rank_that_comes_after_the_others_ended_learns_it_was_late(tmp_path: P
     done = trained(tmp_path, "late")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("missed [1]") == 2, done.stdout
+
+
+LATE_OPERATION = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+import faulthandler, gc, os, time
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, as frameworks do: the defaults of its functions would keep that
+from torch.nn.parallel import DistributedDataParallel
+from oktopk import DistributedOptimizer
+from oktopk.frameworks.agreement import Agreement
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), density=0.2)
+agreement = Agreement([optimizer], 2)
+agreement.watch(model)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+agreement.end()
+del agreement, optimizer
+gc.collect()
+gathered = [torch.empty(4) for _ in range(2)]
+time.sleep(dist.get_rank())  # on rank 0 the operation ends once the program has left the group
+work = dist.all_gather(gathered, torch.ones(4), async_op=True)
+if dist.get_rank() == 1:
+    work.wait()
+del work, gathered  # a thread of gloo's alone has them
+faulthandler.dump_traceback_later(20, exit=True)
+dist.destroy_process_group()
+del model
+os.write(1, b"ended\\n")
+"""
+
+
+@pytest.mark.timeout(PATIENCE)
+def test_a_ddp_that_frameworks_made_may_outlive_its_process_group(tmp_path: Path) -> None:
+    """Else torch's Reducer ends the group with the interpreter's lock, which a thread of gloo's waits for."""
+    script = tmp_path / "ends.py"
+    script.write_text(LATE_OPERATION)
+    done = run_torchrun(2, str(script))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ended") == 2
