@@ -258,10 +258,10 @@ class DeviceKernels:
         )  # fmt: skip
         return GradientTensors(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
-    def step_check(self, sizes: Sequence[int], element_type: str) -> StepCheck:
-        """What checks gradients and parameters of so many elements, each "float32", "bfloat16" or "float16", before a step."""
+    def step_check(self, sizes: Sequence[int], element_type: str, samples: int = 0) -> StepCheck:
+        """What checks gradients, and samples of parameters, of so many elements, each "float32", "bfloat16" or "float16"."""
         kernels = _listed_kernels("float32", element_type, check_step="step_check.check_step")
-        return StepCheck(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
+        return StepCheck(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes, samples)
 
     def displacement(
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float

@@ -57,8 +57,8 @@ struct("CopyScaled", "const float* values; float* out; long long n; float scale;
 struct("LocateChunks", "unsigned long long* table; long long n; int tensors; int element_bytes;", "locate_chunks")
 struct("CheckStep", """
     const unsigned long long* table; long long n; double* partial; unsigned* finished;
-    const unsigned long long* places; const void* kept; int samples; unsigned epoch;
-    volatile unsigned long long* mailbox;""", "check_step")
+    const unsigned long long* places; const void* kept; volatile double* report; int samples; int unused;""",
+    "check_step")
 struct("SelectAtLeast", """
     const float* vector; long long n; unsigned threshold; unsigned ties; Entry* entries; unsigned capacity;
     Scan scan; volatile unsigned* report;""", "select_at_least")

@@ -1,12 +1,12 @@
-// check_step: the sum of the squares of a tensor list, and whether some sampled words are what they were, in one pass.
+// check_step: sums the squares of a tensor list, and compares sampled words with what they were, in one pass.
 //
 // Shapes   table: of a tensor list (multi_tensor.cuh) of n elements of SOURCE; partial[gridDim.x]; finished[1], zeroed once. places[samples]:
-//          addresses of words of sizeof(SOURCE); kept[samples], what they held. mailbox[3] in host memory: the lower and the upper half
-//          of the sum, a double, and whether a sample differs. p: structs of layouts.py.
+//          addresses of words of sizeof(SOURCE); kept[samples], what they held. report[2] in host memory: the sum, and 1 where a sample
+//          differs, else 0. p: structs of layouts.py.
 // Units    the sum: of the elements, squared.
 // Launch   any grid of blocks of THREADS; the last block adds up what the others have summed, and compares.
-// Order    fixed by the grid: the sum is the same in each run, bit for bit.
-// Overflow squares of a lane's elements in a span are added in float32, spans in float64: an element of 1.8e19 or more makes the sum Inf.
+// Order    fixed by the grid: the sum is the same in each run and wherever the tensors lie, bit for bit.
+// Overflow the squares of up to 16 elements are added in float32, these sums in float64. Where one exceeds float32 the sum is Inf.
 // NaN, Inf the sum is NaN or Inf. Samples are compared by their bits.
 // Traffic  sizeof(SOURCE) n bytes read, and 8 bytes a chunk. Where a tensor does not begin on a vector of four, its accesses are of single
 //          elements, four times as many. Of a sample some 8 + 2·sizeof(SOURCE) bytes.
@@ -14,7 +14,6 @@
 #include "coo.cuh"
 #include "gradient.cuh"
 #include "multi_tensor.cuh"
-#include "p2p.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -35,7 +34,7 @@ __device__ __forceinline__ double over_block(double sum, double* of_warps) {
   return total;
 }
 
-// The sum of squares of elements begin .. end - 1, of this lane's part.
+// The sum of the squares of this lane's part of elements begin .. end - 1: the same elements in the same order on both ways.
 __device__ __forceinline__ float squares(const TensorList& list, long long begin, long long end) {
   const unsigned long long word = list.narrowed(list.table[begin / CHUNK], begin, end);
   const int lane = threadIdx.x & 31;
@@ -47,13 +46,15 @@ __device__ __forceinline__ float squares(const TensorList& list, long long begin
     for (int j = 0; j < VECTORS; ++j) x[j] = load4(from + (j * 32 + lane) * 4);
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
-      sum = fused(x[j].x, x[j].x, fused(x[j].y, x[j].y, fused(x[j].z, x[j].z, fused(x[j].w, x[j].w, sum))));
+      sum = fused(x[j].w, x[j].w, fused(x[j].z, x[j].z, fused(x[j].y, x[j].y, fused(x[j].x, x[j].x, sum))));
   } else if (word) {
     const unsigned first = word >> 32, last = static_cast<unsigned>(word) >> 1;
-    for (long long i = begin + lane; i < end; i += 32) {
-      const float x = element(word & SEVERAL ? list.address(list.tensor_at(first, last, i), i) : word + (i - begin) * sizeof(SOURCE));
-      sum = fused(x, x, sum);
-    }
+    for (int j = 0; j < VECTORS; ++j)
+      for (long long i = begin + (j * 32 + lane) * 4, stop = i + 4 < end ? i + 4 : end; i < stop; ++i) {
+        const bool several = word & SEVERAL;
+        const float x = element(several ? list.address(list.tensor_at(first, last, i), i) : word + (i - begin) * sizeof(SOURCE));
+        sum = fused(x, x, sum);
+      }
   }
   return sum;
 }
@@ -87,8 +88,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) check_step(const __grid_co
     differs |= *reinterpret_cast<const Word*>(p.places[i]) != static_cast<const Word*>(p.kept)[i];
   differs = __syncthreads_or(differs);
   if (threadIdx.x) return;
-  const unsigned long long bits = __double_as_longlong(sum);
-  post(p.mailbox, 0, static_cast<unsigned>(bits), p.epoch);
-  post(p.mailbox, 1, static_cast<unsigned>(bits >> 32), p.epoch);
-  post(p.mailbox, 2, differs != 0, p.epoch);
+  p.report[0] = sum;
+  p.report[1] = differs ? 1.0 : 0.0;
 }

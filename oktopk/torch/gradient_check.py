@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GradientCheck:
-    """Sums the squares of all gradients, and compares the samples of all parameters with those that the reference has kept.
+    """Sums the squares of all gradients, and compares samples of all parameters with what the reference noted of them.
 
     Args:
         parameters: dense, of one type, on one GPU.
@@ -37,7 +37,7 @@ class GradientCheck:
         self._strides = [parameter.stride() for parameter in parameters]
         sizes = [parameter.numel() for parameter in parameters]
         with memory.stream_scope():
-            self._check: StepCheck = kernels.step_check(sizes, TYPE_NAMES[self._kind])
+            self._check: StepCheck = kernels.step_check(sizes, TYPE_NAMES[self._kind], len(reference.sample))
 
     def begin(self) -> StepCheck | None:
         """Begin to check the gradients that are there; None where something is laid out otherwise than when wrapped."""

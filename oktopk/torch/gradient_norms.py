@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from oktopk.cuda.step_check import StepCheck
 
 _MOST_UNSEEN = 1e19
-"""A larger norm may be that of a gradient which is not finite, or too large: its square overflows."""
+"""A larger norm, of one gradient or of all, may be that of one which is not finite, or too large: its square overflows."""
 
 
 class GradientNorms:
@@ -22,11 +22,11 @@ class GradientNorms:
     Args:
         gradients: those that are there.
         device: of them.
-        check: what sums the squares of just these already; None: torch computes the norm of each.
+        check: the check that has begun to sum their squares; None: torch computes the norm of each.
 
     Attributes:
         finite: whether all are, as far as has been looked.
-        square: of the norm of all, where `read` was asked for it or `look_closely` has looked.
+        square: of the norm of all, where there is a check, `read` was asked for it or `look_closely` has looked.
     """
 
     def __init__(self, gradients: list[Tensor], device: torch.device, check: StepCheck | None = None) -> None:
@@ -38,10 +38,10 @@ class GradientNorms:
         self.finite, self.square = True, 0.0
 
     def read(self, written: Tensor | None, flags: Sequence[Tensor], square: bool) -> tuple[bool, list[bool]]:
-        """Wait for the norms, once. Returns whether a sample was written to, and other flags.
+        """Wait for the norms. Returns whether a sample was written to, and other flags.
 
         Args:
-            written: bool[], of the first; None: the check tells it.
+            written: bool[], of the first; None where there is a check, which has compared samples.
             square: whether `square` is to be known.
         """
         read = [flag.reshape(()).to(self._device).bool() for flag in flags]
@@ -76,15 +76,19 @@ class GradientNorms:
         """
         if not self._gradients:
             return
-        own = self._norms
-        if own is None:  # the host knows the whole one
-            over = most / ((math.sqrt(self.square) if norm is None else norm) + 1e-6)
-            if over < 1.0:
-                torch._foreach_mul_(self._gradients, over)
+        kind = self._gradients[0].dtype
+        if self._norms is None:  # the host knows the norm already
+            whole = torch.tensor(math.sqrt(self.square) if norm is None else norm, dtype=torch.float64)
+            torch._foreach_mul_(self._gradients, _scale(most, whole).to(kind).item())
             return
+        own = self._norms
         whole = own.norm() if norm is None else own.new_tensor(norm, dtype=torch.float64)
-        scale = (most / (whole + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(self._gradients, scale.to(self._gradients[0].dtype))
+        torch._foreach_mul_(self._gradients, _scale(most, whole).to(kind))
+
+
+def _scale(most: float, norm: Tensor) -> Tensor:
+    """By what gradients of a norm are multiplied so that it is at most so large."""
+    return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def most_norm(groups: Sequence[dict[str, Any]], ranks: int) -> float:

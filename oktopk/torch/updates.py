@@ -355,7 +355,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         """Whether this rank's gradients are finite, after unscaling; then they are clipped.
 
         What was written into parameters is taken before they are. Where several ranks are a replica, of its gradient; False, too,
-        where another of them has a problem. A GPU is waited for once, for both.
+        where another of them has a problem. A GPU is waited for once for both, and before that for flags of a GradScaler.
         """
         replica, reducer, window = self._replica, self.reducer, self._window
         found: list[Tensor] = []

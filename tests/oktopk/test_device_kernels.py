@@ -255,57 +255,77 @@ def test_moves_are_rounded_where_it_is_said_and_added_as_a_vector(
 
 
 @each_type_in_pieces
-def test_squares_of_pieces_are_summed_where_they_lie(device: Any, element_type: str, pieces: str) -> None:
-    """Twice alike, with missing ones as zeros; NaN and Inf, also at the very end, are seen."""
+def test_squares_of_pieces_are_summed_where_they_lie(
+    device: Any, element_type: str, pieces: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits wherever that is, by several blocks or few; with missing ones as zeros. What is not finite is seen."""
     import torch
 
     from oktopk.cuda.kernels import DeviceKernels
+    from oktopk.cuda.step_check import StepCheck
 
+    monkeypatch.setattr(StepCheck, "BLOCKS", 2 if pieces == "fours" else StepCheck.BLOCKS)
     sizes, rng = PIECES[pieces], np.random.default_rng(5)
     check, edges = DeviceKernels(device).step_check(sizes, element_type), np.cumsum([0, *sizes])
     whole = torch.from_numpy(rng.standard_normal(edges[-1])).to(getattr(torch, element_type))
     for missing, last in ((0.0, None), (0.4, None), (1.0, None), (0.0, math.nan), (0.0, -math.inf)):
         if last is not None:
             whole[-1] = last
-        memory = Held("cuda", bits_of(whole), GUARD + 3 * (pieces == "odd"))
-        here, width = rng.random(len(sizes)) >= missing, whole.element_size()
-        check.set_pointers(
-            [memory.address + width * int(at) if each else 0 for at, each in zip(edges, here, strict=False)]
-        )
-        sums = []
-        for _ in range(2):
+        here, sums = rng.random(len(sizes)) >= missing, list[tuple[float, bool]]()
+        for shift in (0, 3):
+            memory = Held("cuda", bits_of(whole), GUARD + shift)
+            addresses = memory.address + whole.element_size() * edges[:-1]
+            check.set_pointers((addresses * here).tolist())
             check.begin(0)
             sums.append(check.read())
+        square, differs = sums[0]
         assert str(sums[0]) == str(sums[1]), "NaN equals NaN as text"
+        assert not differs
         if last is not None:
-            assert not sums[0][0] < math.inf
+            assert not square < math.inf
             continue
         squares = np.add.reduceat(np.append(whole.double().square().numpy(), 0), edges[:-1]) * (
             np.array(sizes) > 0
         )
-        square, differs = sums[0]
         assert square == pytest.approx(float(squares[here].sum()), rel=1e-6)
-        assert not differs
+
+
+def test_a_square_above_float32_is_infinite(device: Any) -> None:
+    from oktopk.cuda.kernels import DeviceKernels
+
+    check = DeviceKernels(device).step_check([2000], "float32")
+    for value, finite in ((4e18, True), (2e19, False)):
+        memory = put("cuda", np.full(2000, value, np.float32))
+        check.set_pointers([memory.data.ptr])
+        check.begin(0)
+        assert (check.read()[0] < math.inf) == finite
 
 
 @pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
 def test_a_sample_that_differs_is_seen_by_its_bits(device: Any, element_type: str) -> None:
+    """Of several checks each has its own; none counts as a step among peers, which other ranks may check by other means."""
     from oktopk.cuda.kernels import DeviceKernels
 
-    check = DeviceKernels(device).step_check([5], element_type)
-    word = np.uint32 if element_type == "float32" else np.uint16
+    word, stride = np.uint32 if element_type == "float32" else np.uint16, 3
     values = np.arange(1000, dtype=word)
     values[10] = np.iinfo(word).max  # a NaN, which equals itself here
-    stride, memory = 3, put("cuda", values)
+    memory, epoch = put("cuda", values), device.epoch
     places = memory.data.ptr + np.arange(0, 1000, stride, dtype=np.uint64) * values.itemsize
+    kernels = DeviceKernels(device)
+    check, other = (kernels.step_check([5], element_type, len(places)) for _ in range(2))
     check.set_samples(places)
+    other.set_samples(places)
+    same = put("cuda", values[::stride].copy())
     for at in (None, 0, 1, 501, 999):
         kept = values.copy()
         if at is not None:
             kept[at] ^= 1 << 15
-        held = put("cuda", kept[::stride].copy())
-        check.begin(held.data.ptr)
+        now = put("cuda", kept[::stride].copy())
+        check.begin(now.data.ptr)
+        other.begin(same.data.ptr)
         assert check.read() == (0.0, at is not None and at % stride == 0), at
+        assert other.read() == (0.0, False)
+    assert device.epoch == epoch
 
 
 def test_addresses_that_no_gradient_has_are_refused(device: Any) -> None:

@@ -136,13 +136,13 @@ def test_steps_on_shards_are_those_on_all_parameters(
     assert on_shards < on_all or comm.size == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"method": "oktopk"}], ids=str)
 def test_one_kernel_checks_what_torch_checks(
     comm: MPI.Intracomm, place: torch.device, settings: dict[str, Any]
 ) -> None:
-    """Torch does where a gradient is laid out otherwise; of what is not finite, and of what is written behind its back."""
+    """Torch does where a gradient is laid out otherwise, on one rank or all; of values, NaN, and what is written behind it."""
     checks, ends = [], []
-    for relaid in (False, True):
+    for relaid in ([], [comm.size - 1], range(comm.size)):
         model, optimizer = make(comm, place, 0, "sgd", nonfinite="skip", **settings)
         weight = model[3].weight
         for step in range(8):
@@ -151,9 +151,11 @@ def test_one_kernel_checks_what_torch_checks(
                 weight.grad[-1, -1] = float("nan")
             if step == 4:
                 weight.data[0, 0] = 5.0  # on all ranks
+            if step == 5:
+                model[0].weight.data = model[0].weight.data.clone()  # elsewhere
             if step == 6:
                 model[0].bias.grad = None
-            if relaid:
+            if comm.rank in relaid:
                 weight.grad = weight.grad.t().contiguous().t()
             optimizer.step()
             checks.append(optimizer._check is not None and optimizer._check.begin() is not None)
@@ -161,8 +163,10 @@ def test_one_kernel_checks_what_torch_checks(
             assert abs(float(weight[0, 0]) - 5.0) < 1.0
         ends.append(flat(model))
         assert np.isfinite(ends[-1]).all()
-    assert checks == [place.type == "cuda"] * 8 + [False] * 8
-    if settings:  # clipped by a norm in float64, and in float32
-        np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7)
-    else:
-        assert ends[0].tobytes() == ends[1].tobytes()
+    checked = [place.type == "cuda" and comm.rank not in relaid for relaid in ([], [comm.size - 1])]
+    assert checks == [checked[0]] * 8 + [checked[1]] * 8 + [False] * 8
+    for end in ends[1:]:
+        if "clip_norm" in settings:  # clipped by a norm in float64, and in float32
+            np.testing.assert_allclose(ends[0], end, rtol=1e-5, atol=1e-7)
+        else:
+            assert ends[0].tobytes() == end.tobytes()
