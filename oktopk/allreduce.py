@@ -306,7 +306,7 @@ class GradientAllreduce(Resumable):
         return self._take(gradient, problem, absent, token, measure=False, wait=False)
 
     def subtract_update(self, vector: Any) -> None:
-        """vector -= update, of a step that has ended. No traffic.
+        """vector -= update, of a step that has ended: by the applied entries, where the step knows them. No traffic.
 
         Args:
             vector: float32[n] on the device.

@@ -29,7 +29,7 @@ extern "C" __global__ void put_selection(const __grid_constant__ PutSelection p)
   put_selected(p.p2p, p.header, p.entries, static_cast<unsigned>(p.nnz), 0, 0, p.mailbox, p.p2p.step->epoch);
 }
 
-// Signal that the sums that this rank keeps lie in its window.
+// Signal that the sums that this rank keeps lie in its window, behind an exact threshold; in other steps keep_sums does.
 extern "C" __global__ void put_kept(const __grid_constant__ PutKept p) {
   if (!p.p2p.decision->stop) put_signal(p.p2p, KEPT, nullptr, 0, p.p2p.step->epoch);
 }

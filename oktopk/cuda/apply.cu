@@ -1,4 +1,5 @@
-// apply: the small kernels that turn a gathered update into state. One thread an entry; indices occur once in a list.
+// apply: what turns a gathered update into state: gather_and_apply through peer memory, where a warp takes APPLY_ENTRIES, and small
+// kernels of a thread an entry. Indices occur once in a list.
 //
 // Shapes   vector[n] float; entries[n], mine[mine_nnz] COO, ascending. p: structs of layouts.py.
 // Units    scale: a factor; indices are those of the dense vector.

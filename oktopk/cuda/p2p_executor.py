@@ -52,6 +52,9 @@ _ABORTED = "steps through peer memory cannot go on: {}. Continue from a checkpoi
 class P2PExecutor:
     """Runs the steps of one instance of Ok-Topk whose ranks read each other's memory.
 
+    `begin` makes a step, which has `P2PLaunches` launch it. `Steps` then asks the step for its `result`, which waits for the
+    selection and the `outcome`, and has the executor note what was `applied`.
+
     Args:
         method: its thresholds and regions serve steps through peer memory and over messages alike.
         vectors: of this rank.

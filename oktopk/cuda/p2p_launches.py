@@ -400,7 +400,7 @@ class P2PLaunches:
         self._enqueue(vectors, stream, exact, deferred)
 
     def _enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, deferred: bool) -> None:
-        """What follows the selection; can be captured.
+        """What follows the selection; can be captured. Each launch has its kernel beside it; whose p2p.cuh says what they signal.
 
         Args:
             vectors: addresses of the gradient (for `_set_reader`'s kind), residual and update.
@@ -409,18 +409,18 @@ class P2PLaunches:
         """
         # here, since the selections of other ranks must be waited for anyway
         self._clear.params.vector = vectors[2]
-        self._clear(self._clear_blocks, 256, stream)
+        self._clear(self._clear_blocks, 256, stream)  # apply.cu: clear_support
         self._mark(2, stream)
         self._await(0, stream)
-        self._collect(self._copy_blocks, 256, stream, self._transport.size)
+        self._collect(self._copy_blocks, 256, stream, self._transport.size)  # collect.cu: collect_region
         self._mark(3, stream)
         if exact:
             self._enqueue_exact_sums(stream)
         else:
-            self._count_sums[0](self._tiles, 256, stream)
-            self._count_sums[1](self._overflow_blocks, 256, stream)
-            self._decide(1, 128, stream)
-            self._keep_sums(self._keep_blocks, COMPACT_THREADS, stream)
+            self._count_sums[0](self._tiles, 256, stream)  # sum_sorted_lists.cu: sum_tiles
+            self._count_sums[1](self._overflow_blocks, 256, stream)  # and sum_overflowed_tiles
+            self._decide(1, 128, stream)  # decide.cu
+            self._keep_sums(self._keep_blocks, COMPACT_THREADS, stream)  # which signals KEPT
         self._mark(4, stream)
         self._enqueue_apply(vectors, stream)
         if deferred and (undo := self._reader.undo) is not None:
@@ -429,10 +429,10 @@ class P2PLaunches:
         self._mark(5, stream)
 
     def _enqueue_exact_sums(self, stream: int) -> None:
-        self._sum_all[0](self._tiles, 256, stream)
-        self._sum_all[1](self._overflow_blocks, 256, stream)
-        self._kth.select_global(stream)
-        self._put_kept(1, 128, stream)
+        self._sum_all[0](self._tiles, 256, stream)  # sum_sorted_lists.cu: sum_tiles
+        self._sum_all[1](self._overflow_blocks, 256, stream)  # and sum_overflowed_tiles
+        self._kth.select_global(stream)  # kth.cu: kth_histogram to take_exact
+        self._put_kept(1, 128, stream)  # collect.cu; signals KEPT
 
     def _await(self, signal: int, stream: int) -> None:
         if self._device.priority < 0:
@@ -442,7 +442,7 @@ class P2PLaunches:
         self._await(1, stream)
         params = self._apply.params
         _, params.residual, params.update = vectors
-        self._apply(self._apply_blocks, 256, stream, self._transport.size)
+        self._apply(self._apply_blocks, 256, stream, self._transport.size)  # apply.cu: gather_and_apply
 
     def _mark(self, number: int, stream: int) -> None:
         if self._timed:

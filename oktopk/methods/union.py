@@ -47,7 +47,7 @@ class SharedSupport(SparseMethod):
     The chosen indices travel alone, coded on every wire. The values travel without an index, as all ranks know the list.
 
     Traffic: at most k(P-1)/P·(2 + log2(nP/k)) bits a rank for the chosen indices, and up to 3 words a list; at most 2k(P-1)/P
-        values, see `collectives.sum_values`; P + 2 log2 P messages. Control: one allgather of 2 int64.
+        values, see `collectives.sum_values`; P + 2 log2 P messages. Control: one allgather of 2 int64, and of a step's token.
     Source: own; Chen et al., ScaleCom, NeurIPS 2020, has the ranks take turns to choose for all.
     """
 
@@ -89,16 +89,16 @@ class SharedSupport(SparseMethod):
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
         transport, values, settings = self.transport, self._values, self.settings
-        update = self.gather_support(selection, plan)
+        sums = self.gather_support(selection, plan)  # indices alone, until their values are summed
         with plan.timer.stage("exchange"):
-            sent = transport.workspace.entries("sent", len(update))
-            self.kernels.take_values(self._residual, update, sent)
-            errors = sum_values(sent, update, transport, values, settings.bucket_rounds, settings.rotate)
+            sent = transport.workspace.entries("sent", len(sums))
+            self.kernels.take_values(self._residual, sums, sent)
+            errors = sum_values(sent, sums, transport, values, settings.bucket_rounds, settings.rotate)
             if values.wait_for_nonfinite():
                 raise FlaggedRanksError([])
         result = self.result(
             selection,
-            SparseVector(update, self.length),
+            SparseVector(sums, self.length),
             returned=(SparseVector(errors, self.length),) if values.rounds else (),
             errors_stay=values.rounds,
             rounding=values.rounding,

@@ -92,7 +92,7 @@ class OkTopkState:
         **settings: Any,
     ) -> None:
         beside = "gradient_type", "peer_memory"  # which the reducer takes
-        if "sends" in settings or "every" in settings:
+        if settings.pop("sends", "gradients") != "gradients" or "every" in settings:
             raise ValueError(
                 "the hook reduces gradients: for updates wrap the optimizer in DistributedOptimizer, and register noop_hook"
             )

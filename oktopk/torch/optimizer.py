@@ -156,7 +156,7 @@ class DistributedOptimizer(SavedOptimizer):
     ] = {}  # by what they send; `oktopk.torch.kinds` has all
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
-    _applied: Tensor  # the update in the parameters' type
+    _applied: Tensor  # of gradients the update in the parameters' type; of updates `_update` itself
     _open: Sequence[str] = ()  # settings that settings="auto" chose
     _hosts: Sequence[int] = ()  # of the ranks, where it chose
 

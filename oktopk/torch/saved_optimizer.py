@@ -29,7 +29,7 @@ from oktopk.torch.wrapped import WrappedOptimizer
 
 
 class SavedOptimizer(WrappedOptimizer):
-    """The part of a `DistributedOptimizer` that has to do with states; that class sets up what is named here."""
+    """The part of a `DistributedOptimizer` that has to do with states; that class sets up what is named here, and has `step`."""
 
     reducer: GradientAllreduce | BucketedAllreduce
     """What sums over the ranks."""

@@ -51,7 +51,7 @@ class _Agreed(AbstractContextManager[None]):
 
 
 class UpdatesState(DistributedOptimizer):
-    """The part of an `UpdatesOptimizer` that takes no step; that class sets up what is named here."""
+    """The part of an `UpdatesOptimizer` that takes no step; that class sets up what is named here, and has `_step`."""
 
     reducer: GradientAllreduce
     residual_decay: float

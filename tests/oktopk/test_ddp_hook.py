@@ -645,7 +645,7 @@ def test_a_state_is_what_was_loaded_until_the_next_step(comm: MPI.Intracomm) -> 
 def test_a_state_loaded_early_leaves_the_group_to_ddp(comm: MPI.Intracomm) -> None:
     alone = [dist.new_group([rank]) for rank in range(comm.size)][comm.rank]
     model = nn.Linear(4, 2)
-    state = OkTopkState(density=0.5, module=model)
+    state = OkTopkState(density=0.5, module=model, sends="gradients")
     state.load_state_dict(OkTopkState(density=0.5, module=model).state_dict())
     ddp = DistributedDataParallel(model, process_group=alone)
     ddp.register_comm_hook(state, ddp_hook)

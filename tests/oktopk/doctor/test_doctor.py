@@ -87,7 +87,12 @@ def test_however_one_process_or_two_ranks_end_it_is_a_sentence(
     ("starter", "body", "seconds"),
     [
         (mpi_starter, MPI + "{}\nif rank: MPI.COMM_WORLD.recv()\ntime.sleep(60)", 3),
-        (torch_starter, TORCH + "{}\ntime.sleep(60)", 9),
+        pytest.param(
+            torch_starter,
+            TORCH + "{}\ntime.sleep(60)",
+            9,
+            marks=pytest.mark.long("`make test` has two ranks of MPI that hang"),
+        ),
     ],
 )
 def test_two_ranks_that_hang_are_ended_with_nothing_left(
