@@ -65,14 +65,14 @@ class Regions:
         self.boundaries = region_boundaries(self.splits, self._length, self._transport)
         self.stale = False
 
-    def begin(self, moved: bool) -> None:
+    def begin(self, displaced: bool) -> None:
         """Tell what the step selects from. Every rank must call, before `learn`.
 
         Args:
-            moved: a `Displacement`. From the first one nothing is learned: Adam first moves all elements by as much, and of equal
-                magnitudes the lowest indices are selected.
+            displaced: by a `Displacement`. From the first one nothing is learned: Adam first moves all elements by as much, and
+                of equal magnitudes the lowest indices are selected.
         """
-        self._learns = not (moved and self.splits is None)
+        self._learns = not (displaced and self.splits is None)
 
     def learn(self, splits: NDArray[np.int64] | None) -> None:
         """Remember what a step selected. Every rank must call.

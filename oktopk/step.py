@@ -28,7 +28,7 @@ class Plan:
         new_boundaries: agree on new region boundaries, from what was selected before.
         scale: factor on the sum over the ranks.
         timer: times the stages.
-        moved: the gradient is a `Displacement`.
+        displaced: the gradient is a `Displacement`.
         may_defer: the step may return before the host knows how it went.
         problem: an error that the caller found on this rank alone, not equal on all ranks: every rank then raises it. It is a
             sentence and no exception, as no rank asks the others in a step (`Transport.together`): the step's own messages take
@@ -43,7 +43,7 @@ class Plan:
     new_boundaries: bool
     scale: float
     timer: StageTimer
-    moved: bool = False
+    displaced: bool = False
     may_defer: bool = False
     problem: str = ""
     absent: Spans = ()

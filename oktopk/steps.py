@@ -136,8 +136,8 @@ class Steps:
     def _take(
         self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
     ) -> StepReport:
-        moved = isinstance(gradient, Displacement)
-        if isinstance(gradient, GradientTensors) and not (moved or self.reads_tensors(measure)):
+        displaced = isinstance(gradient, Displacement)
+        if isinstance(gradient, GradientTensors) and not (displaced or self.reads_tensors(measure)):
             raise ValueError("this step reads no tensor list, see reads_tensors(): pass one vector")
         accepted = self.backend.validate(gradient, self.length)
         if self.backend.share_memory(accepted, self._vectors.update):
@@ -147,10 +147,10 @@ class Steps:
         with self.backend.stream_scope():
             self._complete()
             self._placement.withhold(self._vectors, absent)
-            beside = problem, absent, token, moved
+            beside = problem, absent, token, displaced
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
                 earlier = None
-                if moved:
+                if displaced:
                     method = self._method_at(self.steps)[0]
                     earlier = self._earlier(accepted) if measure and method.sparse else None
                     readable = method.reads_displacements and not measure
@@ -227,7 +227,7 @@ class Steps:
         return self.backend.zeros(self.length) if residual is None else residual.copy()
 
     def _measured_step(
-        self, gradient: Any, earlier: Any, problem: str, absent: Spans, token: int | None, moved: bool
+        self, gradient: Any, earlier: Any, problem: str, absent: Spans, token: int | None, displaced: bool
     ) -> StepReport:
         """One step, which is waited for. earlier: the residual before a displacement was added to it; None for a gradient."""
         method, k = self._method_at(self.steps)
@@ -239,7 +239,7 @@ class Steps:
                 self._sampler = sampler
             added, residual = self._placement.measured(gradient, self._vectors)
             self._sampler.before(added, residual, added if earlier is None else residual - earlier)
-        report = self._begin(gradient, problem, absent, token, moved, may_defer=False)
+        report = self._begin(gradient, problem, absent, token, displaced, may_defer=False)
         self._complete()
         if method.sparse and self._sampler is not None and not report.skipped:
             to_sum = float(self.transport.size) if self.settings.average else 1.0
@@ -253,7 +253,7 @@ class Steps:
         return sparse % interval == 0 or (sparse < interval and sparse.bit_count() == 1)
 
     def _begin(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, moved: bool, may_defer: bool
+        self, gradient: Any, problem: str, absent: Spans, token: int | None, displaced: bool, may_defer: bool
     ) -> StepReport:
         settings, step = self.settings, self.steps
         timer = StageTimer(self.time_stages, self.backend.nvtx)
@@ -267,7 +267,7 @@ class Steps:
             new_boundaries=changed or self._renews_boundaries(),
             scale=1.0 / self.transport.size if settings.average else 1.0,
             timer=timer,
-            moved=moved,
+            displaced=displaced,
             may_defer=may_defer and settings.deferred and self._trust == _TRUSTED,
             problem=problem,
             absent=absent,

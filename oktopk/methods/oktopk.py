@@ -71,7 +71,7 @@ class OkTopk(SparseMethod):
         if self.regions.are_due(plan.new_boundaries):
             with plan.timer.stage("boundaries"):
                 self.regions.renew()
-        self.regions.begin(plan.moved)
+        self.regions.begin(plan.displaced)
         return self.boundaries
 
     def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:

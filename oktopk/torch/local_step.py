@@ -107,7 +107,7 @@ class LocalStep:
             return every
         return [factor if used else 1.0 for factor, used in zip(every, anywhere, strict=True)]
 
-    def moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> Iterator[bool]:
+    def may_have_moved(self, parameters: Sequence[Tensor], anywhere: bytes) -> Iterator[bool]:
         """Of each parameter, whether the last step may have moved it on some rank: its rate is not 0, as far as the host knows.
 
         Args:

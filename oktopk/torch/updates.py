@@ -492,8 +492,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
                 reference.marked.clear()
             factors = self._local.decay_of(self._replica.parameters, anywhere)
             parameters = self._replica.parameters
-            factor = self._forgetting.count(any(self._local.moved(parameters, anywhere)))
-            reference.residual.scale(factor, self._local.moved(parameters, anywhere))
+            factor = self._forgetting.count(any(self._local.may_have_moved(parameters, anywhere)))
+            reference.residual.scale(factor, self._local.may_have_moved(parameters, anywhere))
             if new:
                 self._share.renew(self.param_groups, self._forgetting.exchanges)
         window.failed = False
