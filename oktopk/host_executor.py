@@ -63,22 +63,26 @@ class HostExecutor:
 
     def _begin(self, gradient: Any, plan: Plan) -> CompletedStep:
         method, vectors, group = self._method, self._vectors, self._group
-        moved = gradient if isinstance(gradient, ShardDisplacement) else None
+        displacement = gradient if isinstance(gradient, ShardDisplacement) else None
         if method.hides_work and group.between is not None:
             plan.meanwhile = vectors.clear_update
         elif method.sparse:
             with plan.timer.stage("apply"):
                 vectors.clear_update()
         # a device may find only now that what the last step gathered did not decode
-        flag = bool(plan.problem) or method.codec.gathered_damage or (moved is not None and moved.nonfinite)
-        flag = group.publish(gradient if moved is None else None, flag, plan.token)
+        flag = (
+            bool(plan.problem)
+            or method.codec.gathered_damage
+            or (displacement is not None and displacement.nonfinite)
+        )
+        flag = group.publish(gradient if displacement is None else None, flag, plan.token)
         token = None if plan.token is None else combined(group.host.tokens or ())
         self._withhold(plan.absent, token)
         summed, result = None, None
         if group.between is not None:
             with plan.timer.stage("host_sum"):
                 # a displacement is in the residual already, and stays there; only a selection can sum while it reads
-                summed = group.sum(at_once=not method.sparse) if moved is None else moved.vector
+                summed = group.sum(at_once=not method.sparse) if displacement is None else displacement.vector
             method.transport.token, method.transport.tokens = token, None
             result = self._reduce(summed, plan, flag)
             method.transport.token = None  # not of what follows, where it was not taken along

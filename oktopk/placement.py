@@ -89,17 +89,17 @@ class Placement:
         self, sizes: Sequence[int], element_type: str, reference: Any, share: float
     ) -> ParameterDisplacement:
         """As `GradientAllreduce.displacement`."""
-        moved: ParameterDisplacement = self._backend.kernels.displacement(
+        displacement: ParameterDisplacement = self._backend.kernels.displacement(
             sizes, element_type, reference, share
         )
-        return moved
+        return displacement
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         """As `GradientAllreduce.adamw_displacement`."""
-        moved: AdamWDisplacement = self._backend.kernels.adamw_displacement(sizes, element_type)
-        return moved
+        displacement: AdamWDisplacement = self._backend.kernels.adamw_displacement(sizes, element_type)
+        return displacement
 
-    def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
+    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
 
         Args:
@@ -107,18 +107,18 @@ class Placement:
         """
         vectors.pending = True
         if readable:
-            return moved
-        nonfinite = self._add(moved, vectors)
+            return displacement
+        nonfinite = self._add(displacement, vectors)
         zeros = self._backend.zeros(self._length)
-        if nonfinite or moved.flagged:
+        if nonfinite or displacement.flagged:
             zeros[:1] = np.nan
         return zeros
 
-    def _add(self, moved: Displacement | NDArray[np.float32], vectors: ErrorFeedback) -> bool:
+    def _add(self, displacement: Displacement | NDArray[np.float32], vectors: ErrorFeedback) -> bool:
         """Add to the residual what is finite; whether something was not."""
         kernels = self._backend.kernels
         nothing = self._transport.workspace.entries("nothing", 1 + kernels.BLOCK)
-        return bool(kernels.accumulate_select(moved, vectors.residual, NOTHING, nothing).nonfinite > 0)
+        return bool(kernels.accumulate_select(displacement, vectors.residual, NOTHING, nothing).nonfinite > 0)
 
     def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Any, Any]:
         """What this rank adds to a step, as two vectors of n elements; None for a residual of zero."""
@@ -225,14 +225,14 @@ class TwoLevels(Placement):
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         raise ValueError("AdamW in the pass that selects is for flat steps")
 
-    def displaced(self, moved: Any, vectors: ErrorFeedback, readable: bool) -> Any:
+    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Any:
         vectors.pending = True
         vectors.put_back()
-        moved.nonfinite = moved.flagged
-        if len(moved.vector):
-            moved.nonfinite = self._add(moved.vector, vectors) or moved.flagged
-            moved.vector.fill(0)
-        return moved
+        displacement.nonfinite = displacement.flagged
+        if len(displacement.vector):
+            displacement.nonfinite = self._add(displacement.vector, vectors) or displacement.flagged
+            displacement.vector.fill(0)
+        return displacement
 
     def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Any, Any]:
         group, residual = self.group, None

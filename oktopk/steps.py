@@ -220,10 +220,10 @@ class Steps:
         begun, self._open = self._open, None
         self._end(*begun)
 
-    def _earlier(self, moved: Displacement) -> Any:
+    def _earlier(self, displacement: Displacement) -> Any:
         """A copy of this rank's residual, to which a displacement is about to be added."""
         self._vectors.put_back()
-        residual = self._placement.measured(moved, self._vectors)[1]
+        residual = self._placement.measured(displacement, self._vectors)[1]
         return self.backend.zeros(self.length) if residual is None else residual.copy()
 
     def _measured_step(

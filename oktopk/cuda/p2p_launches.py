@@ -400,7 +400,7 @@ class P2PLaunches:
         self._enqueue(vectors, stream, exact, deferred)
 
     def _enqueue(self, vectors: tuple[int, ...], stream: int, exact: bool, deferred: bool) -> None:
-        """What follows the selection; can be captured. Each launch has its kernel beside it; whose p2p.cuh says what they signal.
+        """What follows the selection; can be captured. Beside each launch is its kernel; p2p.cuh has the signals.
 
         Args:
             vectors: addresses of the gradient (for `_set_reader`'s kind), residual and update.

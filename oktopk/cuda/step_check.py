@@ -56,7 +56,13 @@ class StepCheck(GradientTensors):
         device.report(self._report, 4)
 
     def set_samples(self, places: NDArray[np.uint64]) -> None:
-        """Set which words are compared from here on, by their addresses, as many as at construction."""
+        """Set which words are compared from here on, by their addresses.
+
+        Raises:
+            ValueError: more or fewer than at construction.
+        """
+        if len(places) != self._samples:
+            raise ValueError(f"{len(places)} places for {self._samples} samples")
         self._device.upload(self._places.data.ptr, places)
 
     def begin(self, kept: int) -> None:

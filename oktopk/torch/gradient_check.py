@@ -1,4 +1,7 @@
-"""What a step asks a GPU before it begins: one kernel, where torch takes some launches, and a small tensor for each parameter."""
+"""Checks gradients and samples of parameters on a GPU before a step, by one kernel.
+
+Torch takes some twenty launches for that, and a small tensor for each parameter.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ class GradientCheck:
     ) -> None:
         self._parameters, self._memory, self._kind = parameters, memory, parameters[0].dtype
         self._reference, self._followed = reference, -1
-        self._strides = [parameter.stride() for parameter in parameters]
         sizes = [parameter.numel() for parameter in parameters]
+        self._laid = [(parameter.stride(), size) for parameter, size in zip(parameters, sizes, strict=True)]
         with memory.stream_scope():
             self._check: StepCheck = kernels.step_check(sizes, TYPE_NAMES[self._kind], len(reference.sample))
 
     def begin(self) -> StepCheck | None:
         """Begin to check the gradients that are there; None where something is laid out otherwise than when wrapped."""
         reference, addresses = self._reference, list[int]()
-        for parameter, strides in zip(self._parameters, self._strides, strict=True):
+        for parameter, laid in zip(self._parameters, self._laid, strict=True):
             if (gradient := parameter.grad) is None:
                 addresses.append(0)
-            elif gradient.stride() == strides and gradient.dtype == self._kind:
+            elif (gradient.stride(), gradient.numel()) == laid and gradient.dtype == self._kind:
                 addresses.append(gradient.data_ptr())
             else:
                 return None

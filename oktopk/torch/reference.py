@@ -82,7 +82,7 @@ class Reference:
         self._array = memory.array(self.vector)
         kind, sizes = TYPE_NAMES[parameters[0].dtype], [p.numel() for p in parameters]
         with memory.stream_scope():
-            self._moved = reducer.displacement(sizes, kind, self._array, self.share)
+            self._displacement = reducer.displacement(sizes, kind, self._array, self.share)
         self.residual = ReplicaResidual(reducer, memory, sizes, self.vector.device)
         self.views = dense_views(self.vector, parameters)
         self.stepped: tuple[Tensor, Tensor] | None = None
@@ -107,14 +107,14 @@ class Reference:
             present: of each parameter, whether it may have moved; others count as where they were.
             flagged: as `Displacement.flagged`.
         """
-        self._moved.flagged = flagged
-        if isinstance(self._moved, ShardDisplacement):
-            self._fill(self._moved, present)
+        self._displacement.flagged = flagged
+        if isinstance(self._displacement, ShardDisplacement):
+            self._fill(self._displacement, present)
         else:
             self._set_pointers(present)
-        return self._moved
+        return self._displacement
 
-    def _fill(self, moved: ShardDisplacement, present: Sequence[int | bool]) -> None:
+    def _fill(self, displacement: ShardDisplacement, present: Sequence[int | bool]) -> None:
         """Write this rank's shard of the displacement, times the ranks of its host.
 
         Each operation is rounded by itself, as in kernels.
@@ -127,7 +127,7 @@ class Reference:
         if group.shard is None or not any(present):  # the vector is zero
             return
         shown, held = stepped or (self.shown_shard(), self.of_shard(self.flat()))
-        vector = self._memory.tensor(moved.vector)
+        vector = self._memory.tensor(displacement.vector)
         torch.sub(shown.float(), held.float(), out=vector)
         vector.mul_(group.host.size)
         absent = missing_spans([view.numel() for view in self.views], present)
@@ -156,7 +156,7 @@ class Reference:
         if (share := share / self._ranks) != self.share:
             self.share = share
             with self._memory.stream_scope():
-                self._moved.set_share(share)
+                self._displacement.set_share(share)
 
     def show(self, factors: Sequence[float] | None = None) -> None:
         """Make the parameters round(reference - share · residual), where `look` has found them.
@@ -166,7 +166,7 @@ class Reference:
         """
         self._set_pointers(None)
         with self._memory.stream_scope():
-            self._moved.show(self.residual.array, factors)
+            self._displacement.show(self.residual.array, factors)
         if self._unfit:
             torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
         self._given.clear()
@@ -185,7 +185,7 @@ class Reference:
                 if number not in self._copies:
                     self._copies[number] = self._as_wrapped.like(number)
                 addresses[number] = self._copies[number].copy_(self._held[number]).data_ptr()
-        self._moved.set_pointers(addresses)
+        self._displacement.set_pointers(addresses)
 
     def show_agreed(self) -> list[Tensor]:
         """Make the parameters round(reference), equal on all ranks. Returns copies of what they held, for `leave_agreed`."""

@@ -442,11 +442,11 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             warnings.warn(warning, stacklevel=4)
         token = self._agreement.tell(bytes(window.present))
         if window.selected and self._selecting is not None and not problem:
-            moved: Displacement = self._selecting.displacement
+            displacement: Displacement = self._selecting.displacement
         else:
             # where there is a problem nothing can be read: this window's moves stay in the parameters, but for those of a
             # shard, which are dropped
-            moved = reference.displacement(
+            displacement = reference.displacement(
                 bytes(len(window.present)) if problem else window.present, flagged=window.broken
             )
         stepped = any(window.present)
@@ -457,7 +457,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         try:
             with self._memory.stream_scope():
                 self.report = report = self.reducer.step(
-                    moved, measure=measure, problem=problem, absent=absent, token=token
+                    displacement, measure=measure, problem=problem, absent=absent, token=token
                 )
             applied = not report.skipped
             if applied:

@@ -294,11 +294,6 @@ inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __float_as_int(float x) { return host_cuda::unpacked<int>(host_cuda::packed(x)); }
 inline unsigned __float_as_uint(float x) { return host_cuda::unpacked<unsigned>(host_cuda::packed(x)); }
 inline float __int_as_float(int x) { return host_cuda::unpacked<float>(host_cuda::packed(x)); }
-inline long long __double_as_longlong(double x) {
-  long long bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
 inline float __uint_as_float(unsigned x) { return host_cuda::unpacked<float>(host_cuda::packed(x)); }
 
 template <class T>

@@ -103,7 +103,7 @@ os.write(1, b"ended\\n")
 """
 
 
-@pytest.mark.long("a defect of torch's, forced 100 times")
+@pytest.mark.long("two ranks of torchrun; `make test` does not force this defect of torch")
 @pytest.mark.timeout(PATIENCE)
 def test_a_ddp_that_frameworks_made_may_outlive_its_process_group(tmp_path: Path) -> None:
     """Else torch's Reducer ends the group with the interpreter's lock, which a thread of gloo's waits for."""
