@@ -1,15 +1,15 @@
 // check_step: sums the squares of a tensor list, and compares sampled words with what they were, in one pass.
 //
-// Shapes   table: of a tensor list (multi_tensor.cuh) of n elements of SOURCE; partial[gridDim.x]; finished[1], zeroed once. places[samples]:
-//          addresses of words of sizeof(SOURCE); kept[samples], what they held. report[2] in host memory: the sum, and 1 where a sample
-//          differs, else 0. p: structs of layouts.py.
+// Shapes   table: of a tensor list (multi_tensor.cuh) of n elements of SOURCE; partial[gridDim.x]; finished[1], zeroed once.
+//          places[samples]: addresses of words of sizeof(SOURCE); kept[samples], what they held. report[2] in host memory: the sum,
+//          and 1 where a sample differs, else 0. p: structs of layouts.py.
 // Units    the sum: of the elements, squared.
 // Launch   any grid of blocks of THREADS; the last block adds up what the others have summed, and compares.
 // Order    fixed by the grid: the sum is the same in each run and wherever the tensors lie, bit for bit.
 // Overflow the squares of up to 16 elements are added in float32, these sums in float64. Where one exceeds float32 the sum is Inf.
 // NaN, Inf the sum is NaN or Inf. Samples are compared by their bits.
-// Traffic  sizeof(SOURCE) n bytes read, and 8 bytes a chunk. Where a tensor does not begin on a vector of four, its accesses are of single
-//          elements, four times as many. Of a sample some 8 + 2·sizeof(SOURCE) bytes.
+// Traffic  sizeof(SOURCE) n bytes read, and 8 bytes a chunk. Where a tensor does not begin on a vector of four, its accesses are of
+//          single elements, four times as many. Of a sample 8 + 2·sizeof(SOURCE) bytes.
 
 #include "coo.cuh"
 #include "gradient.cuh"

@@ -81,7 +81,9 @@ class GradientNorms:
         kind = self._gradients[0].dtype
         if self._norms is None:  # the host knows the norm already
             whole = torch.tensor(math.sqrt(self.square) if norm is None else norm, dtype=torch.float64)
-            torch._foreach_mul_(self._gradients, _scale(most, whole).to(kind).item())
+            scale = _scale(most, whole).to(kind).item()
+            if scale != 1.0:  # else all would be read and written for nothing
+                torch._foreach_mul_(self._gradients, scale)
             return
         own = self._norms
         whole = own.norm() if norm is None else own.new_tensor(norm, dtype=torch.float64)
