@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from oktopk import METHODS, GradientAllreduce, NonFiniteGradientError
-from tests.devices import get, on_gpus, put, use
+from tests.devices import get, need_gpus, on_gpus, put, use
 from tests.peers import may_defer
 
 pytestmark = pytest.mark.host_cuda(ranks=3)
@@ -59,9 +59,11 @@ class Run:
     """A reducer that gives sums, and what was put in and came out of it in all finite steps."""
 
     def __init__(self, comm: MPI.Intracomm, device: str, way: str, **settings: Any) -> None:
+        method, path = WAYS[way]
+        if device == "cuda":
+            need_gpus(path.get("ranks_per_host", 1))
         use(device, comm)
         self.comm, self.device = comm, device
-        method, path = WAYS[way]
         # of a union's entries a rank chooses a P-th
         density = DENSITY * (comm.size if method == "union" else 1)
         chosen: dict[str, Any] = {"density": density, "average": False} | path | settings
