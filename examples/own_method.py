@@ -20,10 +20,10 @@ class InTurn(LocalSelection):
 
     def select(self, gradient: Any, residual: Any, k: int, exact: bool, boundaries: Any = None) -> Selection:
         # adds the gradient to the residual, counts what is not finite, and packs nothing
-        nonfinite = self._kernels.accumulate_select(gradient, residual, NOTHING, self.buffer(k)).nonfinite
-        indices = np.sort((self.first + np.arange(k)) % self._length)
-        self.first = (self.first + k) % self._length
-        packed = SparseVector.from_pairs(indices, residual[indices], self._length)
+        nonfinite = self.kernels.accumulate_select(gradient, residual, NOTHING, self.buffer(k)).nonfinite
+        indices = np.sort((self.first + np.arange(k)) % self.length)
+        self.first = (self.first + k) % self.length
+        packed = SparseVector.from_pairs(indices, residual[indices], self.length)
         return Selection(packed, nonfinite, exact=False, threshold=math.nan)
 
 

@@ -83,6 +83,7 @@ class LocalSelection:
     Traffic: none; with shards one control allreduce of 2 int64 over them, and in exact steps three of a histogram.
 
     Attributes:
+        length, kernels, transport: as given, for the `select` of a class that is derived.
         bits: the threshold of the next step, None before the first.
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
@@ -94,9 +95,9 @@ class LocalSelection:
         self.slope = 4.0
         self.trend = 0
         self.needs_exact = True
-        self._length = length
-        self._kernels = kernels
-        self._transport = transport
+        self.length = length
+        self.kernels = kernels
+        self.transport = transport
 
     def select(
         self,
@@ -118,12 +119,12 @@ class LocalSelection:
         """
         exact = exact or self.needs_exact or self.bits is None
         bits = self.lower_threshold() if exact or self.bits is None else self.bits
-        packing = self._kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
+        packing = self.kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
         return self.finish(packing, residual, k, bits, exact)
 
     def buffer(self, k: int) -> NDArray[np.void]:
         """ENTRY[2k + a block], where what is selected is packed."""
-        return self._transport.workspace.entries("packed", 2 * k + self._kernels.BLOCK)
+        return self.transport.workspace.entries("packed", 2 * k + self.kernels.BLOCK)
 
     def finish(
         self, packing: Packing, residual: NDArray[np.float32], k: int, bits: int, exact: bool
@@ -140,7 +141,7 @@ class LocalSelection:
         nnz, flag = self._over_shards(own_nnz, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
-            nothing = SparseVector(buffer[:0], self._length)
+            nothing = SparseVector(buffer[:0], self.length)
             return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
         if nnz > 2 * k or (exact and nnz < k and bits > 1):
             own_nnz, bits = self._repack(residual, k, buffer)
@@ -156,9 +157,7 @@ class LocalSelection:
             exact, layout = True, (None, None)
         else:
             self._follow(nnz, k, bits)
-        return Selection(
-            SparseVector(packed, self._length), 0, exact, bits_magnitude(threshold_bits), *layout
-        )
+        return Selection(SparseVector(packed, self.length), 0, exact, bits_magnitude(threshold_bits), *layout)
 
     def force_exact(self) -> None:
         """Make the next step exact. The last pass is not used."""
@@ -208,9 +207,9 @@ class LocalSelection:
 
     def _over_shards(self, nnz: int, flag: bool) -> tuple[int, bool]:
         """A count of all shards, and whether any of them has its flag up."""
-        if self._transport.shards is None:
+        if self.transport.shards is None:
             return nnz, flag
-        count, flags = self._transport.sum_over_shards(np.array([nnz, flag], np.int64)).tolist()
+        count, flags = self.transport.sum_over_shards(np.array([nnz, flag], np.int64)).tolist()
         return count, flags > 0
 
     def _kth(self, values: NDArray[Any], k: int) -> tuple[int, int, int, int]:
@@ -219,23 +218,23 @@ class LocalSelection:
 
         def histogram(level: int, prefix: int) -> NDArray[np.int64]:
             nonlocal own
-            own = self._kernels.magnitude_histogram(values, level, prefix)
-            return self._transport.sum_over_shards(own)
+            own = self.kernels.magnitude_histogram(values, level, prefix)
+            return self.transport.sum_over_shards(own)
 
         bits, larger, equal = kth_magnitude(histogram, k)
         return bits, larger, equal, int(own[bits & (len(own) - 1)]) if equal else 0
 
     def _ties(self, wanted: int, equal: int) -> int:
         """How many of this rank's `equal` ties to take so that all shards take `wanted`, the lowest shards first."""
-        return max(0, wanted - self._transport.in_lower_shards(equal))
+        return max(0, wanted - self.transport.in_lower_shards(equal))
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
 
         Returns (nnz, bits): entries packed here, and the threshold they reach.
         """
-        kernels = self._kernels
-        coarse = self._transport.sum_over_shards(kernels.top_histogram(residual, k))
+        kernels = self.kernels
+        coarse = self.transport.sum_over_shards(kernels.top_histogram(residual, k))
         reached = np.cumsum(coarse[::-1])
         if reached[-1] <= 2 * k:
             return kernels.select_at_least(residual, 1, _ALL, buffer), 1
@@ -258,7 +257,7 @@ class LocalSelection:
         bits, larger, equal, mine = self._kth(candidates, k)
         self.learn_exact(TIED if equal > most_equal(k) else nnz, k, lowest, bits)
         ties = self._ties(k - larger, mine)
-        taken = self._transport.kernels.take_at_least(candidates, bits, ties, candidates)
+        taken = self.transport.kernels.take_at_least(candidates, bits, ties, candidates)
         return candidates[:taken], bits
 
     def _follow(self, nnz: int, k: int, bits: int) -> None:

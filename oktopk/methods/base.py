@@ -26,6 +26,9 @@ class Method(ABC):
         transport: where the ranks meet.
         kernels: the module of kernels that fits the arrays.
         settings: equal on all ranks.
+
+    Attributes:
+        length, transport, kernels, settings: as given, for the `reduce` or `exchange` of a class that is derived.
     """
 
     name: ClassVar[str]

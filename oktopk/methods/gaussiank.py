@@ -41,14 +41,14 @@ class GaussianSelection(LocalSelection):
         boundaries: NDArray[np.int64] | None = None,
     ) -> Selection:
         buffer = self.buffer(k)
-        total, squares, nonfinite = self._kernels.accumulate_moments(gradient, residual)
+        total, squares, nonfinite = self.kernels.accumulate_moments(gradient, residual)
         if nonfinite:
             self.needs_exact = True
-            return Selection(SparseVector(buffer[:0], self._length), nonfinite, False, math.nan)
+            return Selection(SparseVector(buffer[:0], self.length), nonfinite, False, math.nan)
         fitted = self._fit(total, squares, k)
         exact = exact or self.needs_exact
         bits = NOTHING if exact else max(1, magnitude_bits(min(fitted * self.correction, 3e38)))
-        nnz = 0 if exact else self._kernels.select_at_least(residual, bits, _ALL, buffer[: 2 * k])
+        nnz = 0 if exact else self.kernels.select_at_least(residual, bits, _ALL, buffer[: 2 * k])
         if exact or not 3 * k <= 4 * nnz or nnz > selection_cap(k):
             if exact or not k <= nnz <= 2 * k:
                 nnz, bits = self._repack(residual, k, buffer)
@@ -57,7 +57,7 @@ class GaussianSelection(LocalSelection):
             exact = True
         else:
             packed = buffer[:nnz]
-        return Selection(SparseVector(packed, self._length), 0, exact, bits_magnitude(bits))
+        return Selection(SparseVector(packed, self.length), 0, exact, bits_magnitude(bits))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"correction": self.correction}
@@ -68,9 +68,9 @@ class GaussianSelection(LocalSelection):
 
     def _fit(self, total: float, squares: float, k: int) -> float:
         """The magnitude that k of n draws exceed, if they were Gaussian."""
-        mean = total / self._length
-        deviation = math.sqrt(max(0.0, squares / self._length - mean * mean))
-        tail = min(k / (2 * self._length), 0.5)
+        mean = total / self.length
+        deviation = math.sqrt(max(0.0, squares / self.length - mean * mean))
+        tail = min(k / (2 * self.length), 0.5)
         return abs(mean) + deviation * NormalDist().inv_cdf(1 - tail)
 
 
