@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from oktopk.torch.interop import TYPE_NAMES, TensorMemory
-from oktopk.torch.reference import Reference
+from oktopk.torch.reference_parameters import ReferenceParameters
 
 if TYPE_CHECKING:
     from oktopk.cuda.step_check import StepCheck
@@ -33,7 +33,7 @@ class GradientCheck:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], reference: Reference, kernels: Any, memory: TensorMemory
+        self, parameters: Sequence[Tensor], reference: ReferenceParameters, kernels: Any, memory: TensorMemory
     ) -> None:
         self._parameters, self._memory, self._kind = parameters, memory, parameters[0].dtype
         self._reference, self._followed = reference, -1

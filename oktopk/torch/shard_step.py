@@ -19,7 +19,7 @@ from oktopk.torch.adamw import AdamW
 from oktopk.torch.gradients import dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.local_step import has_step_hooks
-from oktopk.torch.reference import Reference
+from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.replica import Replica
 from oktopk.torch.states import by_number, is_whole
 
@@ -69,7 +69,7 @@ class ShardStep:
         replica: Replica,
         reducer: GradientAllreduce,
         memory: TensorMemory,
-        reference: Reference,
+        reference: ReferenceParameters,
     ) -> None:
         assert reducer.group is not None
         self._group = group = reducer.group
@@ -137,7 +137,7 @@ class ShardStep:
                 group["params"] = whole
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Step on the shard, while the parameters stay as they are. Returns `Reference.stepped`."""
+        """Step on the shard, while the parameters stay as they are. Returns `ReferenceParameters.stepped`."""
         with torch.no_grad():
             gradients = [parameter.grad for parameter in self._parameters]
             pairs = zip(self._views, gradients, strict=True)

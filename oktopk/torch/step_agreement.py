@@ -30,7 +30,7 @@ from collectives.transport import Transport
 from oktopk.torch.local_step import LocalStep, decays, is_zero
 
 if TYPE_CHECKING:
-    from oktopk.torch.reference import Reference
+    from oktopk.torch.reference_parameters import ReferenceParameters
 
 REFERENCE = "reference"
 """A number that stands for parameters which all ranks agree on: a group of its own, see `numbers_of`."""
@@ -247,7 +247,7 @@ class UpdatesAgreement(StepAgreement):
         self,
         optimizer: torch.optim.Optimizer,
         local: LocalStep,
-        reference: Reference,
+        reference: ReferenceParameters,
         transport: Transport,
         *,
         every: int,

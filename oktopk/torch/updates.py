@@ -36,7 +36,7 @@ from oktopk.torch.local_step import (
     most_share,
 )
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
-from oktopk.torch.reference import Reference
+from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.replica import Replica
 from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
@@ -142,7 +142,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         on a shard, that of its parameters, and while a step runs some 16n/G.
     Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
         the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
-        `Reference.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
+        `ReferenceParameters.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
         every tenth, a dense sum of a thousandth of the gradient, of 4,096 to 65,536 values. With more than four replicas, and
         `every` of 1, in the same exchanges 20.5 (P-1)/P bits for each of a hundredth of the elements. With hosts all these are of
         one rank a shard between hosts. Inside a host each rank reads 8n bytes of gradients and of their mean in shared or peer
@@ -178,7 +178,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        self._reference = Reference(
+        self._reference = ReferenceParameters(
             self._parameters, self.reducer, self._memory, self._share.now, self._as_wrapped
         )
         self._check = self._new_check()
@@ -416,7 +416,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             self._reference.stepped = self._inner_step()
 
     def _inner_step(self) -> tuple[Tensor, Tensor] | None:
-        """The wrapped optimizer's own step. Returns `Reference.stepped`."""
+        """The wrapped optimizer's own step. Returns `ReferenceParameters.stepped`."""
         if self._sharded is not None:
             return self._sharded.step()
         self.inner.step()
@@ -510,7 +510,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         """Make the parameters what follows from reference and residual, and begin a new window.
 
         Args:
-            factors: of `Reference.show`.
+            factors: of `ReferenceParameters.show`.
             compared: as `Window.end`.
         """
         self._reference.residual.gather()

@@ -19,7 +19,7 @@ from oktopk.torch.adamw import SelectingStep
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.local_share import LocalShare
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.reference import Reference
+from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.residual_decay import ResidualDecay
 from oktopk.torch.sampled_ratio import SampledRatio
 from oktopk.torch.shard_step import ShardStep
@@ -64,7 +64,7 @@ class UpdatesState(DistributedOptimizer):
     _kept: list[Tensor] | None = None  # what the parameters held, within `agreed`
     _loaded: dict[str, Any] | None = None  # a state whose parameters may be loaded after it
     _ratio: SampledRatio | None = None
-    _reference: Reference
+    _reference: ReferenceParameters
     _selecting: SelectingStep | None
     _share: LocalShare
     _sharded: ShardStep | None = None
@@ -100,7 +100,7 @@ class UpdatesState(DistributedOptimizer):
 
     @torch.no_grad()
     def _take_written(self, changed: bool | None = None) -> None:
-        """Make what was written to since the last step the reference. changed: as `Reference.written`.
+        """Make what was written to since the last step the reference. changed: as `ReferenceParameters.written`.
 
         Raises:
             RuntimeError: a parameter has another type or shape than at construction; on this rank alone.

@@ -15,9 +15,9 @@ from collectives.traffic import step_limit, upper_bound
 from oktopk import METHODS, GradientAllreduce, StepReport
 from oktopk.settings import selection_cap
 from tests import oracle
+from tests.contract_executors import LibraryUpdates, ReferenceAllreduce, ReferenceUpdates
 from tests.devices import DEVICES, get, gpus, put, use
 from tests.inputs import GRADIENTS, SHAPES, Vector, shapes_of
-from tests.reference import LibraryUpdates, ReferenceAllreduce, ReferenceUpdates
 
 STEPS = 5
 REFERENCES = {

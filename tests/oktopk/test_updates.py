@@ -24,7 +24,7 @@ from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch import AdamW, local_step
 from oktopk.torch.local_step import SHARED_BY, betas_of_replica, most_share
-from oktopk.torch.reference import Reference
+from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.updates import UpdatesOptimizer
 from tests.oracle import masked, top_k
 from tests.replicas import Replicas
@@ -353,15 +353,15 @@ def test_weights_that_are_put_aside_and_back_or_moved_change_nothing(comm: MPI.I
 def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intracomm) -> None:
     for length in (1, 6, 7):
         reference: Any = SimpleNamespace(vector=torch.randn(length))
-        before = Reference.digest(reference)
+        before = ReferenceParameters.digest(reference)
         for element in range(length):
             held = float(reference.vector[element])
             reference.vector[element] = held + 1
-            assert Reference.digest(reference) != before
+            assert ReferenceParameters.digest(reference) != before
             reference.vector[element] = held
-        assert Reference.digest(reference) == before
+        assert ReferenceParameters.digest(reference) == before
     reference.vector[:2] = reference.vector[:2].flip(0)  # two elements that have changed places
-    assert Reference.digest(reference) != before
+    assert ReferenceParameters.digest(reference) != before
 
 
 # state

@@ -29,7 +29,7 @@ _PART = 1 << 22
 """Elements of a parameter that ranks compare at a time."""
 
 
-class Reference:
+class ReferenceParameters:
     """The reference: float32 values of all parameters, equal on all ranks, bit for bit.
 
     A rank's own parameters hold round(reference - share · residual), until its optimizer moves them.
