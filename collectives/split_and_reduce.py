@@ -97,19 +97,19 @@ def split_and_reduce(
     """Send each region's entries to the rank that owns it, and collect those of this rank's own region.
 
     In round i a rank sends to (r+i) mod P and receives from (r-i) mod P, so that no rank is the target of two at once.
-    `bucket_rounds` rounds are in flight; a bucket that has arrived is summed while the next is on the wire. Sums run in
-    rotation order (own, r-1, r-2, ...), whatever arrives first.
+    `bucket_rounds` rounds are a batch, which is in flight at once; one that has arrived is summed while the next is on the
+    wire. Sums run in rotation order (own, r-1, r-2, ...), whatever arrives first.
 
     Args:
         packed: this rank's selection.
         boundaries: int64[P + 1], ascending, equal on all ranks; rank r owns [boundaries[r], boundaries[r + 1]).
         flag: raise FlaggedRanksError on all ranks; it travels with the counts. Collective: every rank must call.
         offsets: int64[P + 1], where each region begins in `packed`; computed if None.
-        bucket_rounds: rounds in flight at once, >= 1.
+        bucket_rounds: rounds of a batch, in flight at once, >= 1.
         rotate: False sends to ranks 0, 1, 2, ... in the same order everywhere, for comparison.
         codec: encodes the entries sent; equal on all ranks. One that rounds leaves rounding errors for values in `packed`, and 0
             in the own region.
-        meanwhile: called once while the first bucket is on the wire, if no flag is up; it must leave alone what is exchanged.
+        meanwhile: called once while the first batch is on the wire, if no flag is up; it must leave alone what is exchanged.
 
     Returns:
         The contributions to [boundaries[r], boundaries[r + 1]), at most one list per rank.
@@ -138,9 +138,9 @@ def split_and_reduce(
         if dest != rank:
             codec.encode(selected[dest], splits[dest], splits[dest + 1], outgoing[dest], dest)
     # their copies to the host, where a transport needs them, go on behind the exchange of counts
-    in_first_bucket = range(1, min(size, bucket_rounds + 1))
+    in_first_batch = range(1, min(size, bucket_rounds + 1))
     transport.prepare_sends(
-        [outgoing[(rank + i) % size if rotate else other_rank(rank, i)] for i in in_first_bucket]
+        [outgoing[(rank + i) % size if rotate else other_rank(rank, i)] for i in in_first_batch]
     )
     counts_and_flags = np.array([(stop - start, flag) for start, stop in pairwise(at)], np.int64)
     theirs = transport.alltoall_control(counts_and_flags).tolist()
@@ -151,9 +151,9 @@ def split_and_reduce(
     order = [(rank - i) % size for i in range(size)]
     counts = [theirs[source][0] for source in order]
     *starts, total = accumulate(counts, initial=0)
-    # two slots for partial sums, which alternate while buckets are folded in
-    several_buckets = size - 1 > bucket_rounds
-    partial = min(total, upper - lower) + 1 if several_buckets else 0
+    # two slots for partial sums, which alternate while batches are folded in
+    several_batches = size - 1 > bucket_rounds
+    partial = min(total, upper - lower) + 1 if several_batches else 0
     pool = transport.workspace.entries("incoming", total + 2 * partial)
     slots = slices(pool, counts)
     sizes = [codec.wire_bytes(count, lower, upper) // ENTRY.itemsize for count in counts]
@@ -171,21 +171,21 @@ def split_and_reduce(
     first = 0  # lists before it are summed into list `first` already
     spare = total
     arrivals = transport.exchange(rounds, bucket_rounds)
-    # while the first bucket is on the wire
+    # while the first batch is on the wire
     codec.keep(selected[rank], slots[0])
     if meanwhile is not None:
         meanwhile()
-    if not several_buckets:
+    if not several_batches:
         lists.lay_out()
-    for bucket in arrivals:
-        for i in bucket:
+    for batch in arrivals:
+        for i in batch:
             codec.decode(rounds[i].incoming, lower, upper, targets[i], rounds[i].source)
-        if not rotate or bucket.stop == len(rounds):
+        if not rotate or batch.stop == len(rounds):
             continue
-        done = slice(first, bucket.stop + 1)
+        done = slice(first, batch.stop + 1)
         summed = RegionLists(pool, begins[done], ends[done], lower, upper, transport)
         nnz, _ = summed.sum_into(pool[spare : spare + partial], 1)
-        first = bucket.stop
+        first = batch.stop
         begins[first], ends[first] = spare, spare + nnz
         spare = total + partial if spare == total else total
     if not first:

@@ -127,8 +127,8 @@ def sum_values(
     for dest, wire in zip(dests, outgoing, strict=True):
         codec.encode_values(mine[dest], wire, dest)
     rounds = [Round(*each) for each in zip(dests, outgoing, sources, incoming, strict=True)]
-    for bucket in transport.exchange(rounds, bucket_rounds):
-        for i in bucket if rotate else ():
+    for batch in transport.exchange(rounds, bucket_rounds):
+        for i in batch if rotate else ():
             codec.add_values(incoming[i], block, sources[i])
     if not rotate:  # in the order of rotation all the same
         for i in range(1, size):

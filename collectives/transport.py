@@ -212,26 +212,26 @@ class Transport(ABC):
         """Block until all requests have completed."""
 
     def exchange(self, rounds: Sequence[Round], in_flight: int) -> Iterator[range]:
-        """Run rounds in buckets of `in_flight`, one bucket ahead of the caller. The first is posted at once.
+        """Run rounds in batches of `in_flight`, one batch ahead of the caller. The first is posted at once.
 
-        Yields the range of rounds that has arrived while the next bucket is on the wire, so that a caller's work on one
+        Yields the range of rounds that has arrived while the next batch is on the wire, so that a caller's work on one
         hides the transfer of the other. All sends have completed when the iterator ends.
         """
-        buckets = [range(i, min(i + in_flight, len(rounds))) for i in range(0, len(rounds), in_flight)]
+        batches = [range(i, min(i + in_flight, len(rounds))) for i in range(0, len(rounds), in_flight)]
 
-        def post(bucket: range) -> tuple[list[Any], list[Any]]:
-            receives = [r for i in bucket for r in self.receive(rounds[i].incoming, rounds[i].source)]
-            return receives, self.send_all([(rounds[i].outgoing, rounds[i].dest) for i in bucket])
+        def post(batch: range) -> tuple[list[Any], list[Any]]:
+            receives = [r for i in batch for r in self.receive(rounds[i].incoming, rounds[i].source)]
+            return receives, self.send_all([(rounds[i].outgoing, rounds[i].dest) for i in batch])
 
-        first = post(buckets[0]) if buckets else ([], [])
+        first = post(batches[0]) if batches else ([], [])
 
         def arrivals() -> Iterator[range]:
             receives, sends = first
-            for number, bucket in enumerate(buckets):
-                following = post(buckets[number + 1]) if number + 1 < len(buckets) else ([], [])
+            for number, batch in enumerate(batches):
+                following = post(batches[number + 1]) if number + 1 < len(batches) else ([], [])
                 self.wait(receives)
-                yield bucket
-                # before the next bucket but one is posted, so that no more than two are ever in flight
+                yield batch
+                # before the next batch but one is posted, so that no more than two are ever in flight
                 self.wait(sends)
                 receives, sends = following
 

@@ -38,6 +38,8 @@ _AT_ONCE = 3
 class BucketedAllreduce:
     """Reduces one gradient per step in buckets, behind what the caller computes, in one order on all ranks.
 
+    A *bucket* is a part of the gradient that is reduced by itself, as in DistributedDataParallel.
+
     A bucket that the kernels of GPUs of one host reduce (`reads_tensors`) is put on the stream when it starts. The host waits for
     it in `finish`, with `deferred` not even there. But where a bucket renews its regions (`Settings.boundary_interval`, or after
     a new k) its start waits for the other ranks to come there. Any other bucket is reduced in a thread. In flat steps over MPI
@@ -60,7 +62,7 @@ class BucketedAllreduce:
         ValueError: as that; no bucket; an MPI that serves one thread only. On every rank.
 
     Attributes:
-        buckets: one reducer a bucket.
+        reducers: one a bucket.
         transport: for control operations beside the threads; its `library` is that of the buckets' messages.
         lengths, length: elements of the buckets, and of all.
         can_read_tensors: as `GradientAllreduce.can_read_tensors`, of every bucket.
@@ -86,29 +88,29 @@ class BucketedAllreduce:
                 self.lengths = alike["lengths"] = _checked(lengths)
                 refuse(self.transport.threads_problem)
             self.length, self.method = sum(self.lengths), method
-            self.buckets: list[GradientAllreduce] = []
+            self.reducers: list[GradientAllreduce] = []
             streams = [options.pop("stream", None)]
             own = zip(self.lengths, updates or [None] * len(self.lengths), strict=True)
             for number, (length, update) in enumerate(own):
                 stream = streams[number % len(streams)]
                 # made of one transport, buckets share what must carry their messages one after the other, as NCCL's communicator
-                made = GradientAllreduce(
+                reducer = GradientAllreduce(
                     self.transport, length, method, update=update, stream=stream, **options
                 )
-                self.buckets.append(made)
-                opened.callback(made.close)
-                if number == 0 and _carries_several(made):
+                self.reducers.append(reducer)
+                opened.callback(reducer.close)
+                if number == 0 and _carries_several(reducer):
                     at_once = min(_AT_ONCE, len(self.lengths))
-                    streams += [made.backend.stream_beside(place) for place in range(1, at_once)]
-            self.transport.library = self.buckets[0].transport.library
+                    streams += [reducer.backend.stream_beside(place) for place in range(1, at_once)]
+            self.transport.library = self.reducers[0].transport.library
             opened.pop_all()
-        for number, reducer in enumerate(self.buckets):
+        for number, reducer in enumerate(self.reducers):
             reducer.advice = advice or reducer.advice
             reducer.keep_entries(partial(_entries_of, number, self.lengths))
         # all are put on the stream, or all reduced in threads
-        self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.buckets)
+        self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.reducers)
         # bucket i is reduced in thread i modulo their number; in one where a trial of peer memory has failed for the first alone
-        several = all(_carries_several(reducer) for reducer in self.buckets)
+        several = all(_carries_several(reducer) for reducer in self.reducers)
         threads = len(streams) if several else 1
         self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in range(threads)]
         self._started: list[Future[StepReport]] = []
@@ -120,42 +122,42 @@ class BucketedAllreduce:
     @property
     def settings(self) -> Settings:
         """Of all buckets."""
-        return self.buckets[0].settings
+        return self.reducers[0].settings
 
     @property
     def steps(self) -> int:
         """Steps that were begun."""
-        return self.buckets[0].steps
+        return self.reducers[0].steps
 
     @property
     def time_stages(self) -> bool:
         """As `GradientAllreduce.time_stages`, of all buckets."""
-        return self.buckets[0].time_stages
+        return self.reducers[0].time_stages
 
     @time_stages.setter
     def time_stages(self, wanted: bool) -> None:
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.time_stages = wanted
 
     @property
     def hosts(self) -> list[int] | None:
         """As `GradientAllreduce.hosts`."""
-        return self.buckets[0].hosts
+        return self.reducers[0].hosts
 
     @property
     def transports(self) -> list[Transport]:
         """Of all buckets."""
-        return [reducer.transport for reducer in self.buckets]
+        return [reducer.transport for reducer in self.reducers]
 
     @property
     def levels(self) -> str:
         """As `GradientAllreduce.levels`."""
-        return self.buckets[0].levels
+        return self.reducers[0].levels
 
     @property
     def updates(self) -> list[NDArray[np.float32]]:
         """As `GradientAllreduce.writable_update`, of each bucket."""
-        return [reducer.writable_update for reducer in self.buckets]
+        return [reducer.writable_update for reducer in self.reducers]
 
     @property
     def started(self) -> int:
@@ -164,7 +166,7 @@ class BucketedAllreduce:
 
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket of the next step may be given a tensor list, see `GradientAllreduce.reads_tensors`."""
-        return self.can_read_tensors and self.buckets[number].reads_tensors()
+        return self.can_read_tensors and self.reducers[number].reads_tensors()
 
     def start(
         self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any
@@ -188,9 +190,9 @@ class BucketedAllreduce:
             RuntimeError: all buckets were started already.
         """
         number = len(self._started)
-        if number == len(self.buckets):
+        if number == len(self.reducers):
             raise RuntimeError(f"all {number} buckets were started: call finish() first")
-        reducer = self.buckets[number]
+        reducer = self.reducers[number]
         reducer.backend.validate(gradient, self.lengths[number])
         if not number:
             self._refused = self._completed()
@@ -199,7 +201,7 @@ class BucketedAllreduce:
             begun.set_exception(self._refused)
         elif not self.reads_tensors(number):
             if ready is None:
-                self._follow(reducer, self.buckets[0])
+                self._follow(reducer, self.reducers[0])
             thread = self._threads[number % len(self._threads)]
             step = partial(reducer.step, gradient, **beside)
             begun = thread.submit(partial(self._reduce, reducer, step, ready))
@@ -239,7 +241,7 @@ class BucketedAllreduce:
             if thread.failed is not None:
                 return thread.failed
         errors: list[BaseException] = []
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             try:
                 reducer.complete()
             except Exception as error:
@@ -269,13 +271,13 @@ class BucketedAllreduce:
         try:
             return self._take(reducer, step, ready)
         finally:
-            self._follow(self.buckets[0], reducer)  # the caller knows the first one's stream
+            self._follow(self.reducers[0], reducer)  # the caller knows the first one's stream
 
     def finish(self, all_or_none: bool = True) -> StepReport:
         """Wait for the step's buckets, all of which were started; its report. Collective: every rank must call.
 
-        The report adds up those of the buckets, which are in `buckets`; its time is what this call waited. Buckets that were put
-        on the stream end here in their order: one that its kernels cannot end goes on by messages.
+        The report adds up those of the buckets, which are in its `buckets`; its time is what this call waited. Buckets that were
+        put on the stream end here in their order: one that its kernels cannot end goes on by messages.
 
         With `deferred` the report is incomplete until the next step begins, or `complete`. Where a bucket is then given up, or is
         not finite, it alone has an update of zero; the updates of the others hold.
@@ -289,9 +291,9 @@ class BucketedAllreduce:
             RuntimeError: a bucket was not started.
             TypeError, ValueError, RuntimeError: as `GradientAllreduce.step`, and where ranks do not come.
         """
-        if len(self._started) < len(self.buckets):
+        if len(self._started) < len(self.reducers):
             raise RuntimeError(
-                f"{len(self._started)} of {len(self.buckets)} buckets were started: start the others first"
+                f"{len(self._started)} of {len(self.reducers)} buckets were started: start the others first"
             )
         timer = StageTimer()
         futures, reports, errors = self._end()
@@ -317,22 +319,22 @@ class BucketedAllreduce:
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """As `GradientAllreduce.tokens`, of the last bucket."""
-        return self.buckets[-1].tokens
+        return self.reducers[-1].tokens
 
     def take_back(self) -> None:
         """As `GradientAllreduce.take_back`, of all buckets."""
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.take_back()
-            self._follow(self.buckets[0], reducer)
+            self._follow(self.reducers[0], reducer)
 
     def _take_back(self, futures: Sequence[Future[StepReport]]) -> None:
-        for reducer, future in zip(self.buckets, futures, strict=False):
+        for reducer, future in zip(self.reducers, futures, strict=False):
             if future.exception() is None:
                 with suppress(NonFiniteGradientError):  # of a deferred one, which is undone then
                     reducer.complete()
                     if not future.result().skipped:
                         reducer.take_back()
-                    self._follow(self.buckets[0], reducer)
+                    self._follow(self.reducers[0], reducer)
 
     @staticmethod
     def _follow(reducer: GradientAllreduce, other: GradientAllreduce) -> None:
@@ -372,26 +374,26 @@ class BucketedAllreduce:
     def abandon(self) -> None:
         """Undo a step of which some buckets were started and the others will not be. Collective: every rank must call."""
         self._take_back(self._end()[0])
-        self.renumber(self.steps, self.buckets[0].sparse_steps)
+        self.renumber(self.steps, self.reducers[0].sparse_steps)
 
     def renumber(self, steps: int, sparse_steps: int) -> None:
         """As `GradientAllreduce.renumber`, of all buckets."""
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.renumber(steps, sparse_steps)
 
     def skip_together(self, wanted: bool) -> StepReport | None:
         """As `GradientAllreduce.skip_together`, before any bucket was started."""
         self._check_idle("skip_together()")
         self.complete()
-        first = self.buckets[0].skip_together(wanted)
+        first = self.reducers[0].skip_together(wanted)
         if first is None:
             return None
-        others = [reducer.skip_together(True) for reducer in self.buckets[1:]]
+        others = [reducer.skip_together(True) for reducer in self.reducers[1:]]
         return report_of_buckets([first, *(report for report in others if report is not None)], StageTimer())
 
     def meet(self, what: str) -> None:
         """As `GradientAllreduce.meet`, where a step of the other ranks begins."""
-        self.buckets[0].meet(what)
+        self.reducers[0].meet(what)
 
     def _check_idle(self, what: str) -> None:
         """Raise RuntimeError where buckets are being reduced."""
@@ -413,7 +415,7 @@ class BucketedAllreduce:
 
     def forget_support(self) -> None:
         """As `GradientAllreduce.forget_support`."""
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.forget_support()
 
     def gathered_residual(self) -> NDArray[np.float32]:
@@ -421,7 +423,7 @@ class BucketedAllreduce:
         self._check_idle("gathered_residual()")
         self.complete()
         # the first one meets other ranks' steps
-        parts = [reducer.gathered_residual() for reducer in self.buckets]
+        parts = [reducer.gathered_residual() for reducer in self.reducers]
         return np.concatenate(parts[::-1])
 
     def state_dict(self) -> dict[str, Any]:
@@ -431,7 +433,7 @@ class BucketedAllreduce:
         return {
             "length": self.length,
             "method": self.method,
-            "buckets": {str(number): reducer.state_dict() for number, reducer in enumerate(self.buckets)},
+            "buckets": {str(number): reducer.state_dict() for number, reducer in enumerate(self.reducers)},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -444,7 +446,7 @@ class BucketedAllreduce:
         self.meet("load_state_dict")
         with self.transport.together(ValueError):
             self.check_state(state)
-        for number, reducer in enumerate(self.buckets):
+        for number, reducer in enumerate(self.reducers):
             reducer.load_state_dict(state["buckets"][str(number)])
         self._incomplete = None
 
@@ -456,14 +458,14 @@ class BucketedAllreduce:
             lengths = [bucket["length"] for bucket in buckets]
         if lengths != self.lengths:
             raise StateError(f"the state has buckets of {lengths} elements, this reducer of {self.lengths}")
-        for number, (bucket, reducer) in enumerate(zip(buckets, self.buckets, strict=True)):
+        for number, (bucket, reducer) in enumerate(zip(buckets, self.reducers, strict=True)):
             with state_errors(f"bucket {number}: "):
                 check_state(bucket, reducer)
 
     def reset(self) -> None:
         """As `GradientAllreduce.reset`."""
         self._check_idle("reset()")
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.reset()
         self._incomplete = None
 
@@ -473,7 +475,7 @@ class BucketedAllreduce:
         for thread in self._threads:
             thread.close()
         announce(self.transports)
-        for reducer in self.buckets:
+        for reducer in self.reducers:
             reducer.close()
         self.transport.close()
 
@@ -512,12 +514,12 @@ def bucket_ranges(lengths: Sequence[int], least: float) -> Iterator[range]:
     Yields:
         The numbers of the tensors of each bucket, ascending.
     """
-    stop, held = len(lengths), 0
+    stop, elements = len(lengths), 0
     for number in range(len(lengths) - 1, -1, -1):
-        held += lengths[number]
-        if held >= least or number == 0:
+        elements += lengths[number]
+        if elements >= least or number == 0:
             yield range(number, stop)
-            stop, held = number, 0
+            stop, elements = number, 0
 
 
 def _entries_of(number: int, lengths: Sequence[int], density: float) -> int:

@@ -162,7 +162,7 @@ class Contestant:
         carrier = ""
         if self.oktopk is not None:
             reducer = self.oktopk.reducer
-            messages = reducer.buckets[0].p2p_unavailable_reason
+            messages = reducer.reducers[0].p2p_unavailable_reason
             carrier = reducer.transport.library if messages else "peer memory"
         return {
             "name": self.name,

@@ -32,7 +32,7 @@ from oktopk.torch.agreement import (
     unregister_reducer,
 )
 from oktopk.torch.alive import alive
-from oktopk.torch.hooked import Given, HookedBuckets
+from oktopk.torch.hooked import DdpBucket, HookEngine
 from oktopk.torch.interop import memory_of
 from oktopk.torch.optimizer import DistributedOptimizer
 from oktopk.torch.states import as_arrays, as_tensors, by_rank
@@ -49,9 +49,10 @@ class OkTopkState:
     when the last one has come. Under `no_sync` DDP does not call it, so that gradients of several batches are reduced together.
 
     The first step is dense, as with dense_warmup_steps=1: after it DDP lays out its buckets anew, in the order in which gradients
-    came; with static_graph=True the first two are, as it does so after the second. Buckets and residuals are made in the next
-    step, once its last bucket has come, and never move. After a load no step is dense for that. The buckets are then those of the
-    state, and gradients are copied where DDP has others.
+    came; with static_graph=True the first two are, as it does so after the second. The buckets and residuals
+    of the reducer are made in the next step, once DDP's last bucket has come, and never move. After a
+    load no step is dense for that. The buckets of the reducer are then those of the state, and
+    gradients are copied where DDP has others.
 
     What is selected is the gradient as DDP gives it, times the scale of a `torch.amp.GradScaler`: take bfloat16, which has none.
     The hook does not reduce buffers such as batch-norm statistics; DDP itself broadcasts them.
@@ -102,14 +103,14 @@ class OkTopkState:
         self._given_comm = self._comm = comm
         self._module = module
         self._names: dict[Tensor, str] = {}
-        self._orders: dict[Tensor, tuple[int, ...]] = {}  # of `HookedBuckets`
-        self._buckets: HookedBuckets | None = None
+        self._orders: dict[Tensor, tuple[int, ...]] = {}  # of `HookEngine`
+        self._engine: HookEngine | None = None
         self._dense_steps = 1  # after which DDP's buckets do not change any more
         self._settled = False  # these steps are over
         self._loaded: dict[str, Any] | None = None  # a state, until the next step
         self._goes_on = False  # a state was loaded
         self._report: StepReport | None = None
-        self._given: list[Given] = []  # of the step that runs, or that was left
+        self._arrived: list[DdpBucket] = []  # of the step that runs, or that was left
         self._failed: Exception | None = None  # why that step is not taken
 
     @property
@@ -132,18 +133,18 @@ class OkTopkState:
             RuntimeError: it left buckets out.
         """
         self._check_all_came()
-        if self._buckets is not None:
-            self._buckets.reducer.complete()
+        if self._engine is not None:
+            self._engine.reducer.complete()
 
     @property
     def table_reports(self) -> dict[str, RowReport]:
         """The last step of each table with sparse gradients, by its name, after its backward pass."""
-        return {} if self._buckets is None else self._buckets.tables.reports_by_name
+        return {} if self._engine is None else self._engine.tables.reports_by_name
 
     @property
     def reducer(self) -> BucketedAllreduce | None:
-        """What reduces; None before the first step. Another one once DDP's buckets have changed."""
-        return None if self._buckets is None else self._buckets.reducer
+        """What reduces; None before the first step. Another one once DDP has laid out its buckets anew."""
+        return None if self._engine is None else self._engine.reducer
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce a bucket of DDP's; with the last one end the step. Collective.
@@ -153,20 +154,20 @@ class OkTopkState:
         Returns:
             A future of the mean over the ranks, laid out as the bucket's buffer. It is valid until the next step.
         """
-        given = Given(bucket.parameters(), bucket.buffer())
-        device = given.buffer.device
+        arrived = DdpBucket(bucket.parameters(), bucket.buffer())
+        device = arrived.buffer.device
         if bucket.index() == 0:
             self._failed = None  # of a pass that left buckets out
             self._attempt(self._begin_step, device)
-        self._given.append(given)
-        if self._buckets is not None:
-            self._attempt(self._buckets.add, given)
+        self._arrived.append(arrived)
+        if self._engine is not None:
+            self._attempt(self._engine.add, arrived)
         if bucket.is_last():
             self._attempt(self._end_step, device)
-            for each in self._given if self._failed is not None else ():
+            for each in self._arrived if self._failed is not None else ():
                 each.end(each.buffer, self._failed)
-            self._given, self._failed = [], None
-        return given.mean
+            self._arrived, self._failed = [], None
+        return arrived.mean
 
     def _attempt(self, call: Callable[[Any], None], argument: Any) -> None:
         """Call it, unless the step has failed; keep its error."""
@@ -177,41 +178,41 @@ class OkTopkState:
                 self._failed = error
 
     def _begin_step(self, device: torch.device) -> None:
-        if self._buckets is not None:
-            self._buckets.came = True
+        if self._engine is not None:
+            self._engine.came = True
         self._leave_step()
         self._names = self._names or self._parameter_names()
         if self._loaded is not None:
             self._set_up_loaded(self._loaded, device)
-        elif self._buckets is not None and not self._settled:
-            self._settled = self._buckets.reducer.steps >= self._dense_steps
+        elif self._engine is not None and not self._settled:
+            self._settled = self._engine.reducer.steps >= self._dense_steps
             if self._settled:
                 self._free()
 
     def _end_step(self, device: torch.device) -> None:
         """Wait for what is reduced, and give it to DDP. Collective."""
-        if self._buckets is None:  # now all buckets are known
-            dense = [given.parameters for given in self._given if not given.buffer.is_sparse]
-            tables = [given.parameters[0] for given in self._given if given.buffer.is_sparse]
-            buckets = self._set_up(device, lambda: (dense, tables))
-            for given in self._given:
-                buckets.add(given)
+        if self._engine is None:  # now all of DDP's buckets are known
+            dense = [bucket.parameters for bucket in self._arrived if not bucket.buffer.is_sparse]
+            tables = [bucket.parameters[0] for bucket in self._arrived if bucket.buffer.is_sparse]
+            engine = self._set_up(device, lambda: (dense, tables))
+            for bucket in self._arrived:
+                engine.add(bucket)
         else:
-            buckets = self._buckets
-            with buckets.passed_on():
-                self._check_parameters(buckets)
-        self._report = buckets.end(self._given)
+            engine = self._engine
+            with engine.passed_on():
+                self._check_parameters(engine)
+        self._report = engine.end(self._arrived)
 
-    def _check_parameters(self, buckets: HookedBuckets) -> None:
+    def _check_parameters(self, engine: HookEngine) -> None:
         """Raise ValueError where DDP does not hand over the gradients that the reducer has."""
-        came = dict.fromkeys(parameter for given in self._given for parameter in given.parameters)
-        if added := [parameter for parameter in came if parameter not in buckets.parameters]:
+        came = dict.fromkeys(parameter for bucket in self._arrived for parameter in bucket.parameters)
+        if added := [parameter for parameter in came if parameter not in engine.parameters]:
             self._found_ddp()  # raises where there are two
             raise ValueError(
                 f"DDP reduces a parameter of shape {tuple(added[0].shape)} that it had not in earlier steps: after the model "
                 "has changed, make a new DDP and a new OkTopkState"
             )
-        if missing := [parameter for parameter in buckets.parameters if parameter not in came]:
+        if missing := [parameter for parameter in engine.parameters if parameter not in came]:
             raise ValueError(
                 f"DDP does not reduce the parameter {self._names[missing[0]]!r} any more, which it did before or when the state "
                 "was taken: make a new OkTopkState for a model whose parameters have changed"
@@ -219,13 +220,13 @@ class OkTopkState:
 
     def _check_all_came(self) -> None:
         """Raise RuntimeError where the last backward pass has ended without some buckets, or raised while some were reduced."""
-        started = 0 if self._buckets is None else self._buckets.reducer.started
-        if started and not self._given:
+        started = 0 if self._engine is None else self._engine.reducer.started
+        if started and not self._arrived:
             raise RuntimeError(
                 f"the last backward pass raised while {started} bucket(s) were reduced: take the next one, which undoes them, or "
                 "load a state"
             )
-        if self._given:  # other ranks may be waiting for them
+        if self._arrived:  # other ranks may be waiting for them
             raise RuntimeError(
                 f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
                 f"or it raised: load a state of before it; {_USE_ALL}"
@@ -233,17 +234,21 @@ class OkTopkState:
 
     def _leave_step(self) -> None:
         """Undo what a backward pass has begun that did not end, if the last one did not. Every rank must call then."""
-        if self._buckets is not None and (self._given or self._buckets.reducer.started):
-            self._buckets.leave()
-        self._given = []
+        if self._engine is not None and (self._arrived or self._engine.reducer.started):
+            self._engine.leave()
+        self._arrived = []
 
     def _set_up(
         self,
         device: torch.device,
         layout: Callable[[], tuple[list[list[Tensor]], list[Tensor]]],
         loading: bool = False,
-    ) -> HookedBuckets:
-        """Make what reduces these buckets and tables. Collective."""
+    ) -> HookEngine:
+        """Make what reduces. Collective.
+
+        Args:
+            layout: gives the parameters of each of the reducer's buckets, and the tables.
+        """
         met = self._met("the first step of OkTopkState", _SAME_PASSES)
         with met as transport, transport.together(ValueError) as alike:
             # a rank without a state would reduce while the others load theirs
@@ -262,19 +267,20 @@ class OkTopkState:
         self._free()
         dense_steps = max(self._dense_steps, self._arguments.get("dense_warmup_steps", 0))
         options = self._arguments | {"dense_warmup_steps": dense_steps, "advice": _SAME_PASSES}
-        made = HookedBuckets(self._comm, buckets, tables, self._names, memory, orders=self._orders, **options)
-        self._buckets = made
+        self._engine = engine = HookEngine(
+            self._comm, buckets, tables, self._names, memory, orders=self._orders, **options
+        )
         register_reducer(self, [*dense, *tables])
         if self._settled:
-            made.renumber(self._dense_steps)
-        elif made.reducer.transport.rank == 0:
-            self._warn(made)
-        return made
+            engine.renumber(self._dense_steps)
+        elif engine.reducer.transport.rank == 0:
+            self._warn(engine)
+        return engine
 
-    def _warn(self, buckets: HookedBuckets) -> None:
+    def _warn(self, engine: HookEngine) -> None:
         """Warn of what loses residuals or parts ranks."""
-        found, selects = buckets.optimizers.look(), self._arguments["method"] != "dense"
-        if any(optimizer.state for optimizer in found) and selects and not self._goes_on:
+        optimizers, selects = engine.optimizers.look(), self._arguments["method"] != "dense"
+        if any(optimizer.state for optimizer in optimizers) and selects and not self._goes_on:
             warnings.warn(
                 "the optimizer has a state, as of a training that goes on, and OkTopkState has none: residuals start empty. Save "
                 "OkTopkState.state_dict() on every rank, and load it before the first backward pass",
@@ -298,10 +304,12 @@ class OkTopkState:
         self._check_all_came()
         if self._loaded is not None:
             return by_rank(self._loaded)
-        if self._buckets is None or not self._settled:
+        if self._engine is None or not self._settled:
             return by_rank({"buckets": [], "reducer": None, "tables": {}})
-        names = [[self._names[parameter] for parameter in bucket] for bucket in self._buckets.buckets]
-        reducer, tables = as_tensors(self._buckets.reducer.state_dict()), self._buckets.tables.state()
+        names = [
+            [self._names[parameter] for parameter in bucket] for bucket in self._engine.bucket_parameters
+        ]
+        reducer, tables = as_tensors(self._engine.reducer.state_dict()), self._engine.tables.state()
         return by_rank({"buckets": names, "reducer": reducer, "tables": tables})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -326,16 +334,20 @@ class OkTopkState:
     @contextmanager
     def _met(self, what: str, advice: str = EVERY_RANK_CALLS) -> Iterator[Transport]:
         """A transport of all ranks, which begin this call: that of the reducer, where a step of the others waits. Collective."""
-        if self._buckets is not None and not self._given:
-            self._buckets.reducer.meet(what)
-            yield self._buckets.reducer.transport
+        if self._engine is not None and not self._arrived:
+            self._engine.reducer.meet(what)
+            yield self._engine.reducer.transport
             return
         limit = Limit(what, timeout_of(self._arguments), advice)
         with closing(connect(self._comm, limit)) as transport:
             yield transport
 
     def _check_state(self, state: Any) -> tuple[list[list[str]], list[str]]:
-        """The buckets and tables of a state; ValueError where it cannot be loaded, as far as is known so far."""
+        """The names of a state's parameters, by buckets, and of its tables.
+
+        Raises:
+            ValueError: it cannot be loaded, as far as is known so far.
+        """
         check_redistributed(state)
         if not isinstance(state, dict) or not {"buckets", "reducer", "tables"} <= state.keys():
             raise StateError("the state is not one of OkTopkState.state_dict()")
@@ -347,14 +359,14 @@ class OkTopkState:
             buckets, tables = [list(names) for names in state["buckets"]], sorted(dict(state["tables"]))
             if state["reducer"] is None or not names:
                 return buckets, tables
-            layout, _ = _found(buckets, names), _found([tables], names)
+            layout, _ = _parameters_of(buckets, names), _parameters_of([tables], names)
             own = [sum(parameter.numel() for parameter in parameters) for parameters in layout]
             saved = as_arrays(state["reducer"])
             lengths = [saved["buckets"][str(number)]["length"] for number in range(len(saved["buckets"]))]
         if buckets and lengths != own:
             raise StateError(f"the state has buckets of {lengths} elements, their parameters have {own}")
-        if self._buckets is not None and own == self._buckets.reducer.lengths:
-            self._buckets.reducer.check_state(saved)
+        if self._engine is not None and own == self._engine.reducer.lengths:
+            self._engine.reducer.check_state(saved)
         return buckets, tables
 
     def _set_up_loaded(self, state: dict[str, Any], device: torch.device) -> None:
@@ -366,7 +378,8 @@ class OkTopkState:
             return
 
         def layout() -> tuple[list[list[Tensor]], list[Tensor]]:
-            return _found(state["buckets"], self._names), _found([state["tables"]], self._names)[0]
+            buckets = _parameters_of(state["buckets"], self._names)
+            return buckets, _parameters_of([state["tables"]], self._names)[0]
 
         self._set_up(device, layout, loading=True).load(state["reducer"], state["tables"])
         self._loaded = None  # else the next step says the same
@@ -393,12 +406,12 @@ class OkTopkState:
         """
         if len(_with_state(self)) > 1:
             gc.collect()  # one that is not used any more may be in a cycle
-        found = _with_state(self)
-        if len(found) > 1:
+        ddps = _with_state(self)
+        if len(ddps) > 1:
             raise ValueError(
-                f"{len(found)} DistributedDataParallel have one OkTopkState: register the hook with one of its own for each"
+                f"{len(ddps)} DistributedDataParallel have one OkTopkState: register the hook with one of its own for each"
             )
-        return found[0] if found else None
+        return ddps[0] if ddps else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What can be saved: settings and `state_dict`. The communicator belongs to this process."""
@@ -409,7 +422,7 @@ class OkTopkState:
         self.load_state_dict(state["state"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OkTopkState":
-        if self._buckets is not None:
+        if self._engine is not None:
             with self._met("deepcopy"):
                 pass
         copied = type(self).__new__(type(self))
@@ -425,10 +438,10 @@ class OkTopkState:
 
     def _free(self) -> None:
         """Close what reduces, if there is anything. Collective."""
-        if self._buckets is not None:
+        if self._engine is not None:
             unregister_reducer(self)
-            self._buckets.close()
-            self._buckets = None
+            self._engine.close()
+            self._engine = None
 
 
 # register_comm_hook compares the annotations with its own types: this file must not import those of __future__, which are texts
@@ -437,28 +450,28 @@ def ddp_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[Ten
     try:
         return state.reduce(bucket)
     except RuntimeError as closed:  # DDP cannot go on after a hook that has raised
-        given = Given(bucket.parameters(), bucket.buffer())
-        given.end(given.buffer, closed)
-        return given.mean
+        arrived = DdpBucket(bucket.parameters(), bucket.buffer())
+        arrived.end(arrived.buffer, closed)
+        return arrived.mean
 
 
 def _check_group(comm: Any, group: dist.ProcessGroup) -> None:
     """Raise ValueError where a communicator, if there is one, is seen not to be that of a DDP's process group."""
-    theirs = dist.get_process_group_ranks(group)
+    ddp_ranks = dist.get_process_group_ranks(group)
     if isinstance(comm, dist.ProcessGroup):
         own = dist.get_process_group_ranks(comm)
-        same, has = own == theirs, f"ranks {own}"
+        same, has = own == ddp_ranks, f"ranks {own}"
     else:
-        size = getattr(comm, "size", len(theirs))  # what is no communicator is refused later
-        same, has = size == len(theirs), f"{size} ranks"
+        size = getattr(comm, "size", len(ddp_ranks))  # what is no communicator is refused later
+        same, has = size == len(ddp_ranks), f"{size} ranks"
     if not same:
         raise ValueError(
-            f"OkTopkState has {has}, and its DistributedDataParallel reduces over ranks {theirs}: leave comm out, or pass the "
+            f"OkTopkState has {has}, and its DistributedDataParallel reduces over ranks {ddp_ranks}: leave comm out, or pass the "
             "process_group of the DistributedDataParallel"
         )
 
 
-def _found(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[list[Tensor]]:
+def _parameters_of(names: Sequence[Sequence[str]], named: dict[Tensor, str]) -> list[list[Tensor]]:
     """The parameters of these names; named: the model's."""
     known = {name: parameter for parameter, name in named.items()}
     unknown = [name for bucket in names for name in bucket if name not in known]

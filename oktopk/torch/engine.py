@@ -33,24 +33,24 @@ class OneVector:
         memory: of its gradient.
 
     Attributes:
-        buckets: the reducer.
+        reducers: the reducer.
         measure: whether the next step takes the paper's measures.
     """
 
     started = 0  # nothing is on its way between `start` and `finish`
 
     def __init__(self, reducer: GradientAllreduce, memory: TensorMemory) -> None:
-        self.buckets, self._memory = [reducer], memory
+        self.reducers, self._memory = [reducer], memory
         self.can_read_tensors = reducer.can_read_tensors
         self.measure = False
         self._step: Callable[..., StepReport] | None = None
 
     def reads_tensors(self, number: int) -> bool:
-        return self.buckets[0].reads_tensors(self.measure)
+        return self.reducers[0].reads_tensors(self.measure)
 
     def start(self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any) -> None:
         """Keep what the step is taken with."""
-        self._step = partial(self.buckets[0].step, gradient, **beside)
+        self._step = partial(self.reducers[0].step, gradient, **beside)
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
         """Call it now, on the stream of the reducer."""
@@ -68,7 +68,7 @@ class OneVector:
 
     def discard(self) -> StepReport:
         """Skip the step on all ranks. Collective."""
-        skipped = self.buckets[0].skip_together(True)
+        skipped = self.reducers[0].skip_together(True)
         assert skipped is not None
         return skipped
 

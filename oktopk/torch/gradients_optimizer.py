@@ -72,16 +72,16 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         tensors: list[GradientTensors] = []
         if bucketed.can_read_tensors:
             kind = TYPE_NAMES[self._parameters[0].dtype]
-            for reducer, each in zip(bucketed.buckets, layout.ranges, strict=True):
+            for reducer, each in zip(bucketed.reducers, layout.ranges, strict=True):
                 tensors.append(reducer.gradient_tensors([p.numel() for p in self._parameters[each]], kind))
-        shared = None if self._in_buckets else bucketed.buckets[0].gradient_buffer
+        shared = None if self._in_buckets else bucketed.reducers[0].gradient_buffer
         whole = None if shared is None else self._memory.tensor(shared).view(dtype)
         self._gradients = gradients = GradientsInPlace(
             self._parameters, dtype, tensors, layout.ranges, layout.starts, layout.length, whole
         )
         # not of this instance, which the buckets would keep alive
         postponed = partial(may_only_set_up, self.inner)
-        self._buckets = BackwardBuckets(
+        self._backward = BackwardBuckets(
             self._parameters, gradients, layout, bucketed, self._memory, overlap, postponed
         )
         # what the wrapped optimizer sees must be of the parameters' type
@@ -125,7 +125,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
     @property
     def overlapped(self) -> BackwardBuckets | None:
         """What starts buckets in the backward pass, with `overlap`; for passes that a CUDA graph replays. None without it."""
-        return self._buckets if self._arguments["overlap"] else None
+        return self._backward if self._arguments["overlap"] else None
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -133,23 +133,23 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
 
         With `overlap`, after a backward pass that was not stepped, it is `abandon`: every rank must call then.
         """
-        if self._buckets.started:
+        if self._backward.started:
             self.abandon()
         self._gradients.zero(set_to_none)
         self._tables.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within add up locally. Needed with `overlap`; without it they do so anyway, until `step`."""
-        return self._buckets.no_sync()
+        return self._backward.no_sync()
 
     def abandon(self) -> None:
         """Forget a backward pass that an error ended, where `overlap` has begun to reduce its gradients. Every rank must call."""
         with self._engine.before_torch():
-            self._buckets.abandon()
+            self._backward.abandon()
 
     def _step(self, measure: bool, grad_scaler: GradScaler | None) -> None:
         if self._only_sets_up_state():
-            self._buckets.forget()
+            self._backward.forget()
             self.inner.step()
         else:
             self.reduce(measure=measure, grad_scaler=grad_scaler)
@@ -252,10 +252,10 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             bucketed.measure = measure
         elif measure:
             own = own or "measures are taken of one vector: pass overlap=False and bucket_mb=0"
-        rest = self._buckets.rest(own)
+        rest = self._backward.rest(own)
         ready = self._engine.ready()
         for number, (gradient, more) in enumerate(rest, bucketed.started):
-            last = number == len(bucketed.buckets) - 1
+            last = number == len(bucketed.reducers) - 1
             more |= {"absent": self._gradients.missing(number), "token": token if last else None}
             bucketed.start(gradient, ready, **more)
         return self._engine.finish(problem)
@@ -282,7 +282,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         return watched.problem or self._wrapped.unwrapped()
 
     def _has_gradients(self) -> bool:
-        return super()._has_gradients() or self._buckets.started > 0
+        return super()._has_gradients() or self._backward.started > 0
 
     def _reducer_state(self) -> dict[str, Any]:
         state = super()._reducer_state()
@@ -301,7 +301,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         """Take hooks away that `_prepare` has set."""
         if self._loaded_hook is not None:
             self._loaded_hook.remove()
-        self._buckets.remove()
+        self._backward.remove()
 
     @closes
     def close(self) -> None:

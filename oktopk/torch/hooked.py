@@ -22,8 +22,8 @@ from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import SparseTables
 
 
-class Given:
-    """A bucket that DDP has handed over.
+class DdpBucket:
+    """A bucket of DDP's that it has handed over.
 
     Args:
         parameters: in the order in which their gradients lie in `buffer`.
@@ -57,22 +57,23 @@ class Given:
         return _pieces(self.parameters, self.buffer)
 
 
-class HookedBuckets(Engine):
+class HookEngine(Engine):
     """Reduces gradients as a DDP hands them over, and tables behind them.
 
-    Buckets whose parameters are those of DDP's, in their order, are reduced as these come, where they lie. The first that is
-    not, and all behind it, are copied and start when all have come.
+    The reducer's buckets whose parameters are those of DDP's, in their order, are reduced as these
+    come, where they lie. The first that is not, and all behind it, are copied and start when all have come.
 
     Args:
         comm, method, options: as `BucketedAllreduce`. Collective.
-        buckets: the parameters of each, in the order in which they start; none: the reducer has an element of its own.
+        bucket_parameters: a list for each of the reducer's buckets, in the order in which they
+            start; none: the reducer has an element of its own.
         tables: the parameters with sparse gradients, each alone in a bucket of DDP's.
         names: of all parameters.
         memory: of all.
         orders: strides that DDP has been seen to keep to, of parameters; filled here.
 
     Attributes:
-        buckets: as given.
+        bucket_parameters: as given.
         parameters: of buckets and tables.
         optimizers: those that are found to have any parameter of `names`.
         came: DDP has begun to hand over buckets in the backward pass that runs, or ran last.
@@ -86,7 +87,7 @@ class HookedBuckets(Engine):
     def __init__(
         self,
         comm: Any,
-        buckets: list[list[Tensor]],
+        bucket_parameters: list[list[Tensor]],
         tables: Sequence[Tensor],
         names: dict[Tensor, str],
         memory: TensorMemory,
@@ -95,11 +96,13 @@ class HookedBuckets(Engine):
         orders: dict[Tensor, tuple[int, ...]],
         **options: Any,
     ) -> None:
-        self.buckets, self._names, self._memory = buckets, names, memory
+        self.bucket_parameters, self._names, self._memory = bucket_parameters, names, memory
         self._own: list[Tensor] = (
-            [] if buckets else [nn.Parameter(torch.zeros(1, dtype=torch.float32, device=tables[0].device))]
+            []
+            if bucket_parameters
+            else [nn.Parameter(torch.zeros(1, dtype=torch.float32, device=tables[0].device))]
         )
-        self._layout = buckets or [self._own]
+        self._layout = bucket_parameters or [self._own]
         every = [parameter for parameters in self._layout for parameter in parameters]
         types = {parameter.dtype for parameter in every}
         if len(types) == 1 and memory.device != "cpu":
@@ -110,17 +113,19 @@ class HookedBuckets(Engine):
             reducer = BucketedAllreduce(comm, sizes, method, **place, **options)
             opened.callback(reducer.close)
             peer_memory, named = options.get("peer_memory"), [names[table] for table in tables]
-            made = SparseTables(comm, tables, memory, reducer.settings, peer_memory, named)
-            super().__init__(reducer, made, memory)
+            sparse = SparseTables(comm, tables, memory, reducer.settings, peer_memory, named)
+            super().__init__(reducer, sparse, memory)
             opened.pop_all()
-        self.parameters = dict.fromkeys([*(every if buckets else ()), *tables])
+        self.parameters = dict.fromkeys([*(every if bucket_parameters else ()), *tables])
         self._dtype = GRADIENT_TYPES[options.get("gradient_type", "float32")]
         updates = list(map(memory.tensor, reducer.updates))
         self._wholes = {_key(each): update for each, update in zip(self._layout, updates, strict=True)}
         self._updates: dict[Tensor, Tensor] = {}
         for parameters, update in zip(self._layout, updates, strict=True):
             self._updates |= _pieces(parameters, update)
-        self._copies: dict[int, Tensor] = {}  # bucket -> its gradient, where that is not a buffer of DDP's
+        self._copies: dict[
+            int, Tensor
+        ] = {}  # the reducer's bucket -> its gradient, where that is not a buffer of DDP's
         self._orders = orders
         self._problem = ""  # of this step, on this rank: the next bucket tells the others
         self._token = 0  # of this step
@@ -134,18 +139,18 @@ class HookedBuckets(Engine):
         self._as_wrapped = AsWrapped(trained)
         self._hooks = when_accumulated(trained, self._accumulated)
 
-    def add(self, given: Given) -> None:
+    def add(self, bucket: DdpBucket) -> None:
         """Take a bucket of DDP's, and start the reducer's next one if that is the same. Collective."""
-        if given.buffer.is_sparse:
+        if bucket.buffer.is_sparse:
             return
         number = self.reducer.started
         with self.passed_on():
-            self._check_order(given)
+            self._check_order(bucket)
         with self.passed_on():
-            ours = number < len(self._layout) and given.buffer.dtype == self._dtype
-            if ours and _key(given.parameters) == _key(self._layout[number]):
+            ours = number < len(self._layout) and bucket.buffer.dtype == self._dtype
+            if ours and _key(bucket.parameters) == _key(self._layout[number]):
                 self._copies.pop(number, None)
-                self._start(number, given.buffer)
+                self._start(number, bucket.buffer)
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
@@ -166,11 +171,11 @@ class HookedBuckets(Engine):
         array = self._memory.array(gradient)
         self.reducer.start(array, self.ready(), absent=absent, problem=self._problem, token=token)
 
-    def end(self, given: Sequence[Given]) -> StepReport:
+    def end(self, arrived: Sequence[DdpBucket]) -> StepReport:
         """Start the other buckets, wait for all, and give DDP the means. Collective.
 
         Args:
-            given: all of DDP's, which were added.
+            arrived: all of DDP's, which were added.
 
         Raises:
             NonFiniteGradientError, ValueError, RuntimeError: as `Engine.finish` and `Engine.hear`; nothing is applied.
@@ -178,24 +183,24 @@ class HookedBuckets(Engine):
         rest = range(self.reducer.started, len(self._layout))
         if rest:
             came = {parameter: parameter for parameter in self._own}
-            for each in given:
+            for each in arrived:
                 came |= each.pieces
             for number in rest:
                 self._start(number, self._copied(number, came))
         problem, self._problem, self._used = self._problem, "", set()
         own = [table.grad for table in self.tables.tables]
-        for each in given:  # in a pass that DDP takes for others, as in `join`, not what the table has
+        for each in arrived:  # in a pass that DDP takes for others, as in `join`, not what the table has
             if each.buffer.is_sparse:
                 each.parameters[0].grad = each.buffer
         try:
             report = self.finish(problem, all_or_none=False)
             self.hear(self._agreement, report, self._token, problem)
-            means = [self._mean(each) for each in given]
+            means = [self._mean(each) for each in arrived]
         finally:
             self.tables.put_back()
             for table, gradient in zip(self.tables.tables, own, strict=True):
                 table.grad = gradient
-        for each, mean in zip(given, means, strict=True):
+        for each, mean in zip(arrived, means, strict=True):
             each.end(mean, None)
         return report
 
@@ -211,24 +216,24 @@ class HookedBuckets(Engine):
                 return torch.cat([came[parameter] for parameter in parameters], out=self._copies[number])
         return self._copies[number].zero_()
 
-    def _mean(self, given: Given) -> Tensor:
-        if given.buffer.is_sparse:
-            reduced = given.parameters[0].grad
+    def _mean(self, bucket: DdpBucket) -> Tensor:
+        if bucket.buffer.is_sparse:
+            reduced = bucket.parameters[0].grad
             assert reduced is not None
             return reduced
-        whole = self._wholes.get(_key(given.parameters))
+        whole = self._wholes.get(_key(bucket.parameters))
         if whole is None:
-            whole = torch.cat([self._updates[parameter] for parameter in given.parameters])
-        return whole.to(given.buffer.dtype)
+            whole = torch.cat([self._updates[parameter] for parameter in bucket.parameters])
+        return whole.to(bucket.buffer.dtype)
 
-    def _check_order(self, given: Given) -> None:
+    def _check_order(self, bucket: DdpBucket) -> None:
         """Raise ValueError where DDP gives gradients in another order than it takes them back.
 
         It takes them back from a hook in the order of the parameters, and gives them in that of when it made its buckets; so do
         residuals.
         """
-        new = [p for p in given.parameters if p.dim() > 1 and self._orders.get(p) != p.stride()]
-        pieces = given.pieces if new else {}
+        new = [p for p in bucket.parameters if p.dim() > 1 and self._orders.get(p) != p.stride()]
+        pieces = bucket.pieces if new else {}
         for parameter in new:
             strides, gradient, piece = parameter.stride(), parameter.grad, pieces[parameter]
             if gradient is None or not is_dense(parameter):

@@ -330,7 +330,7 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _settle(self) -> None:
         """Let the reducer load states of any ways that were open."""
-        for reducer in self._engine.bucketed.buckets:
+        for reducer in self._engine.bucketed.reducers:
             reducer.follows = [name for name in self._open if name != "levels"]
 
     # what each kind has of its own

@@ -133,12 +133,12 @@ class BackwardBuckets:
     that leave nothing, into `recording()`, and call `replayed` after each replay:
 
         >>> optimizer.zero_grad()
-        >>> with buckets.recording() as recorded, torch.cuda.graph(graph):
+        >>> with optimizer.overlapped.recording() as recorded, torch.cuda.graph(graph):
         ...     loss.backward()
         >>> for batch in batches:
         ...     optimizer.zero_grad()
         ...     graph.replay()
-        ...     buckets.replayed(recorded)
+        ...     optimizer.overlapped.replayed(recorded)
         ...     optimizer.step()
 
     Args:

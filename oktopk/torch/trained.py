@@ -17,7 +17,7 @@ class TrainedParameters:
 
     Args:
         optimizer: to be wrapped.
-        buckets: whether their order counts, as gradients are reduced in buckets.
+        in_buckets: whether their order counts, as gradients are reduced in buckets.
         order: as of `DistributedOptimizer`.
         sparse: as of `DistributedOptimizer`.
 
@@ -33,7 +33,7 @@ class TrainedParameters:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: bool,
+        in_buckets: bool,
         order: Iterable[Tensor] | None,
         sparse: Sequence[Tensor] | None,
     ) -> None:
@@ -44,7 +44,7 @@ class TrainedParameters:
         places = {id(p): place for place, p in enumerate(self.all)}
         used = self.all if order is None else list(order)
         self.lacking = len(set(places) - set(map(id, used)))
-        if buckets and not self.lacking:
+        if in_buckets and not self.lacking:
             if order is not None:
                 self.all = [p for p in {id(p): p for p in used}.values() if id(p) in places]
             elif len(optimizer.param_groups) > 1:

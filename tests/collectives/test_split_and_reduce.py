@@ -21,7 +21,7 @@ from collectives.transport import FlaggedRanksError
 pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=8)]
 
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
-BUCKETS = [1, 2, 8]
+BATCHES = [1, 2, 8]
 Pairs = dict[int, float]
 
 
@@ -81,10 +81,10 @@ def equal_cuts(length: int, size: int) -> NDArray[np.int64]:
 
 
 @pytest.mark.parametrize("length", [3, 500, 20_000])
-def test_sums_are_taken_in_rotation_order_whatever_the_buckets(transport: MpiTransport, length: int) -> None:
+def test_sums_are_taken_in_rotation_order_whatever_the_batches(transport: MpiTransport, length: int) -> None:
     density = 0.3 if length < 1000 else 0.02
     boundaries = equal_cuts(length, transport.size)
-    for bucket_rounds, rotate in itertools.product(BUCKETS, [True, False]):
+    for bucket_rounds, rotate in itertools.product(BATCHES, [True, False]):
         # other values each time: what an earlier call left in the workspace must not pass for what arrived
         seed = (length, transport.rank, bucket_rounds, rotate)
         pairs = draw_pairs(seed, length, density, integers=False)

@@ -18,7 +18,7 @@ from collectives.staging import StagingBuffers, size_class
 from collectives.traffic import Traffic
 from collectives.transport import Round
 from oktopk import METHODS, GradientAllreduce
-from tests.collectives.test_transport import BUCKETS, exchange_in_buckets, ring
+from tests.collectives.test_transport import BATCHES, exchange_in_batches, ring
 from tests.fake_cupy import fake_cupy, on_fake
 from tests.fake_device import POISON, FakeDeviceTransport, LateStream, StagedBackend
 
@@ -54,11 +54,11 @@ def test_a_round_sends_its_array_anew_and_shares_its_buffers(
 
 
 @pytest.mark.mpi
-@BUCKETS
-def test_rounds_arrive_bucket_by_bucket_with_one_wait_for_the_stream_each(
+@BATCHES
+def test_rounds_arrive_batch_by_batch_with_one_wait_for_the_stream_each(
     transport: FakeDeviceTransport, count: int, in_flight: int
 ) -> None:
-    exchange_in_buckets(transport, count, in_flight)
+    exchange_in_batches(transport, count, in_flight)
     assert transport.stream.waits <= -(-count // in_flight)
     taken = transport.buffers.take(80)
     assert np.all(taken == POISON), "a buffer was handed back before it was done with"

@@ -194,7 +194,7 @@ class InFlight(MpiTransport):
         return requests
 
 
-def exchange_in_buckets(transport: HostTransport, count: int, in_flight: int) -> None:
+def exchange_in_batches(transport: HostTransport, count: int, in_flight: int) -> None:
     """Exchange so many rounds, every third one empty, checked as they are handed over."""
     rounds = []
     for i in range(count):
@@ -204,33 +204,33 @@ def exchange_in_buckets(transport: HostTransport, count: int, in_flight: int) ->
         rounds.append(Round(dest, outgoing, source, incoming))
     arrived: list[int] = []
     complete = True
-    for bucket in transport.exchange(rounds, in_flight):
+    for batch in transport.exchange(rounds, in_flight):
         run_stream(transport)
-        arrived += bucket
-        complete &= len(bucket) <= in_flight
-        complete &= all(np.all(rounds[i].incoming == 100 * rounds[i].source + i) for i in bucket)
+        arrived += batch
+        complete &= len(batch) <= in_flight
+        complete &= all(np.all(rounds[i].incoming == 100 * rounds[i].source + i) for i in batch)
     assert complete, "a round was handed over before it had arrived"
     assert arrived == list(range(count))
 
 
-BUCKETS = pytest.mark.parametrize(
+BATCHES = pytest.mark.parametrize(
     ("count", "in_flight"), [(1, 1), (7, 1), (7, 2), (12, 2), (12, 5), (12, 100)]
 )
 
 
-@BUCKETS
-def test_rounds_arrive_bucket_by_bucket_with_a_bounded_number_in_flight(
+@BATCHES
+def test_rounds_arrive_batch_by_batch_with_a_bounded_number_in_flight(
     comm: MPI.Intracomm, count: int, in_flight: int
 ) -> None:
     transport = InFlight(comm)
-    exchange_in_buckets(transport, count, in_flight)
+    exchange_in_batches(transport, count, in_flight)
     most, left = transport.most, transport.started
     transport.close()
     assert left == {"sends": 0, "receives": 0}, "not waited for at the end"
     assert max(most.values()) <= 2 * in_flight
 
 
-def test_an_exchange_sends_the_next_bucket_while_one_is_worked_on(comm: MPI.Intracomm) -> None:
+def test_an_exchange_sends_the_next_batch_while_one_is_worked_on(comm: MPI.Intracomm) -> None:
     transport = InFlight(comm)
     buffers = [(np.full(3, i), np.zeros(3, np.int64)) for i in range(4)]
     dest, source = ring(transport)

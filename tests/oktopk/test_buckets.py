@@ -58,7 +58,7 @@ class Alone:
     def check(self, buckets: BucketedAllreduce, report: StepReport, given: list[Any]) -> None:
         """Of this step's gradients updates and residuals are those of the buckets."""
         for reducer, bucket, part, vector in zip(
-            self.reducers, buckets.buckets, report.buckets, given, strict=True
+            self.reducers, buckets.reducers, report.buckets, given, strict=True
         ):
             if not report.step:
                 reducer.keep_entries(partial(_always, part.k))
@@ -96,12 +96,12 @@ def test_over_messages_between_gpus_three_buckets_are_reduced_at_once(
     two = BucketedAllreduce(comm, [9, 9], device="cuda", peer_memory=False)
     assert len(two._threads) == 2
     reducer = bucketed(comm, "cuda", peer_memory=False)
-    streams = [bucket.backend.stream for bucket in reducer.buckets]
+    streams = [bucket.backend.stream for bucket in reducer.reducers]
     assert [streams.index(stream) for stream in streams] == [0, 1, 2, 0, 1]
     settings: dict[str, Any] = {"density": DENSITY, "average": False, "threshold_interval": 4}
     alone = Alone(comm, LENGTHS, device="cuda", peer_memory=False, **settings)
     begun = [threading.Event() for _ in LENGTHS]
-    for number, bucket in enumerate(reducer.buckets):
+    for number, bucket in enumerate(reducer.reducers):
 
         def step(*given: Any, number: int = number, own: Any = bucket.step, **more: Any) -> StepReport:
             begun[number].set()
@@ -130,7 +130,7 @@ def test_an_error_in_one_of_several_threads_ends_the_reducer(
     def fails(*given: object) -> StepHandle:
         raise MemoryError("a bucket")
 
-    monkeypatch.setattr(reducer.buckets[1]._executors["oktopk"], "begin", fails)
+    monkeypatch.setattr(reducer.reducers[1]._executors["oktopk"], "begin", fails)
     futures = [reducer.start(each) for each in given]
     with pytest.raises(MemoryError):
         reducer.finish()
@@ -232,7 +232,7 @@ def test_an_abandoned_step_leaves_nothing_behind(
     begun = total(comm, [np.zeros_like(vector) for vector in given[:1:-1]] + given[1::-1])
     assert np.array_equal(left(comm, reducer), before + begun)
     assert reducer.step([put(device, vector) for vector in gradients(comm, 2)]).step == 2
-    assert len({bucket.steps for bucket in reducer.buckets}) == 1
+    assert len({bucket.steps for bucket in reducer.reducers}) == 1
 
 
 def test_the_share_rounded_away_is_one_of_magnitudes() -> None:
@@ -300,13 +300,13 @@ def test_an_error_of_one_bucket_gives_up_those_that_were_begun(
     reducer.step(gradients(comm, 0))
     monkeypatch.setattr(reducer, "reads_tensors", lambda number: True)
     handles = [OnTheStream(), OnTheStream()]
-    for bucket, handle in zip(reducer.buckets, handles, strict=False):
+    for bucket, handle in zip(reducer.reducers, handles, strict=False):
         monkeypatch.setattr(bucket._executors["oktopk"], "begin", lambda *given, handle=handle: handle)
 
     def fails(*given: object) -> StepHandle:
         raise MemoryError("a bucket")
 
-    monkeypatch.setattr(reducer.buckets[2]._executors["oktopk"], "begin", fails)
+    monkeypatch.setattr(reducer.reducers[2]._executors["oktopk"], "begin", fails)
     given = gradients(comm, 1)
     futures = [reducer.start(each) for each in given]
     assert [future.done() for future in futures] == [False, False, True, True, True]
@@ -314,7 +314,7 @@ def test_an_error_of_one_bucket_gives_up_those_that_were_begun(
         reducer.finish()
     assert all(handle.aborted for handle in handles)
     assert all(isinstance(future.exception(), MemoryError) for future in futures)
-    assert not any(bucket.awaited for bucket in reducer.buckets)
+    assert not any(bucket.awaited for bucket in reducer.reducers)
     for call in (reducer.complete, reducer.state_dict, reducer.gathered_residual):
         with pytest.raises(MemoryError):
             call()
@@ -359,7 +359,7 @@ def test_buckets_that_end_together_have_the_bits_of_single_steps(
         alone.check(together, report, [put(cuda, vector) for vector in given])
         together.complete()
         assert report.complete
-        needed_host += together.buckets[1].state_dict()["unaided"] == 0
+        needed_host += together.reducers[1].state_dict()["unaided"] == 0
         for single in alone.reducers:
             single.complete()
         assert report.words == sum(each.words for each in report.buckets) > 0 or comm.size == 1
@@ -385,18 +385,18 @@ def test_a_nonfinite_deferred_bucket_is_known_before_another_starts(
     assert [get(update).any() for update in reducer.updates] == [True, True, False]
     given = [put(cuda, vector) for vector in cubes(comm, 21)]
     if nonfinite == "raise":
-        mass = [get(bucket.residual) for bucket in reducer.buckets]
+        mass = [get(bucket.residual) for bucket in reducer.reducers]
         with pytest.raises(NonFiniteGradientError, match=rf"step {TRUSTED + 1}: .* rank\(s\) 0") as caught:
             reducer.step(given)
         assert caught.value.step == TRUSTED + 1
         assert all(
             np.array_equal(get(bucket.residual), was)
-            for bucket, was in zip(reducer.buckets, mass, strict=True)
+            for bucket, was in zip(reducer.reducers, mass, strict=True)
         )
     last = reducer.step(given)
     reducer.complete()
     assert last.step == TRUSTED + 2 and not last.skipped
-    assert len({bucket.steps for bucket in reducer.buckets}) == 1
+    assert len({bucket.steps for bucket in reducer.reducers}) == 1
     known.append(report.complete)
     assert known == [False, nonfinite == "skip"]
     assert report.skipped == (nonfinite == "skip")

@@ -174,7 +174,7 @@ def test_rates_that_part_are_named_in_a_step_that_skips_a_bucket(comm: MPI.Intra
     ddp, state = hooked(Heads(), OkTopkState(density=0.1, nonfinite="skip"))
     optimizer = sgd(ddp)
     train(ddp, optimizer, comm.rank, range(3))
-    assert state.reducer is not None and len(state.reducer.buckets) > 1
+    assert state.reducer is not None and len(state.reducer.reducers) > 1
     optimizer.param_groups[0]["lr"] = 0.5 if comm.rank == 0 else 0.25
     if comm.rank == 0:
         ddp.module.get_parameter(name).register_hook(lambda gradient: gradient * float("nan"))

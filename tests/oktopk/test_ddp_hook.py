@@ -419,7 +419,7 @@ def test_a_hook_that_was_closed_refuses_every_call_and_the_backward_pass(comm: M
     train(ddp, comm.rank, range(2))
     reducer = state.reducer
     assert reducer is not None
-    held = [state, reducer, *reducer.buckets, *reducer.transports]
+    held = [state, reducer, *reducer.reducers, *reducer.transports]
     state.close()
     for closed in held:
         every_call_refuses(closed)
@@ -496,7 +496,7 @@ def test_an_error_no_bucket_could_tell_is_undone_next_step(
     train(ddp, comm.rank, range(3))
     before = residuals(comm, state)
     with monkeypatch.context() as patch:
-        patch.setattr(state._buckets._agreement, "tell", lambda: 1 / 0)
+        patch.setattr(state._engine._agreement, "tell", lambda: 1 / 0)
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             loss(ddp, comm.rank, 3).backward()
     assert state.reducer is not None and state.reducer.started == 1
@@ -526,14 +526,14 @@ def test_an_error_on_one_rank_leaves_residuals_on_all(
     train(ddp, comm.rank, range(3))
     before, last = residuals(comm, state), comm.size - 1
 
-    def no_memory(given: Any, check: Callable[[Any], None] = state._buckets._check_order) -> None:
-        if state._buckets.reducer.started == 1:
+    def no_memory(given: Any, check: Callable[[Any], None] = state._engine._check_order) -> None:
+        if state._engine.reducer.started == 1:
             raise MemoryError("no memory for the order")
         check(given)
 
     with monkeypatch.context() as patch:
         if comm.rank == last:
-            patch.setattr(state._buckets, "_check_order", no_memory)
+            patch.setattr(state._engine, "_check_order", no_memory)
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match="no memory for the order") as raised:
             loss(ddp, comm.rank, 3).backward()

@@ -39,8 +39,8 @@ def test_buckets_share_one_window_and_the_last_one_closes_it(comm: MPI.Intracomm
     check_steps(comm, buckets)
     shared = buckets.transport.shared
     assert [each.users for each in shared.values()] == [len(LENGTHS)]
-    assert not any(reducer.p2p_unavailable_reason for reducer in buckets.buckets)
-    buckets.buckets[0].reset()  # gives its part back; the others go on
+    assert not any(reducer.p2p_unavailable_reason for reducer in buckets.reducers)
+    buckets.reducers[0].reset()  # gives its part back; the others go on
     assert [each.users for each in shared.values()] == [len(LENGTHS) - 1]
     check_steps(comm, buckets)
     buckets.close()

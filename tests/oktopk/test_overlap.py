@@ -171,7 +171,7 @@ def test_a_table_waits_for_the_backward_pass_behind_the_buckets(
         monkeypatch.setattr(each, "step", noted)
 
     note("table", tables.reducers[0])
-    for number, bucket in enumerate(reducer.buckets):
+    for number, bucket in enumerate(reducer.reducers):
         note(str(number), bucket)
     for _ in range(3):
         model(torch.arange(4) + comm.rank).square().mean().backward()
@@ -219,7 +219,7 @@ def test_updates_that_are_written_late_are_waited_for(
     train(expected, wrap(expected, comm, peer_memory=False), comm.rank, range(6))
     optimizer = wrap(model, comm, peer_memory=False)
     assert isinstance(optimizer.reducer, BucketedAllreduce)
-    for bucket in optimizer.reducer.buckets:
+    for bucket in optimizer.reducer.reducers:
         stream = torch.cuda.ExternalStream(bucket.backend.stream.ptr)
 
         def late(*given: Any, own: Any = bucket._vectors.apply, stream: Any = stream) -> None:

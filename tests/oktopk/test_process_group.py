@@ -30,7 +30,7 @@ def test_all_buckets_share_one_nccl_communicator(comm: MPI.Intracomm, nccl_group
     lengths, settings = [700, 300, 1500], {"density": 0.05, "peer_memory": False, "device": cuda}
     both = [BucketedAllreduce(over, lengths, **settings) for over in (comm, nccl_group)]
     assert both[1].transport.library == "nccl"
-    transports: list[Any] = [bucket.transport for bucket in both[1].buckets]
+    transports: list[Any] = [bucket.transport for bucket in both[1].reducers]
     whole = transports[0].comm.whole
     assert all(transport.comm.whole is whole for transport in transports)
     rng = np.random.default_rng(comm.rank)
@@ -51,7 +51,7 @@ def test_nccl_is_not_ended_where_ranks_did_not_come(
 ) -> None:
     settings = {"density": 0.05, "peer_memory": False, "device": cuda, "timeout": 2.0}
     reducer = BucketedAllreduce(nccl_group, [700, 300], **settings)
-    transport: Any = reducer.buckets[-1].transport  # the first one gives up
+    transport: Any = reducer.reducers[-1].transport  # the first one gives up
     ended: list[bool] = []
     monkeypatch.setattr(transport.comm.whole.messages, "close", lambda: ended.append(True))
     gradients = [put(cuda, np.ones(length, np.float32)) for length in reducer.lengths]

@@ -50,8 +50,8 @@ def test_thousands_of_overlapped_steps_beside_matrix_products_and_nccl(
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer = DistributedOptimizer(inner, comm, overlap=True, bucket_mb=0.2, density=0.02, timeout=20.0)
     assert isinstance(optimizer.reducer, BucketedAllreduce)
-    assert [bucket.p2p_unavailable_reason for bucket in optimizer.reducer.buckets] == [""] * 4
-    assert optimizer.reducer.buckets[0].backend.device.priority < 0  # type: ignore[attr-defined]
+    assert [bucket.p2p_unavailable_reason for bucket in optimizer.reducer.reducers] == [""] * 4
+    assert optimizer.reducer.reducers[0].backend.device.priority < 0  # type: ignore[attr-defined]
     aside = torch.cuda.Stream()
     factor = torch.randn(2048, 2048, device=nccl, dtype=torch.bfloat16) / 50
     product, summed = factor.clone(), torch.ones(1 << 20, device=nccl)

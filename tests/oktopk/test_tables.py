@@ -254,7 +254,7 @@ def test_ddps_hook_reduces_rows_and_continues_bit_for_bit(
     named = {name for name, _ in ddp.module.named_parameters()}
     assert set(state.table_reports) == named - {"out.weight", "out.bias"}
     if peer_memory is not None:
-        for table in state._buckets.tables.reducers:
+        for table in state._engine.tables.reducers:
             assert (table.p2p_unavailable_reason == "") == peer_memory
     for mine, theirs in zip(ddp.parameters(), later.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -291,7 +291,7 @@ def test_over_messages_ddps_tables_are_reduced_in_the_thread_of_the_buckets(
     for _ in range(3):
         step()
     assert state.reducer is not None
-    for reducer in [*state.reducer.buckets, *state._buckets.tables.reducers]:
+    for reducer in [*state.reducer.reducers, *state._engine.tables.reducers]:
         note(reducer)
     step()
     assert state.report is not None and len(state.table_reports) == 2
