@@ -47,9 +47,9 @@ def allgatherv(
         cuts = [0, *(i for i in range(1, blocks) if ranks[i] > ranks[i - 1] + 1), blocks]
         return [gathered[offsets[ranks[a]] : offsets[ranks[b - 1] + 1]] for a, b in pairwise(cuts)]
 
-    mine = gathered[offsets[rank] : offsets[rank + 1]]
+    own_block = gathered[offsets[rank] : offsets[rank + 1]]
     if size == 1 and own is not None:
-        mine[:] = own
+        own_block[:] = own
     power_of_two = size & (size - 1) == 0
     distance = 1
     while distance < size:
@@ -66,7 +66,7 @@ def allgatherv(
         requests = [request for part in incoming for request in transport.receive(part, source)]
         requests += [request for part in outgoing for request in transport.send(part, dest)]
         if distance == 1 and own is not None:
-            mine[:] = own  # while the first round is on the wire
+            own_block[:] = own  # while the first round is on the wire
         transport.wait(requests)
         distance *= 2
 
@@ -173,8 +173,8 @@ def _ranges(
     stops = shares.cumsum()
     first = np.searchsorted(ends, stops - shares, side="right")
     last = np.searchsorted(ends, stops - 1, side="right")
-    found = zip(shares.tolist(), first.tolist(), last.tolist(), strict=True)
-    return [(int(boundaries[a]), int(boundaries[b + 1])) if share else (0, 0) for share, a, b in found]
+    spans = zip(shares.tolist(), first.tolist(), last.tolist(), strict=True)
+    return [(int(boundaries[a]), int(boundaries[b + 1])) if share else (0, 0) for share, a, b in spans]
 
 
 def _redistribute(

@@ -281,8 +281,8 @@ class CodedEntries(Codec):
         damages = self._report[:, DAMAGED:NONFINITE]
         worst = damages.max(axis=1).astype(int)
         damages[:] = 0
-        found = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
-        return f"{self.name} entries are damaged that came from {', '.join(found)}" if found else ""
+        senders = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
+        return f"{self.name} entries are damaged that came from {', '.join(senders)}" if senders else ""
 
     @property
     def rounding(self) -> tuple[float, float]:

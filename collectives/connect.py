@@ -81,9 +81,9 @@ def connect(comm: Communicator | None, limit: Limit | None = None) -> HostTransp
         if limit is not None:
             chosen.expect_all(limit.what, limit.seconds)
             chosen.barrier()
-        made = chosen._like_this(chosen.comm)
-        made.shared = chosen.shared
-        return made
+        transport = chosen._like_this(chosen.comm)
+        transport.shared = chosen.shared
+        return transport
     distributed = _torch_distributed()
     if distributed is not None and isinstance(chosen, distributed.ProcessGroup):
         from collectives import process_group

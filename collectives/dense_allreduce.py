@@ -103,9 +103,9 @@ class DenseAllreduce:
                 kept, sent = sent, kept
             other = number ^ distance
             partner = 2 * other if other < surplus else other + surplus
-            mine, theirs = self.vector[kept], self.vector[sent]
-            self._add_sum_step(partner, outgoing=theirs, kept=mine)
-            self._gather_steps.insert(0, self._round(partner, mine, theirs))
+            own_half, other_half = self.vector[kept], self.vector[sent]
+            self._add_sum_step(partner, outgoing=other_half, kept=own_half)
+            self._gather_steps.insert(0, self._round(partner, own_half, other_half))
             start, stop = kept.start, kept.stop
             distance *= 2
         self._owned = self.vector[start:stop]

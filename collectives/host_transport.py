@@ -212,7 +212,7 @@ class HostTransport(Transport):
 
     def split(self, color: int | None) -> HostTransport | None:
         colors = self.allgather_objects(color)
-        members = [rank for rank, theirs in enumerate(colors) if theirs == color]
+        members = [rank for rank, color_of_rank in enumerate(colors) if color_of_rank == color]
         part = self._among(members, color)
         if part is not None:
             part.hosts = [self.hosts[rank] for rank in members]

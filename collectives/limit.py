@@ -145,10 +145,10 @@ def missing_ranks(limit: Limit, given_up: GivenUp, waited: float | None = None) 
     Args:
         waited: seconds that this rank has; None: it came when the others had given up.
     """
-    mine = Note(-1 if waited is None else int(1e3 * waited), call_of(limit).decode())
+    own_note = Note(-1 if waited is None else int(1e3 * waited), call_of(limit).decode())
     notes = given_up.notes
-    given_up.leave(mine)
-    came, closed = {notes.rank: mine}, notes.closed()
+    given_up.leave(own_note)
+    came, closed = {notes.rank: own_note}, notes.closed()
     give_up = time.monotonic() + _ANSWER
     while len(closed.union(came)) < notes.size and time.monotonic() < give_up:
         came |= notes.collect()

@@ -39,9 +39,9 @@ class StagedCudaTransport(DeviceTransport, StagedTransport, MpiTransport):
 
 def connect_device(host: MpiTransport, device: Device, staged: bool) -> DeviceTransport:
     """The transport for device arrays among the ranks of `host`, which the caller closes; `staged` may differ. Collective."""
-    made = (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
-    made.shared = host.shared
-    return made
+    transport = (StagedCudaTransport if staged else CudaMpiTransport)(host.comm, device)
+    transport.shared = host.shared
+    return transport
 
 
 def select_device(comm: MPI.Intracomm) -> int:

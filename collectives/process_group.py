@@ -179,7 +179,7 @@ class ProcessGroupTransport(HostTransport):
         self.comm = comm.again()
         super().__init__(comm.rank, comm.size, StoreNotes(self.comm))
         self.by_nccl = comm.nccl
-        self._told = 0  # calls that ranks have told each other
+        self._announced = 0  # calls that ranks have told each other
         store = dist.PrefixStore("gloo", self.comm.store)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -316,12 +316,12 @@ class ProcessGroupTransport(HostTransport):
 
     def _start_telling(self, calls: NDArray[Any]) -> Callable[[float], bool]:
         # in the store: gloo ends the connections where one waits for a message that does not come
-        self._told += 1
+        self._announced += 1
         store = self.comm.store
-        keys = [f"called/{self._told}/{rank}" for rank in range(self.size)]
+        keys = [f"called/{self._announced}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], calls[self.rank].decode())
         store.delete_key(
-            f"called/{self._told - 2}/{self.rank}"
+            f"called/{self._announced - 2}/{self.rank}"
         )  # all have read it when they told the next one
 
         def done(seconds: float) -> bool:
@@ -346,11 +346,11 @@ class ProcessGroupTransport(HostTransport):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
     def _allgather_objects(self, value: Any) -> list[Any]:
-        mine = np.frombuffer(pickle.dumps(value), np.uint8)
+        packed = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.empty((self.size, 1), np.int64)
-        self._run("allgather", np.array([mine.size], np.int64), sizes)
+        self._run("allgather", np.array([packed.size], np.int64), sizes)
         padded = np.zeros(sizes.max(), np.uint8)
-        padded[: mine.size] = mine
+        padded[: packed.size] = packed
         everyone = np.empty((self.size, padded.size), np.uint8)
         self._run("allgather", padded, everyone)
         rows = [row[:size].tobytes() for row, (size,) in zip(everyone, sizes, strict=True)]

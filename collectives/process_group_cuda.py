@@ -172,6 +172,6 @@ def connect_device(host: ProcessGroupTransport, device: Device) -> StagedGroupTr
     everyone = host.allgather_objects((host_name(), gpu, host.comm.nccl))
     own = len({(name, gpu) for name, gpu, _ in everyone}) == host.size > 1
     by_nccl = own and all(nccl for _, _, nccl in everyone)
-    made = (NcclGroupTransport if by_nccl else StagedGroupTransport)(host.comm, device)
-    made.shared = host.shared
-    return made
+    transport = (NcclGroupTransport if by_nccl else StagedGroupTransport)(host.comm, device)
+    transport.shared = host.shared
+    return transport

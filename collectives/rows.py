@@ -102,10 +102,10 @@ def row_sparse_allreduce(
     return sums
 
 
-def _choose_readers(windows: DeviceRowWindows, reads: bool, given: int, summed: int, size: int) -> None:
+def _choose_readers(windows: DeviceRowWindows, reads: bool, received: int, summed: int, size: int) -> None:
     """Let all read all in the next step, if that would have taken no more bytes in this one, which was read in windows."""
-    if given:
-        windows.all_read_all = reads and size * summed >= (size - 1) * given
+    if received:
+        windows.all_read_all = reads and size * summed >= (size - 1) * received
 
 
 def _gather_sums(

@@ -143,13 +143,13 @@ def split_and_reduce(
         [outgoing[(rank + i) % size if rotate else other_rank(rank, i)] for i in in_first_batch]
     )
     counts_and_flags = np.array([(stop - start, flag) for start, stop in pairwise(at)], np.int64)
-    theirs = transport.alltoall_control(counts_and_flags).tolist()
-    if flagged := [source for source, (_, flag) in enumerate(theirs) if flag]:
+    received = transport.alltoall_control(counts_and_flags).tolist()
+    if flagged := [source for source, (_, flag) in enumerate(received) if flag]:
         raise FlaggedRanksError(flagged)
 
     # slots in the order of summation; the rounds that fill them may run in another one
     order = [(rank - i) % size for i in range(size)]
-    counts = [theirs[source][0] for source in order]
+    counts = [received[source][0] for source in order]
     *starts, total = accumulate(counts, initial=0)
     # two slots for partial sums, which alternate while batches are folded in
     several_batches = size - 1 > bucket_rounds

@@ -114,9 +114,9 @@ def sum_values(
     rank, size = transport.rank, transport.size
     lengths = np.diff(_boundaries(len(own), size)).tolist()
     sizes = [values_layout(codec.name, length).words // 2 for length in lengths]
-    mine, block = slices(own, lengths), transport.workspace.entries("region sums", lengths[rank])
+    own_blocks, block = slices(own, lengths), transport.workspace.entries("region sums", lengths[rank])
     codec.start()
-    codec.keep(mine[rank], block)
+    codec.keep(own_blocks[rank], block)
     dests = [(rank + i) % size if rotate else other_rank(rank, i) for i in range(1, size)]
     sources = [(rank - i) % size if rotate else other_rank(rank, i) for i in range(1, size)]
     in_order = [sizes[dest] for dest in dests]
@@ -125,7 +125,7 @@ def sum_values(
         codec.buffer("incoming wires", own, sizes[rank] * (size - 1)), [sizes[rank]] * (size - 1)
     )
     for dest, wire in zip(dests, outgoing, strict=True):
-        codec.encode_values(mine[dest], wire, dest)
+        codec.encode_values(own_blocks[dest], wire, dest)
     rounds = [Round(*each) for each in zip(dests, outgoing, sources, incoming, strict=True)]
     for batch in transport.exchange(rounds, bucket_rounds):
         for i in batch if rotate else ():

@@ -94,10 +94,10 @@ class SymmetricMemory:
         try:
             with transport.together_or("no peer memory", NoPeerMemoryError):
                 refuse(caught.problem)
-                if not any(theirs for theirs, _, _ in everyone):
+                if not any(reason for reason, _, _ in everyone):
                     # an aborted step may have left them apart
                     device.epoch = max(epoch for _, _, epoch in everyone)
-                    self.bases = [self._map(rank, theirs) for rank, (_, theirs, _) in enumerate(everyone)]
+                    self.bases = [self._map(rank, peer) for rank, (_, peer, _) in enumerate(everyone)]
                     self._table = device.allocate(self.size, np.uint64)
                     self._table.set(np.array(self.bases, np.uint64), stream=device.stream)
                     device.synchronize()
@@ -119,8 +119,8 @@ class SymmetricMemory:
         if rank == self.rank:
             return self.array(shape, dtype)
         nbytes = self.first + self.payload
-        theirs = cupy.cuda.UnownedMemory(self.bases[rank], nbytes, self, self._device.id)
-        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(theirs, self.first))
+        memory = cupy.cuda.UnownedMemory(self.bases[rank], nbytes, self, self._device.id)
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, self.first))
 
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""

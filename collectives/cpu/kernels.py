@@ -112,19 +112,19 @@ def _sum(pool, begins, ends, lower, upper, threshold_bits, out, centre, histogra
                 marks[i // LANES] |= np.uint64(1) << np.uint64(i % LANES)
                 at += 1
             cursor[j] = at
-        found = 0
+        tile_hits = 0
         for word in range(TILE // LANES):
             mask, marks[word] = marks[word], 0
             first, hits = word * LANES, count(mask)
             # without a branch, which nobody could predict; the next sums overwrite what is beyond `hits`
             for j in range(_FEW):
-                marked[found + j] = first + lowest(mask)
+                marked[tile_hits + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
             for j in range(_FEW, hits):
-                marked[found + j] = first + lowest(mask)
+                marked[tile_hits + j] = first + lowest(mask)
                 mask &= mask - np.uint64(1)
-            found += hits
-        for j in range(found):
+            tile_hits += hits
+        for j in range(tile_hits):
             i = marked[j] & (TILE - 1)
             magnitude = bits[i] & _MAGNITUDE
             out[written].index = start + i

@@ -129,11 +129,11 @@ def _sum_halves(
     most = max(1, _BLOCK // max(1, width))
     while first < len(starts) - 1:
         last = max(first + 1, int(np.searchsorted(starts, starts[first] + most, side="right")) - 1)
-        taken = order[starts[first] : starts[last]]
-        wide = widen(values[taken], kind)
+        positions = order[starts[first] : starts[last]]
+        wide = widen(values[positions], kind)
         summed = np.empty((last - first, width), np.float32)
         within = starts[first : last + 1] - starts[first]
-        sum_rows(wide, np.arange(len(taken)), within, scale, summed)
+        sum_rows(wide, np.arange(len(positions)), within, scale, summed)
         sums[first:last] = narrow(summed, kind)
         nonfinite += int((~np.isfinite(widen(sums[first:last], kind))).sum())
         first = last

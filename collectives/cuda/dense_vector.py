@@ -37,14 +37,14 @@ class P2PDenseAllreduce:
         self._vector, self._device, self._transport = vector, device, transport
         self._key = "dense", device.id, device.stream.ptr, timeout
         windows: DenseP2P | None = transport.shared.get(self._key)
-        mine = None
+        own_use = None
         with transport.together_or("no dense sums through peer memory", RuntimeError):
             device.report("dense nonfinite", 1)
             dense_kernels("float32", transport.size)
             if windows is not None and not windows.aborted:
-                mine = windows.number, windows.users
-        everyone = transport.allgather_objects((mine, next(_NUMBERS)))
-        if windows is None or any(theirs is None or theirs != mine for theirs, _ in everyone):
+                own_use = windows.number, windows.users
+        everyone = transport.allgather_objects((own_use, next(_NUMBERS)))
+        if windows is None or any(use is None or use != own_use for use, _ in everyone):
             # a device of its own: that of a vector ends with it, the windows with the last vector
             with device.gpu:
                 windows = DenseP2P(transport, Device(device.stream), timeout)

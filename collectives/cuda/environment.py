@@ -29,12 +29,12 @@ def gpu_problem() -> str:
         return _several(packages)
     runtime = cupy.cuda.runtime
     try:
-        driver, mine = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
         if not driver:
             return "there is no NVIDIA driver on this host: use device 'cpu', or install the driver"
-        if mine // 1000 > driver // 1000:
+        if built_for // 1000 > driver // 1000:
             return (
-                f"CuPy is built for CUDA {mine // 1000}, and the driver supports CUDA {_dotted(driver)} at most: "
+                f"CuPy is built for CUDA {built_for // 1000}, and the driver supports CUDA {_dotted(driver)} at most: "
                 f"pip uninstall {' '.join(packages) or 'cupy'}, then {installation()}; or install a newer driver"
             )
         if not runtime.getDeviceCount():

@@ -67,11 +67,13 @@ class Layouts:
     """
 
     def __init__(self, folder: Path, constants: dict[str, Any], base: Layouts | None = None) -> None:
-        mine = {name: value for name, value in constants.items() if name.isupper() and type(value) is int}
-        self.constants: dict[str, int] = {**base.constants, **mine} if base else mine
+        own_constants = {
+            name: value for name, value in constants.items() if name.isupper() and type(value) is int
+        }
+        self.constants: dict[str, int] = {**base.constants, **own_constants} if base else own_constants
         self._types: dict[str, Any] = dict(base._types if base else _SCALARS)
         self._text: str = (base._text if base else "using Entry = int2;\n") + "".join(
-            f"[[maybe_unused]] constexpr int {name} = {value};\n" for name, value in mine.items()
+            f"[[maybe_unused]] constexpr int {name} = {value};\n" for name, value in own_constants.items()
         )
         _OF_FOLDERS[folder.resolve()] = self
 
@@ -89,22 +91,24 @@ class Layouts:
             for side in reversed(sides):
                 c_type *= int(side) if side.isdigit() else self.constants[side]
             members.append((member, c_type))
-        made = type(name, (Struct,), {"__slots__": (), "_fields_": members})
-        self._types[name] = made
+        struct_type = type(name, (Struct,), {"__slots__": (), "_fields_": members})
+        self._types[name] = struct_type
         body = " ".join(fields.split())
-        offsets = (f"offsetof({name}, {member}) == {getattr(made, member).offset}" for member, _ in members)
+        offsets = (
+            f"offsetof({name}, {member}) == {getattr(struct_type, member).offset}" for member, _ in members
+        )
         self._text += (
             f"struct {name} {{ {body} }};\n"
-            f'static_assert(sizeof({name}) == {ctypes.sizeof(made)}, "size of {name}");\n'
+            f'static_assert(sizeof({name}) == {ctypes.sizeof(struct_type)}, "size of {name}");\n'
             f"#ifndef __CUDACC_RTC__\n"
             f'static_assert({" && ".join(offsets)}, "offsets of {name}");\n'
             "#endif\n"
         )
         for kernel in kernels:
-            PARAMETERS[kernel] = made
+            PARAMETERS[kernel] = struct_type
             # a definition that takes another type does not compile
             self._text += f'extern "C" {{ __global__ void {kernel}(const __grid_constant__ {name} p); }}\n'
-        return made
+        return struct_type
 
     @property
     def header(self) -> str:
