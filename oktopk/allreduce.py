@@ -195,9 +195,9 @@ class GradientAllreduce(Resumable):
                     raise ValueError("a displacement needs a residual: steps of a sparse method")
                 if self.settings.deferred:
                     raise ValueError("a displacement is not for deferred steps")
-                made = make(sizes, element_type, *more)
+                displacement = make(sizes, element_type, *more)
             self._vectors.keep_no_copies()
-        return made
+        return displacement
 
     def _check_sizes(self, sizes: Sequence[int], element_type: str) -> None:
         """Raise ValueError where there is no gradient of such parts."""

@@ -27,8 +27,8 @@ def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
     if device not in GRADIENT_TYPES:
         raise ValueError(f"device {device!r} is not one of {', '.join(GRADIENT_TYPES)}")
     if gradient_type not in GRADIENT_TYPES[device]:
-        taken = ", ".join(GRADIENT_TYPES[device])
-        raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {taken}")
+        types = ", ".join(GRADIENT_TYPES[device])
+        raise ValueError(f"gradient_type {gradient_type!r} on {device} is not one of {types}")
     if device == "cpu":
         load()
         return Backend()

@@ -41,9 +41,9 @@ def of_rank(state: Any) -> Any:
     `{"rank-0": (state,)}` on rank 0: `torch.distributed.checkpoint` keeps one of the values that ranks have under equal keys.
     """
     if isinstance(state, dict) and len(state) == 1:
-        ((key, held),) = state.items()
-        if str(key).startswith("rank-") and isinstance(held, tuple | list) and len(held) == 1:
-            return held[0]
+        ((key, value),) = state.items()
+        if str(key).startswith("rank-") and isinstance(value, tuple | list) and len(value) == 1:
+            return value[0]
     return state
 
 
@@ -168,15 +168,15 @@ class _Reader:
             ) from error
         self.first = self.first or state
         try:
-            found = _common(state, rank, self._ranks)
+            common = _common(state, rank, self._ranks)
         except ValueError as error:
             raise _BadStateError(f"{self._named(rank)}: {error}") from error
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise _BadStateError(f"{self._named(rank)} is damaged: {type(error).__name__} {error}") from error
-        for name, value in found.items():
-            other, theirs = self._expected.setdefault(name, (rank, value))
-            if value != theirs:
-                had = f"that of saved rank {other} {theirs}"
+        for name, value in common.items():
+            other, expected = self._expected.setdefault(name, (rank, value))
+            if value != expected:
+                had = f"that of saved rank {other} {expected}"
                 raise _BadStateError(f"{self._named(rank)} has {name} {value}, {had}")
         return state
 
@@ -215,18 +215,18 @@ def _common(state: dict[str, Any], rank: int, ranks: int) -> dict[str, str]:
         names["shard"] = state["updates"].get("shard")
         names["reference"] = zlib.crc32(np.asarray(state["updates"]["reference"]).tobytes())
     names["buckets and tables"] = sorted(before for before, _ in parts)
-    found = {name: repr(value) for name, value in names.items()}
+    common = {name: repr(value) for name, value in names.items()}
     for before, part in parts:
         of = part.get("rank", rank), part.get("ranks", ranks)
         if of != (rank, ranks):
             raise ValueError(f"it is of rank {of[0]} of {of[1]}, not of rank {rank} of {ranks}")
-        found |= {before + name: repr(part[name]) for name in _EQUAL if name in part}
+        common |= {before + name: repr(part[name]) for name in _EQUAL if name in part}
         if "width" in part:  # a table, which holds no vectors
             continue
         shape = _vector_shape(part, rank, ranks)
         if shape != (0,):  # else it holds no shard
-            found[before + "residual"] = _residual_kind(part["residual"], shape)
-    return found
+            common[before + "residual"] = _residual_kind(part["residual"], shape)
+    return common
 
 
 def _vector_shape(part: dict[str, Any], rank: int, ranks: int) -> tuple[int, ...] | None:
@@ -247,10 +247,10 @@ def _residual_kind(vector: Any, shape: tuple[int, ...] | None) -> str:
     """What a residual is, as all ranks have it."""
     if vector is None:
         return "None"
-    kind, given = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
-    if kind != "float32" or (shape is not None and given != shape):
-        raise ValueError(f"its residual is {kind}{list(given)}, not float32{list(shape or given)}")
-    return f"{type(vector).__name__} float32" + (str(list(given)) if shape is None else "")
+    kind, own_shape = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
+    if kind != "float32" or (shape is not None and own_shape != shape):
+        raise ValueError(f"its residual is {kind}{list(own_shape)}, not float32{list(shape or own_shape)}")
+    return f"{type(vector).__name__} float32" + (str(list(own_shape)) if shape is None else "")
 
 
 def _redistributed(
@@ -336,10 +336,10 @@ def _mean_moments(replicas: Iterable[dict[Any, Any]]) -> dict[Any, Any]:
     means: dict[Any, dict[str, Any]] = {}
     counts: Counter[Any] = Counter()
     for replica in replicas:
-        for parameter, held in replica.items():
+        for parameter, kept in replica.items():
             counts[parameter] += 1
-            mean = means.setdefault(parameter, dict(held))
-            shaped = {name: value for name, value in held.items() if getattr(value, "ndim", 0)}
+            mean = means.setdefault(parameter, dict(kept))
+            shaped = {name: value for name, value in kept.items() if getattr(value, "ndim", 0)}
             if all(value.is_floating_point() for value in shaped.values()):
                 for name, value in shaped.items():
                     mean[name] = mean[name].lerp(value, 1 / counts[parameter])

@@ -176,8 +176,8 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """The residual, copied to the host; None where it holds nothing."""
         self.put_back()
-        held = self.residual if self.pending else None
-        return {"residual": None if held is None else self._backend.to_host(held)}
+        vector = self.residual if self.pending else None
+        return {"residual": None if vector is None else self._backend.to_host(vector)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""

@@ -97,13 +97,13 @@ class HostExecutor:
             vectors.drop_update()
             group.end_reading()
             raise self._flagged(gradient, plan)
-        mine, update = None, None
+        own_update, update = None, None
         if result is not None:
             vectors.clear_sent(result)  # before the entries get the whole vector's indices
-            mine = result.update
+            own_update = result.update
         with plan.timer.stage("host_gather"):
             if method.sparse:
-                update = group.share_entries(mine, outcomes[:, 1])
+                update = group.share_entries(own_update, outcomes[:, 1])
             else:
                 group.share_values(self._out, vectors.update)
         with plan.timer.stage("apply"):
@@ -136,7 +136,7 @@ class HostExecutor:
             self._vectors.withhold(group.layout.spans_of_shard(absent, group.shard))
 
     def _of_host(
-        self, mine: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
+        self, result: StepResult | None, update: SparseVector | None, outcomes: NDArray[np.int64]
     ) -> StepResult:
         """The result of the whole host's step: the entries of all shards, the thresholds of the first.
 
@@ -154,7 +154,7 @@ class HostExecutor:
             global_nnz=length if update is None else update.nnz,
             local_threshold=local,
             global_threshold=whole,
-            rounding=(0.0, 0.0) if mine is None else mine.rounding,
+            rounding=(0.0, 0.0) if result is None else result.rounding,
         )
 
     def _reduce(self, summed: Any, plan: Plan, flag: bool) -> StepResult | None:

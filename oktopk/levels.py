@@ -64,8 +64,8 @@ class Layout:
             cycle, rest = divmod(place, self.block * self.shards)
             return cycle * self.block + min(max(rest - shard * self.block, 0), self.block)
 
-        found = ((before(begin), before(end)) for begin, end in spans)
-        return tuple((begin, end) for begin, end in found if begin < end)
+        in_shard = ((before(begin), before(end)) for begin, end in spans)
+        return tuple((begin, end) for begin, end in in_shard if begin < end)
 
     def places(self, shard: int, begin: int, end: int) -> NDArray[np.int64]:
         """int64[end - begin]: where elements [begin, end) of a shard lie in the vector."""
@@ -76,19 +76,19 @@ class Layout:
         """A copy of a shard of float32[n], in float32[shard] where `part` is given; both of NumPy or both of CuPy."""
         if part is None:
             part = np.empty(self.shard_length(shard), np.float32)
-        for mine, theirs in self._pieces(shard, part, whole):
-            mine[:] = theirs
+        for of_part, of_whole in self._pieces(shard, part, whole):
+            of_part[:] = of_whole
         return part
 
     def insert(self, part: Any, shard: int, whole: Any) -> None:
         """Write a shard to where it lies in float32[n]; both of NumPy or both of CuPy."""
-        for mine, theirs in self._pieces(shard, part, whole):
-            theirs[:] = mine
+        for of_part, of_whole in self._pieces(shard, part, whole):
+            of_whole[:] = of_part
 
     def copy(self, source: Any, shard: int, target: Any) -> None:
         """Copy a shard from where it lies in float32[n] to the same place in another; both of NumPy or both of CuPy."""
-        for theirs, mine in zip(self._places(shard, source), self._places(shard, target), strict=True):
-            mine[:] = theirs
+        for values, out in zip(self._places(shard, source), self._places(shard, target), strict=True):
+            out[:] = values
 
     def _pieces(self, shard: int, part: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
         """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""

@@ -129,9 +129,9 @@ class Sampler:
 
     def _union(self, indices: NDArray[np.int32]) -> int:
         """Indices that any rank has, counted once; one bit per element travels."""
-        mine = np.zeros(len(self._vector), np.bool_)
-        mine[indices] = True
-        bits = np.packbits(mine)
+        present = np.zeros(len(self._vector), np.bool_)
+        present[indices] = True
+        bits = np.packbits(present)
         self._transport.allreduce_or(bits)
         return int(np.count_nonzero(np.unpackbits(bits)))
 

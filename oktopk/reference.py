@@ -104,20 +104,20 @@ def send_and_receive(comm: Comm, outgoing: Entries, dest: int, count: int, sourc
 def allgatherv(comm: Comm, block: Entries) -> Entries:
     """The blocks of all ranks in rank order, on all ranks.
 
-    A rank holds the blocks of `held` ranks: its own and the next ones (modulo P). In a round it sends them to rank - held and
-    receives as many from rank + held, which doubles `held`; the last round moves only what is missing, for any P.
+    A rank has so many `blocks`: its own and those of the next ranks (modulo P). In a round it sends them to
+    rank - blocks and receives as many from rank + blocks; the last round moves only what is missing, for any P.
 
     Traffic: all but the own block received, 2k(P-1)/P words as a mean over the ranks, in ceil(log2 P) messages; before them an
         allgather of counts. Source: section 3.1.2; Bruck et al., IEEE TPDS 1997.
     """
     counts = np.roll(comm.allgather(len(block)), -comm.rank)  # of this rank, the next one, ...
-    gathered, held = block, 1
-    while held < comm.size:
-        more = min(held, comm.size - held)
-        outgoing, count = gathered[: counts[:more].sum()], counts[held : held + more].sum()
-        dest, source = (comm.rank - held) % comm.size, (comm.rank + held) % comm.size
+    gathered, blocks = block, 1
+    while blocks < comm.size:
+        more = min(blocks, comm.size - blocks)
+        outgoing, count = gathered[: counts[:more].sum()], counts[blocks : blocks + more].sum()
+        dest, source = (comm.rank - blocks) % comm.size, (comm.rank + blocks) % comm.size
         gathered = np.concatenate([gathered, send_and_receive(comm, outgoing, dest, count, source)])
-        held += more
+        blocks += more
     return np.roll(gathered, counts[comm.size - comm.rank :].sum())  # rank 0's block comes first
 
 

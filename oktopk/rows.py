@@ -234,8 +234,8 @@ class RowSparseAllreduce:
         if rows.ndim != 1 or rows.dtype.kind != "i" or rows.dtype.itemsize < 4:
             raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}, not int32 or int64 of one dimension")
         if values.dtype != kind or values.ndim != 2 or values.shape[1] != self.width:
-            given = f"{values.dtype}{list(values.shape)}"
-            raise ValueError(f"values are {given}, not {kind}[{len(rows)}, {self.width}]")
+            shape = f"{values.dtype}{list(values.shape)}"
+            raise ValueError(f"values are {shape}, not {kind}[{len(rows)}, {self.width}]")
         if len(values) != len(rows):
             raise ValueError(f"there are {len(rows)} row ids and {len(values)} rows of values")
         if not values.flags.c_contiguous:

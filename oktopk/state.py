@@ -107,9 +107,9 @@ class Resumable(Steps):
             check_state(state, self)
             common |= {name: state[name] for name in (*_COUNTS, "last_k", "unaided", *_WAYS)}
             common |= {f"saved {name}": value for name, value in state.get("saved", {}).items()}
-            for name, theirs in state["methods"].items():
-                agreed[name] = METHODS[name].agreed_state(theirs)
-                learned[name] = theirs.get("selection"), theirs.get("threshold")
+            for name, of_method in state["methods"].items():
+                agreed[name] = METHODS[name].agreed_state(of_method)
+                learned[name] = of_method.get("selection"), of_method.get("threshold")
             # of the ranks that hold a shard: all of them together
             agreed["whether there is a residual"] = state["residual"] is not None
             learned["whether there is a residual"] = state["residual"] is not None
@@ -239,14 +239,14 @@ def check_state(state: Any, loader: Resumable) -> None:
         if not isinstance(residual, np.ndarray):
             raise StateError(f"residual of the state is a {type(residual).__name__}, not an array")
         if residual.dtype != np.float32 or residual.shape != (loader.carried,):
-            given = f"{residual.dtype}{list(residual.shape)}"
-            raise StateError(f"residual of the state is {given}, not float32[{loader.carried}]")
+            shape = f"{residual.dtype}{list(residual.shape)}"
+            raise StateError(f"residual of the state is {shape}, not float32[{loader.carried}]")
         if not np.isfinite(residual).all():
             raise StateError("residual of the state is not finite")
     if unknown := sorted(set(state["methods"]) - set(METHODS)):
         raise StateError(f"the state is of unknown methods: {', '.join(unknown)}")
-    for name, held in state["methods"].items():
-        METHODS[name].check_state(held, loader.carried)
+    for name, of_method in state["methods"].items():
+        METHODS[name].check_state(of_method, loader.carried)
 
 
 def _levels(hosts: list[int] | None) -> str:

@@ -254,10 +254,10 @@ class GlobalThreshold:
             record("reduce")
 
             def histogram(level: int, prefix: int, sums: NDArray[np.void] = sums) -> NDArray[np.int64]:
-                mine = self._kernels.magnitude_histogram(sums, level, prefix)
+                own = self._kernels.magnitude_histogram(sums, level, prefix)
                 if level == 0:
-                    mine[INFINITE_DIGIT] += lists.damaged
-                counts = transport.sum_over_shards(transport.allreduce_control(mine))
+                    own[INFINITE_DIGIT] += lists.damaged
+                counts = transport.sum_over_shards(transport.allreduce_control(own))
                 if level == 0 and counts[INFINITE_DIGIT:].any():
                     raise FlaggedRanksError([])
                 return counts
@@ -269,8 +269,8 @@ class GlobalThreshold:
             lowest = 1  # fewer than k sums reach the lowest candidate
         self.learn_exact(bits)
         kernels = transport.kernels
-        mine = kernels.count_at_least(sums, np.array([bits, bits + 1], np.int32))
-        at_least, above = transport.allgather_control(mine).T
+        own = kernels.count_at_least(sums, np.array([bits, bits + 1], np.int32))
+        at_least, above = transport.allgather_control(own).T
         record("threshold")
         ties = at_least - above
         before = np.cumsum(ties) - ties + transport.in_lower_shards(int(ties.sum()))

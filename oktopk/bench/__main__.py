@@ -112,13 +112,13 @@ def measure(transport: HostTransport, options: argparse.Namespace) -> dict[str, 
 def _steps(transport: HostTransport, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A step of the library's own dense sum, and of each method. Collective."""
     length = int(options.length)
-    given = gradients(length, transport.rank)
+    vectors = gradients(length, transport.rank)
     rows = [library_row(transport, length)]
     for method in _METHODS:
         settings: dict[str, Any] = {"ranks_per_host": options.ranks_per_host}
         if method != "dense":
             settings |= {"density": options.density, "wire": options.wire, "levels": options.levels}
-        rows.append(step_row(transport, length, method, given, **settings))
+        rows.append(step_row(transport, length, method, vectors, **settings))
     return rows
 
 

@@ -90,42 +90,42 @@ def _level(
         at, many = ring.index(transport.rank), len(ring)
         neighbours = ring[(at + 1) % many], ring[at - 1]
     partner = partner_of(transport.rank, pairs)
-    mine = Messages(transport, partner, limit, bool(ring), neighbours, seconds).sweep()
-    found: list[Sweep] = [each for each in transport.allgather_objects(mine) if each is not None]
+    own_sweep = Messages(transport, partner, limit, bool(ring), neighbours, seconds).sweep()
+    sweeps: list[Sweep] = [each for each in transport.allgather_objects(own_sweep) if each is not None]
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
     def of_sizes(name: str) -> dict[int, float]:
         # a rank that takes no part has zeros
-        times = [getattr(each, name) for each in found]
+        times = [getattr(each, name) for each in sweeps]
         sizes = times[0].keys()
         return {nbytes: mean([each[nbytes] for each in times if each[nbytes]]) for nbytes in sizes}
 
     latency, overhead, gap = (
-        mean([getattr(each, name) for each in found if each.latency])
+        mean([getattr(each, name) for each in sweeps if each.latency])
         for name in ("latency", "overhead", "gap")
     )
     times = (of_sizes(name) for name in ("sizes", "alone", "paired"))
     whole = Sweep(latency, overhead, gap, *times)
-    made: dict[str, Any] = {"latency": whole.latency, "model": whole.model()}
-    made["assumed"] = [*ASSUMED]  # parameters of the model
-    made |= {"sizes": rows_of(whole.sizes), "alone": rows_of(whole.alone)}
-    return made | {"paired": rows_of(whole.paired)}
+    document: dict[str, Any] = {"latency": whole.latency, "model": whole.model()}
+    document["assumed"] = [*ASSUMED]  # parameters of the model
+    document |= {"sizes": rows_of(whole.sizes), "alone": rows_of(whole.alone)}
+    return document | {"paired": rows_of(whole.paired)}
 
 
 def _pairs(
     transport: HostTransport, names: Sequence[str], first: Sequence[int], nbytes: int, limit: float
 ) -> list[dict[str, Any]]:
     """All pairs of hosts, in rounds. Collective."""
-    found = []
+    measured = []
     for pairs in rounds(len(names)):
         among = [(first[a], first[b]) for a, b in pairs]
-        mine = Messages(transport, partner_of(transport.rank, among), limit).pair(nbytes)
-        everyone = transport.allgather_objects(mine)
+        own_pair = Messages(transport, partner_of(transport.rank, among), limit).pair(nbytes)
+        everyone = transport.allgather_objects(own_pair)
         for (a, b), (one, other) in zip(pairs, among, strict=True):
             latency = (everyone[one][0] + everyone[other][0]) / 2
             rate = min(everyone[one][1], everyone[other][1])
             pair = {"hosts": [names[a], names[b]], "latency": latency}
-            found.append(pair | {"bytes_per_second": rate})
-    return found
+            measured.append(pair | {"bytes_per_second": rate})
+    return measured

@@ -62,12 +62,12 @@ class Sweep:
 
 def rows_of(sizes: dict[int, float]) -> list[dict[str, float]]:
     """Columns as nccl-tests prints them, for each size; GB/s, of one direction."""
-    found = []
+    rows = []
     for nbytes, seconds in sizes.items():
         rate = nbytes / seconds / 1e9
         # of sends and receives both are the same
-        found.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
-    return found
+        rows.append({"bytes": nbytes, "seconds": seconds, "algbw": rate, "busbw": rate})
+    return rows
 
 
 def slope(sizes: dict[int, float]) -> float:
@@ -103,12 +103,12 @@ def hindrance(alone: dict[int, float], paired: dict[int, float], eager: float) -
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of so many, in rounds in which each has one partner at most."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    made = []
+    pairings = []
     for _ in range(len(players) - 1):
         pairs = zip(players[: len(players) // 2], reversed(players), strict=False)
-        made.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        pairings.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         players = [players[0], players[-1], *players[1:-1]]
-    return [each for each in made if each]
+    return [each for each in pairings if each]
 
 
 class Messages:
@@ -190,8 +190,8 @@ class Messages:
     def _agreed(self, seconds: float = 0.0) -> tuple[float, float]:
         """The largest of the ranks' times, and the seconds since they began; all wait for it."""
         spent = time.perf_counter() - self._began
-        mine = np.array([round(1e9 * seconds), round(1e9 * spent)], np.int64)
-        largest, most = self._transport.allgather_control(mine).max(axis=0).tolist()
+        own_times = np.array([round(1e9 * seconds), round(1e9 * spent)], np.int64)
+        largest, most = self._transport.allgather_control(own_times).max(axis=0).tolist()
         return largest / 1e9, most / 1e9
 
     def _time(

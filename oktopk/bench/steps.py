@@ -29,12 +29,12 @@ def gradients(length: int, rank: int) -> Any:
 
 
 def step_row(
-    transport: HostTransport, length: int, method: str, given: Any, **settings: Any
+    transport: HostTransport, length: int, method: str, vectors: Any, **settings: Any
 ) -> dict[str, Any]:
     """What steps of a method take. Collective.
 
     Args:
-        given: as `gradients`.
+        vectors: as `gradients`.
 
     Returns:
         method, length, settings as taken; seconds: of a regular step on the slowest rank, the
@@ -44,23 +44,23 @@ def step_row(
     """
     spent, reports = [], []
     never: dict[str, Any] = {"threshold_interval": 10**6, "boundary_interval": 10**6}
-    with closing(GradientAllreduce(transport, length, method, **never, **settings)) as made:
+    with closing(GradientAllreduce(transport, length, method, **never, **settings)) as reducer:
         warm, timed = _DENSE if method == "dense" else (_WARM, _TIMED)
         for number in range(warm + timed):
             transport.barrier()
             start = time.perf_counter()
-            report = made.step(given[number % 2])
+            report = reducer.step(vectors[number % 2])
             if number >= warm:
                 spent.append(time.perf_counter() - start)
                 reports.append(report)
-        levels = made.levels
+        levels = reducer.levels
     # control integers of 64 bits: nanoseconds and bytes
-    mine = [round(1e9 * each) for each in spent]
+    nanoseconds = [round(1e9 * each) for each in spent]
     sent = [
         statistics.fmean(each.bytes for each in reports),
         statistics.fmean(each.bytes_between for each in reports),
     ]
-    slowest = transport.allgather_control(np.array(mine, np.int64)).max(axis=0) / 1e9
+    slowest = transport.allgather_control(np.array(nanoseconds, np.int64)).max(axis=0) / 1e9
     counted = np.array([round(each) for each in sent], np.int64)
     everyone = transport.allgather_control(counted).mean(axis=0)
     names = list(dict.fromkeys(name for each in reports for name in each.seconds))
@@ -92,8 +92,8 @@ def library_row(transport: HostTransport, length: int) -> dict[str, Any]:
         start = time.perf_counter()
         transport.allreduce_control(vector)
         spent.append(time.perf_counter() - start)
-    mine = np.array([round(1e9 * statistics.median(spent[1:]))], np.int64)
-    seconds = int(transport.allgather_control(mine).max()) / 1e9
+    own_median = np.array([round(1e9 * statistics.median(spent[1:]))], np.int64)
+    seconds = int(transport.allgather_control(own_median).max()) / 1e9
     ranks = transport.size
     sent = 4 * length * 2 * (ranks - 1) / ranks  # the least that a rank sends
     name = f"{transport.library} allreduce"
@@ -110,13 +110,13 @@ def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list
     in the memory of other ranks are measured where several hosts have equally many, several ranks.
     """
     length, density = _KERNELS_LENGTH, 0.01
-    given = gradients(length, transport.rank)
+    vectors = gradients(length, transport.rank)
     settings: dict[str, Any] = {"wire": "plain", "levels": "flat"}
-    sparse = step_row(transport, length, "oktopk", given, density=density, **settings)
+    sparse = step_row(transport, length, "oktopk", vectors, density=density, **settings)
     few = length // 4  # dense sums take long on slow links, and nothing of them is taken
-    dense = step_row(transport, few, "dense", given[:, :few].copy(), levels="flat")
+    dense = step_row(transport, few, "dense", vectors[:, :few].copy(), levels="flat")
     selected, applied = sparse["entries"]
-    found = {
+    seconds = {
         "select": sparse["slowest"]["select"] / length,
         "sum": sparse["slowest"]["reduce"] / max(selected, 1),
         "code": _coding(transport, "float32"),
@@ -131,23 +131,23 @@ def kernels(transport: HostTransport, ranks_per_host: int = 0) -> dict[str, list
         # a shard of every gradient is read for the sum, and those of the others' means: all but
         # this rank's own lie in memory of others
         own, others = 2 * few / many, 2 * few * (many - 1) / many
-        found["peer"] = max(mean - own * found["vector"], 0.1 * mean) / others
-    mine = np.array([round(1e15 * found[name]) for name in found], np.int64)
-    means = transport.allgather_control(mine).mean(axis=0) / 1e15
-    return {name: [0.0, float(each)] for name, each in zip(found, means, strict=True)}
+        seconds["peer"] = max(mean - own * seconds["vector"], 0.1 * mean) / others
+    own_times = np.array([round(1e15 * seconds[name]) for name in seconds], np.int64)
+    means = transport.allgather_control(own_times).mean(axis=0) / 1e15
+    return {name: [0.0, float(each)] for name, each in zip(seconds, means, strict=True)}
 
 
 def _host_mean(transport: HostTransport, length: int, ranks_per_host: int) -> float | None:
     """Seconds of the mean of a host's gradients; None where steps are flat. Collective."""
     settings: dict[str, Any] = {"density": 0.01, "ranks_per_host": ranks_per_host}
     spent = []
-    with closing(GradientAllreduce(transport, length, "oktopk", **settings)) as made:
-        if made.levels != "hosts" or len({*map(transport.hosts.count, transport.hosts)}) > 1:
+    with closing(GradientAllreduce(transport, length, "oktopk", **settings)) as reducer:
+        if reducer.levels != "hosts" or len({*map(transport.hosts.count, transport.hosts)}) > 1:
             return None
         for _ in range(6):
             transport.barrier()
             start = time.perf_counter()
-            made.mean_in_host()
+            reducer.mean_in_host()
             spent.append(time.perf_counter() - start)
     return statistics.median(spent[1:])
 

@@ -273,7 +273,7 @@ class HostDisplacement(HostMoves, ParameterDisplacement):
 
 @compiled((_SPANS, INT, VECTOR, FLOAT, VECTOR, types.int32, ENTRIES))
 def _accumulate_displaced(spans, kind, reference, share, residual, threshold, entries):  # type: ignore[no-untyped-def]
-    held, moved = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
+    present, moved = np.empty(PIECE, np.float32), np.empty(PIECE, np.float32)
     rest = np.empty(2 * LANES, np.float32)
     factor = np.float32(share)
     packed = nonfinite = 0
@@ -287,8 +287,8 @@ def _accumulate_displaced(spans, kind, reference, share, residual, threshold, en
                 if kind == FLOAT32:
                     _subtract(moved, carray(floats_at(address + 4 * (start - begin)), size), size)
                 else:
-                    widen(carray(halves_at(address + 2 * (start - begin)), size), kind, held)
-                    _subtract(moved, held, size)
+                    widen(carray(halves_at(address + 2 * (start - begin)), size), kind, present)
+                    _subtract(moved, present, size)
             else:
                 moved[:] = 0
             packed, bad = accumulate_range(

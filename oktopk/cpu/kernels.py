@@ -179,46 +179,49 @@ def _count_nonfinite(words):  # type: ignore[no-untyped-def]
 
 
 def clear_common(
-    vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void], keep_values: bool = False
+    vector: NDArray[np.float32],
+    entries: NDArray[np.void],
+    others: NDArray[np.void],
+    keep_values: bool = False,
 ) -> None:
     """Zero float32[n] at the indices that occur in both of two sorted lists, ENTRY[...] each.
 
     Args:
-        keep_values: write the values of `mine` instead of zeros.
+        keep_values: write the values of `entries` instead of zeros.
     """
-    _set_common(vector, mine, theirs, keep_values, False)
+    _set_common(vector, entries, others, keep_values, False)
 
 
-def add_common(vector: NDArray[np.float32], mine: NDArray[np.void], theirs: NDArray[np.void]) -> None:
-    """vector[index] += value, for the entries of `mine` whose index is in `theirs`, too; lists as of `clear_common`."""
-    _set_common(vector, mine, theirs, True, True)
+def add_common(vector: NDArray[np.float32], entries: NDArray[np.void], others: NDArray[np.void]) -> None:
+    """vector[index] += value, for the entries whose index is in `others`, too; lists as of `clear_common`."""
+    _set_common(vector, entries, others, True, True)
 
 
 @compiled((VECTOR, ENTRIES, ENTRIES, BOOL, BOOL))
-def _set_common(vector, mine, theirs, keep_values, add):  # type: ignore[no-untyped-def]
-    """At common indices the value of `mine` or zero, added or written."""
+def _set_common(vector, entries, others, keep_values, add):  # type: ignore[no-untyped-def]
+    """At common indices the value of `entries` or zero, added or written."""
     # tile by tile through flags in the cache: a merge would wait for its last comparison at every entry
     flags = np.zeros(_TILE, np.uint8)
-    common = np.empty(_TILE + 1, np.int64)  # positions in `mine`
+    common = np.empty(_TILE + 1, np.int64)  # positions in `entries`
     i = j = 0
-    while i < len(mine) and j < len(theirs):
-        start = min(mine[i].index, theirs[j].index)
+    while i < len(entries) and j < len(others):
+        start = min(entries[i].index, others[j].index)
         stop = np.int64(start) + _TILE
-        first, found = j, 0
-        while j < len(theirs) and theirs[j].index < stop:
-            flags[theirs[j].index - start] = 1
+        first, matches = j, 0
+        while j < len(others) and others[j].index < stop:
+            flags[others[j].index - start] = 1
             j += 1
-        while i < len(mine) and mine[i].index < stop:
-            common[found] = i
-            found += flags[mine[i].index - start]
+        while i < len(entries) and entries[i].index < stop:
+            common[matches] = i
+            matches += flags[entries[i].index - start]
             i += 1
-        for at in range(found):
-            prefetch(vector, mine[common[min(at + _SOON, found - 1)]].index)
-            entry = mine[common[at]]
+        for at in range(matches):
+            prefetch(vector, entries[common[min(at + _SOON, matches - 1)]].index)
+            entry = entries[common[at]]
             value = entry.value if keep_values else np.float32(0)
             vector[entry.index] = vector[entry.index] + value if add else value
         for at in range(first, j):
-            flags[theirs[at].index - start] = 0
+            flags[others[at].index - start] = 0
 
 
 @register_jitable

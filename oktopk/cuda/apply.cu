@@ -1,7 +1,7 @@
 // apply: what turns a gathered update into state: gather_and_apply through peer memory, where a warp takes APPLY_ENTRIES, and small
 // kernels of a thread an entry. Indices occur once in a list.
 //
-// Shapes   vector[n] float; entries[n], mine[mine_nnz] COO, ascending. p: structs of layouts.py.
+// Shapes   vector[n] float; entries[n] or [entries_nnz] COO, ascending. p: structs of layouts.py.
 // Units    scale: a factor; indices are those of the dense vector.
 // Launch   grid-stride, any grid of any blocks. gather_and_apply: (blocks, ranks) of 256 threads.
 // Overflow none: lists are as long as they say; at most 5k/4 entries are gathered.
@@ -42,13 +42,13 @@ extern "C" __global__ void take_values(const __grid_constant__ TakeValues p) {
   }
 }
 
-// vector = 0, or the value of `mine`, or that added, at the indices that both lists have; theirs[n]
+// vector = 0, or the value of `entries`, or that added, at the indices that both lists have; others[n]
 extern "C" __global__ void clear_common(const __grid_constant__ ClearCommon p) {
   FOR_EACH(i, p.n) {
-    const int index = p.theirs[i].x;
-    const long long at = lower_bound(p.mine, 0, p.mine_nnz, index);
-    if (at == p.mine_nnz || p.mine[at].x != index) continue;
-    const float value = p.keep_values ? entry_value(p.mine[at]) : 0.0f;
+    const int index = p.others[i].x;
+    const long long at = lower_bound(p.entries, 0, p.entries_nnz, index);
+    if (at == p.entries_nnz || p.entries[at].x != index) continue;
+    const float value = p.keep_values ? entry_value(p.entries[at]) : 0.0f;
     p.vector[index] = p.add ? add(p.vector[index], value) : value;
   }
 }
@@ -71,8 +71,8 @@ __device__ __forceinline__ unsigned warp_lower_bound(const Entry* __restrict__ e
 // Read every rank's kept sums and apply them: the allgatherv over symmetric memory and all that follows it, in one pass.
 //
 // Every window holds its owner's kept sums `kept_at` bytes from its start, as many as the decision counts. gathered[total] gets all of
-// them in rank order; update[index] = sum · scale; residual becomes zero where `mine` has the index.
-// mine[header[2 + ranks]] is this rank's selection, and region q begins in it at header[2 + q].
+// them in rank order; update[index] = sum · scale; residual becomes zero where `selected` has the index.
+// selected[header[2 + ranks]] is this rank's selection, and region q begins in it at header[2 + q].
 extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_constant__ GatherAndApply p) {
   constexpr int AHEAD = APPLY_ENTRIES / 32;
   const Decision& decision = *p.p2p.decision;
@@ -83,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_
   const Entry* from = reinterpret_cast<const Entry*>(p.p2p.windows[source] + p.kept_at);
   Entry* __restrict__ to = p.gathered + decision.starts[source];
   float* __restrict__ update = p.update;
-  const Entry* __restrict__ mine = p.mine;
+  const Entry* __restrict__ selected = p.selected;
   const unsigned begin = p.header[2 + source], end = p.header[3 + source];
   const int lane = threadIdx.x & 31;
-  const auto theirs_at = [&](unsigned low) { return low + lane < end ? mine[low + lane].x : 0x7fffffff; };
+  const auto index_at = [&](unsigned low) { return low + lane < end ? selected[low + lane].x : 0x7fffffff; };
   const unsigned warps = gridDim.x * blockDim.x / 32;
   for (unsigned part = (blockIdx.x * blockDim.x + threadIdx.x) / 32; part * APPLY_ENTRIES < count; part += warps) {
     const unsigned first = part * APPLY_ENTRIES + lane;
@@ -95,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_
     for (int j = 0; j < AHEAD; ++j)
       entry[j] = first + 32 * j < count ? __ldcs(from + first + 32 * j) : make_entry(0x7fffffff, 0.0f);
     // what this rank sent between the first index of the warp and the last is a short part of its list
-    unsigned low = warp_lower_bound(mine, begin, end, __shfl_sync(FULL_WARP, entry[0].x, 0), lane);
-    int theirs = theirs_at(low);
+    unsigned low = warp_lower_bound(selected, begin, end, __shfl_sync(FULL_WARP, entry[0].x, 0), lane);
+    int sent_index = index_at(low);
 #pragma unroll
     for (int j = 0; j < AHEAD; ++j) {
       const unsigned at = first + 32 * j;
@@ -110,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(256) gather_and_apply(const __grid_
         int position = 0;  // of the last of these 32 that is <= index
 #pragma unroll
         for (int half = 16; half; half /= 2)
-          if (__shfl_sync(FULL_WARP, theirs, position + half) <= index) position += half;
-        const int nearest = __shfl_sync(FULL_WARP, theirs, position);  // not inside a condition: all lanes must take part
+          if (__shfl_sync(FULL_WARP, sent_index, position + half) <= index) position += half;
+        const int nearest = __shfl_sync(FULL_WARP, sent_index, position);  // not inside a condition: all lanes must take part
         sent = sent || (at < count && nearest == index);
-        const int furthest = __shfl_sync(FULL_WARP, theirs, 31);
+        const int furthest = __shfl_sync(FULL_WARP, sent_index, 31);
         if (!__any_sync(FULL_WARP, at < count && index > furthest)) break;
         low += 32;
-        theirs = theirs_at(low);
+        sent_index = index_at(low);
       }
       if (sent) p.residual[index] = 0.0f;
     }

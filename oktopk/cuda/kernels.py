@@ -116,8 +116,8 @@ class DeviceKernels:
         address = 0 if boundaries is None else device.address("post boundaries")
         launches.run(pointer_of(gradient), residual.data.ptr, threshold_bits, address, regions)
         device.synchronize()
-        nnz, nonfinite, *found = report[: 2 + 2 * regions].tolist()
-        offsets, splits = np.split(np.array(found, np.int64), [regions + 1])
+        nnz, nonfinite, *layout = report[: 2 + 2 * regions].tolist()
+        offsets, splits = np.split(np.array(layout, np.int64), [regions + 1])
         return Packing(nnz, nonfinite, offsets, splits) if regions else Packing(nnz, nonfinite)
 
     def select_launches(self, width: int, n: int, entries: DeviceEntries) -> SelectLaunches:
@@ -196,16 +196,16 @@ class DeviceKernels:
         self._on_entries("clear_support", vector, entries)
 
     def clear_common(
-        self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries, keep_values: bool = False
+        self, vector: Any, entries: DeviceEntries, others: DeviceEntries, keep_values: bool = False
     ) -> None:
-        self._set_common(vector, mine, theirs, keep_values=keep_values, add=False)
+        self._set_common(vector, entries, others, keep_values=keep_values, add=False)
 
-    def add_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries) -> None:
-        self._set_common(vector, mine, theirs, keep_values=True, add=True)
+    def add_common(self, vector: Any, entries: DeviceEntries, others: DeviceEntries) -> None:
+        self._set_common(vector, entries, others, keep_values=True, add=True)
 
-    def _set_common(self, vector: Any, mine: DeviceEntries, theirs: DeviceEntries, **how: bool) -> None:
-        fields = {"vector": vector.data.ptr, "mine": mine.pointer, "mine_nnz": len(mine), **how}
-        self.device.launch_for(self._apply["clear_common"], len(theirs), theirs=theirs.pointer, **fields)
+    def _set_common(self, vector: Any, entries: DeviceEntries, others: DeviceEntries, **how: bool) -> None:
+        fields = {"vector": vector.data.ptr, "entries": entries.pointer, "entries_nnz": len(entries), **how}
+        self.device.launch_for(self._apply["clear_common"], len(others), others=others.pointer, **fields)
 
     def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
         self._on_entries("write_scaled", vector, entries, scale=scale)

@@ -2,7 +2,7 @@
 //
 // Shapes   entries[count[0]] COO; counts[MOST_DIGITS] unsigned, zero before and after; search: see layouts.py. Without windows: this
 //          rank's list alone, of at least k nonzeros. skip: a word that is not 0 where nothing is to be done. trim_selection: header,
-//          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; taken[2] scratch. p: structs of layouts.py.
+//          boundaries, needs_no_trim and mailbox as in accumulate_select.cu; trimmed[2] scratch. p: structs of layouts.py.
 // Units    a digit: `width` bits of a magnitude from bit `shift` up; LEVELS levels, coarsest first. k entries are kept: of those equal to
 //          the k-th magnitude the lowest indices, of lower ranks first. most_equal: if more entries than this equal the k-th
 //          magnitude, `candidates` is TIED, which makes the next selection exact.
@@ -27,7 +27,7 @@ struct Digit {
 // The digit at which the counts, summed from the largest digit down, reach `wanted`. A whole block of THREADS calls.
 __device__ Digit find_digit(const unsigned* counts, int digits, unsigned wanted) {
   __shared__ unsigned warp_sums[THREADS / 32];
-  __shared__ Digit found;
+  __shared__ Digit chosen;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int each = digits / THREADS;
   const int top = digits - static_cast<int>(threadIdx.x) * each;
@@ -35,24 +35,24 @@ __device__ Digit find_digit(const unsigned* counts, int digits, unsigned wanted)
   for (int i = 1; i <= each; ++i) sum += counts[top - i];
   unsigned inclusive = inclusive_sum(sum, lane);
   if (lane == 31) warp_sums[warp] = inclusive;
-  if (threadIdx.x == 0) found.digit = -1;
+  if (threadIdx.x == 0) chosen.digit = -1;
   __syncthreads();
   for (int w = 0; w < warp; ++w) inclusive += warp_sums[w];
   unsigned before = inclusive - sum;
   if (before < wanted && wanted <= inclusive) {
     int digit = top - 1;
     while (before + counts[digit] < wanted) before += counts[digit--];
-    found.digit = digit;
-    found.above = before;
+    chosen.digit = digit;
+    chosen.above = before;
   }
   __syncthreads();
-  return found;
+  return chosen;
 }
 
-__device__ __forceinline__ void narrow(Search& search, int level, int width, Digit found, unsigned wanted) {
-  search.prefix = (level ? search.prefix << width : 0) | static_cast<unsigned>(found.digit);
-  search.wanted = wanted - found.above;
-  search.larger = (level ? search.larger : 0) + found.above;
+__device__ __forceinline__ void narrow(Search& search, int level, int width, Digit chosen, unsigned wanted) {
+  search.prefix = (level ? search.prefix << width : 0) | static_cast<unsigned>(chosen.digit);
+  search.wanted = wanted - chosen.above;
+  search.larger = (level ? search.larger : 0) + chosen.above;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid_constant__ KthHistogram p) {
@@ -81,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) kth_histogram(const __grid
     return;
   }
   const unsigned wanted = level ? search.wanted : p.k;
-  const Digit found = find_digit(local, digits, wanted);
+  const Digit chosen = find_digit(local, digits, wanted);
   if (threadIdx.x == 0) {
-    narrow(search, level, width, found, wanted);
+    narrow(search, level, width, chosen, wanted);
     search.ties = p.k - search.larger;
-    search.candidates = local[found.digit] <= p.most_equal ? n : TIED;
+    search.candidates = local[chosen.digit] <= p.most_equal ? n : TIED;
   }
 }
 
@@ -123,32 +123,32 @@ __device__ __forceinline__ bool narrow_by_all(const AgreeOnDigit& p, unsigned ep
     return false;
   }
   const unsigned wanted = level ? search.wanted : p.k;
-  const Digit found = find_digit(sums, digits, wanted);
-  if (found.digit < 0) {
+  const Digit chosen = find_digit(sums, digits, wanted);
+  if (chosen.digit < 0) {
     if (threadIdx.x == 0) p.p2p.decision->stop = BAD_THRESHOLD;
     return false;
   }
   for (int q = threadIdx.x >> 5; q < ranks; q += THREADS / 32) {
     const int lane = threadIdx.x & 31;
     unsigned sum = 0;
-    for (int i = found.digit + 1 + lane; i < digits; i += 32) sum += read_volatile(head->digits[level][q] + i);
+    for (int i = chosen.digit + 1 + lane; i < digits; i += 32) sum += read_volatile(head->digits[level][q] + i);
     sum = __reduce_add_sync(FULL_WARP, sum);
     if (lane == 0) {
       search.above[q] = (level ? search.above[q] : 0) + sum;
-      search.equal[q] = read_volatile(head->digits[level][q] + found.digit);
+      search.equal[q] = read_volatile(head->digits[level][q] + chosen.digit);
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) narrow(search, level, p.width, found, wanted);
+  if (threadIdx.x == 0) narrow(search, level, p.width, chosen, wanted);
   return true;
 }
 
 // One digit of the k-th largest magnitude of all ranks' lists; after the last one, how many each rank keeps.
 extern "C" __global__ void __launch_bounds__(THREADS) agree_on_digit(const __grid_constant__ AgreeOnDigit p) {
   const unsigned epoch = p.p2p.step->epoch;
-  const bool found = !__syncthreads_or(read_volatile(&p.p2p.decision->stop)) && narrow_by_all(p, epoch);
+  const bool narrowed = !__syncthreads_or(read_volatile(&p.p2p.decision->stop)) && narrow_by_all(p, epoch);
   if (p.level != LAST_LEVEL) return;
-  if (found && threadIdx.x == 0) share_out(p);
+  if (narrowed && threadIdx.x == 0) share_out(p);
   __syncthreads();
   post_decision(p.mailbox, p.p2p, epoch);
 }
@@ -166,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(COMPACT_THREADS) trim_selection(con
   const Search& search = *p.search;
   const unsigned epoch = p.p2p.step->epoch;
   compact<true>(ListSource{p.entries}, p.header[0], gridDim.x, search.prefix, search.ties, p.entries, p.capacity, nullptr,
-                p.scan, epoch, p.taken);
+                p.scan, epoch, p.trimmed);
   if (!last_block(p.finished, gridDim.x)) return;
-  const unsigned nnz = read_volatile(p.taken);
+  const unsigned nnz = read_volatile(p.trimmed);
   if (threadIdx.x == 0) p.header[0] = nnz;
   for (int region = threadIdx.x; region <= p.p2p.ranks; region += COMPACT_THREADS)
     p.header[2 + region] = lower_bound(p.entries, 0, nnz, p.boundaries[region]);

@@ -94,7 +94,7 @@ class KthSelect:
         self._trim_tiles = -(-2 * k // COMPACT_TILE)
         self._trim = Kernel(kth, "trim_selection").prepare(
             p2p=p2p, entries=packed.pointer, capacity=2 * k, search=search, needs_no_trim=needs_no_trim,
-            scan=device.scan("trim", self._trim_tiles), taken=device.scratch("trim taken", 2, np.uint32).data.ptr,
+            scan=device.scan("trim", self._trim_tiles), trimmed=device.scratch("trimmed", 2, np.uint32).data.ptr,
             finished=device.scratch("trim finished", 1, np.uint32).data.ptr, boundaries=boundaries, header=header,
             mailbox=selected,
         )  # fmt: skip

@@ -71,10 +71,10 @@ struct("ApplyEntries", """
 struct("ToWholeIndices", "Entry* entries; long long n; long long block; int shards; int shard;", "to_whole_indices")
 struct("TakeValues", "const float* vector; const Entry* support; Entry* out; long long n;", "take_values")
 struct("ClearCommon", """
-    float* vector; const Entry* mine; const Entry* theirs; long long mine_nnz; long long n; int keep_values;
+    float* vector; const Entry* entries; const Entry* others; long long entries_nnz; long long n; int keep_values;
     int add;""", "clear_common")
 struct("GatherAndApply", """
-    P2P p2p; unsigned long long kept_at; Entry* gathered; float* update; float scale; const Entry* mine;
+    P2P p2p; unsigned long long kept_at; Entry* gathered; float* update; float scale; const Entry* selected;
     const unsigned* header; float* residual;""", "gather_and_apply")
 struct("Decide", """
     P2P p2p; const long long* candidates; long long k; long long cap; double tolerance; double miss; double trigger;
@@ -90,5 +90,5 @@ struct("TakeExact", """
     Scan scan;""", "take_exact")
 struct("TrimSelection", """
     P2P p2p; Entry* entries; unsigned capacity; const Search* search; const unsigned* needs_no_trim; Scan scan;
-    unsigned* taken; unsigned* finished; const long long* boundaries; unsigned* header;
+    unsigned* trimmed; unsigned* finished; const long long* boundaries; unsigned* header;
     volatile unsigned long long* mailbox;""", "trim_selection")

@@ -189,7 +189,7 @@ class P2PLaunches:
         self._clear = kernels.clear_kernel.prepare(entries=self.gathered.pointer, step=self._p2p.step)
         self._apply = Kernel(compiled(_KERNELS / "apply.cu"), "gather_and_apply").prepare(
             p2p=self._p2p, kept_at=kept_at, gathered=self.gathered.pointer, scale=1.0 / ranks if settings.average else 1.0,
-            mine=self._packed.pointer, header=self._header,
+            selected=self._packed.pointer, header=self._header,
         )  # fmt: skip
         device.synchronize()
 

@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
     @property
     def flagged(self) -> list[int]:
         """The ranks whose elements are not finite; empty where only the sum over the ranks is not."""
-        return [rank for rank, found in enumerate(self.counts) if found] if self.stop == NOT_FINITE else []
+        return [rank for rank, bad in enumerate(self.counts) if bad] if self.stop == NOT_FINITE else []
 
 
 class Action(Enum):

@@ -105,15 +105,15 @@ def attempt(
             ended = _ended([*command, *probe, what, path], as_given(environment), timeout)
         except OSError as error:
             return {"problem": str(error)}
-        found = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
+        findings = [_read(Path(f"{path}.{rank}")) for rank in range(ranks)]
     # a rank's own words first: the other one, and the launcher, only say that it ended
-    for rank, each in enumerate(found):
+    for rank, each in enumerate(findings):
         if problem := each.get("problem"):
             return each | {"problem": f"rank {rank}: {problem}" if ranks > 1 and ended else problem}
-    silent = [rank for rank, each in enumerate(found) if not each]
+    silent = [rank for rank, each in enumerate(findings) if not each]
     if silent and not ended:
         ended = f"rank(s) {silent} ended without a word"
-    return found[0] | {"problem": ended}
+    return findings[0] | {"problem": ended}
 
 
 def as_given(environment: Mapping[str, str]) -> dict[str, str]:

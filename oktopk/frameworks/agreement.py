@@ -39,7 +39,7 @@ class Agreement:
         }
         self._ranks = ranks
         self._within: ExitStack | None = None
-        self._held: ExitStack | None = None
+        self._until_leave: ExitStack | None = None
         self._handles: list[Any] = []
         self._expected: dict[int, Callable[[], dict[str, Any]]] = {}  # states to load, by optimizer
         for optimizer in self._optimizers.values():
@@ -81,16 +81,16 @@ class Agreement:
     @torch._disable_dynamo
     def hold(self) -> None:
         """As `enter`, until `leave` alone."""
-        self._held = self._held or self._entered()
+        self._until_leave = self._until_leave or self._entered()
 
     @torch._disable_dynamo
     def leave(self, *_: Any) -> None:
         """Make the parameters what this rank's own training goes on from."""
         with torch.inference_mode(False):
-            for stack in (self._within, self._held):
+            for stack in (self._within, self._until_leave):
                 if stack is not None:
                     stack.close()
-        self._within = self._held = None
+        self._within = self._until_leave = None
 
     def end(self) -> None:
         """Enter for good, and watch no more: the training has ended."""

@@ -176,8 +176,8 @@ class SparseMethod(Method):
         Raises:
             FlaggedRanksError: some ranks' elements are not finite; on every rank alike.
         """
-        mine = np.array([selection.packed.nnz, selection.flagged], np.int64)
-        counts, flags = self.transport.allgather_control(mine).T
+        own = np.array([selection.packed.nnz, selection.flagged], np.int64)
+        counts, flags = self.transport.allgather_control(own).T
         if flags.any():
             raise FlaggedRanksError(np.flatnonzero(flags).tolist())
         return counts
