@@ -180,8 +180,8 @@ class SelectingStep:
         places = [first + number * size for number in self._used]
         same = all(map(operator.is_, steps, [views[number] for number in self._used]))
         if not same or list(map(Tensor.data_ptr, steps)) != places:
-            held = [step.detach().reshape(()).to(vector) for step in steps]
-            vector[torch.from_numpy(self._at)] = torch.stack(held)
+            counts = [step.detach().reshape(()).to(vector) for step in steps]
+            vector[torch.from_numpy(self._at)] = torch.stack(counts)
             for state, number in zip(self._states, self._used, strict=True):
                 state["step"] = views[number] = vector[number]
         if vector._version != self._version:
@@ -214,7 +214,7 @@ class SelectingStep:
             self._states = list(map(state.get, parameters, repeat({})))
         self.has_state = all(self._states)
         try:
-            moments = [held[name] for name in _MOMENTS for held in self._states if held]
+            moments = [each[name] for name in _MOMENTS for each in self._states if each]
         except KeyError:  # torch says so
             return False
         lie = list(map(Tensor.data_ptr, moments))
@@ -226,7 +226,7 @@ class SelectingStep:
         same = len(moments) == len(known) and all(map(operator.is_, moments, known))
         if same and laid == self._laid:
             return True
-        with_state = [number for number, held in zip(numbers, self._states, strict=True) if held]
+        with_state = [number for number, each in zip(numbers, self._states, strict=True) if each]
         fits = self._as_wrapped.fits
         if -1 in numbers or not all(map(fits, numbers + 2 * with_state, gradients + moments)):
             return False

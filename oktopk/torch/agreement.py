@@ -33,13 +33,13 @@ def reducer_of(parameters: Iterable[Tensor], kind: type = object) -> Any:
     """What reduces the gradient of one of these parameters and is of this kind; None where there is nothing."""
     known = set(map(id, parameters))
 
-    def found() -> Any:
+    def registered() -> Any:
         return next((one for one, ids in _REDUCERS.items() if ids & known and isinstance(one, kind)), None)
 
-    if found() is None:
+    if registered() is None:
         return None
     gc.collect()  # a scheduler leaves a cycle
-    return found()
+    return registered()
 
 
 def register_reducer(reducer: Any, parameters: Iterable[Tensor]) -> None:
@@ -64,7 +64,7 @@ def check_reduced_once(optimizer: torch.optim.Optimizer, trained: Iterable[Tenso
     raise ValueError(f"{name} {what} already: use that one, or close() it first")
 
 
-class _Mine(NamedTuple):
+class _Compared(NamedTuple):
     """What one rank tells the others."""
 
     length: int
@@ -128,7 +128,9 @@ def check_types(parameters: Iterable[Tensor]) -> None:
 def groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], list[dict[str, Any]]]:
     """What gives the groups of optimizers, of those that are still there, and keeps none of them alive."""
     kept = [weakref.ref(optimizer) for optimizer in optimizers]
-    return lambda: [group for each in kept if (held := each()) is not None for group in held.param_groups]
+    return lambda: [
+        group for each in kept if (optimizer := each()) is not None for group in optimizer.param_groups
+    ]
 
 
 def reduced_twice_warning(parameters: Iterable[Tensor], sends: str = "gradients", ranks: int = 1) -> str:
@@ -190,13 +192,13 @@ def optimizers_of(parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
     """The torch optimizers of this process that have any of these parameters, one for those that share their groups."""
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     gc.collect()  # a scheduler leaves a cycle
-    found: dict[int, tuple[int, torch.optim.Optimizer]] = {}
+    by_groups: dict[int, tuple[int, torch.optim.Optimizer]] = {}
     for optimizer in alive(torch.optim.Optimizer):
         groups = vars(optimizer).get("param_groups", ())  # none while it is made
         known = [places[id(p)] for group in groups for p in group["params"] if id(p) in places]
         if known:
-            found[id(groups)] = min(known), optimizer
-    return [held for _, held in sorted(found.values(), key=operator.itemgetter(0))]
+            by_groups[id(groups)] = min(known), optimizer
+    return [optimizer for _, optimizer in sorted(by_groups.values(), key=operator.itemgetter(0))]
 
 
 class FoundOptimizers:
@@ -208,7 +210,7 @@ class FoundOptimizers:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._found: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._in_vain = 0  # times that none was found, in a row
         # of the state that the first ones were found with, or that was loaded into one last
         self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, bytes] = weakref.WeakKeyDictionary()
@@ -218,20 +220,20 @@ class FoundOptimizers:
 
         When Python frees one is not the same on all ranks: before these name a difference, each calls `find`.
         """
-        held = [optimizer for each in self._found if (optimizer := each()) is not None]
-        if len(held) == len(self._found) and (held or self._in_vain == 2):
-            return held
+        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        if len(optimizers) == len(self._optimizers) and (optimizers or self._in_vain == 2):
+            return optimizers
         return self.find()
 
     def find(self) -> list[torch.optim.Optimizer]:
         """Find them anew."""
-        first = not self._found
-        held = optimizers_of(self._parameters)
-        self._found = [weakref.ref(optimizer) for optimizer in held]
-        self._in_vain = 0 if held else min(2, self._in_vain + 1)
-        for optimizer in held:
+        first = not self._optimizers
+        optimizers = optimizers_of(self._parameters)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._in_vain = 0 if optimizers else min(2, self._in_vain + 1)
+        for optimizer in optimizers:
             self._watch(optimizer, first)
-        return held
+        return optimizers
 
     def state_found_anew(self) -> bytes:
         """`find`, then `state`."""
@@ -240,14 +242,19 @@ class FoundOptimizers:
 
     def groups(self) -> list[dict[str, Any]]:
         """Of all that are still there."""
-        return [group for each in self._found if (held := each()) is not None for group in held.param_groups]
+        return [
+            group
+            for each in self._optimizers
+            if (optimizer := each()) is not None
+            for group in optimizer.param_groups
+        ]
 
     def state(self) -> bytes:
         """A checksum of what was loaded into them; of nothing where each rank keeps a part, as torch's ZeRO does."""
-        held = [optimizer for each in self._found if (optimizer := each()) is not None]
-        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in held):
+        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        if any(hasattr(optimizer, "consolidate_state_dict") for optimizer in optimizers):
             return b""
-        return b"".join(self._states.get(optimizer, b"") for optimizer in held)
+        return b"".join(self._states.get(optimizer, b"") for optimizer in optimizers)
 
     def _watch(self, optimizer: torch.optim.Optimizer, first: bool) -> None:
         if optimizer in self._states or not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
@@ -255,9 +262,9 @@ class FoundOptimizers:
         own = weakref.ref(self)
 
         def loaded(optimizer: torch.optim.Optimizer) -> None:
-            if (found := own()) is not None:
-                kept = [optimizer.state[p] for p in found._parameters if p in optimizer.state]
-                found._states[optimizer] = _digest(kept) if kept else b""
+            if (owner := own()) is not None:
+                kept = [optimizer.state[p] for p in owner._parameters if p in optimizer.state]
+                owner._states[optimizer] = _digest(kept) if kept else b""
 
         if first:  # a later one may have been found in another step than on other ranks
             loaded(optimizer)
@@ -307,34 +314,34 @@ def compared(
     """
     every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     places = {id(p): place for place, p in enumerate(p for p in every if p.requires_grad)}
-    held = parameters if shards is None else shards.tensors
+    tensors = parameters if shards is None else shards.tensors
     layout = repr(
-        [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in held]]
+        [[(places[id(p)], tuple(p.shape), p.stride()) for p in parameters], [tuple(p.shape) for p in tensors]]
     ).encode()
     # hosts are not known yet: the first exchange compares their ranks' rates
     groups = agreed_settings(optimizer, optimizer.param_groups, sends == "updates" and shards is None)
-    mine = _Mine(
-        sum(p.numel() for p in held),
+    own = _Compared(
+        sum(p.numel() for p in tensors),
         hashlib.blake2b(layout, digest_size=8).digest(),
         None if shards is None else (shards.rank, shards.ranks),
         _digest(_plain_state(optimizer, groups, moments=sends == "gradients")),
-        _digest(held),
+        _digest(tensors),
     )
-    everyone = transport.allgather_objects(mine)
-    if any(theirs.shard is not None for theirs in everyone):
-        _check_replicas([theirs.shard for theirs in everyone])
+    everyone = transport.allgather_objects(own)
+    if any(each.shard is not None for each in everyone):
+        _check_replicas([each.shard for each in everyone])
     if shards is not None:
-        shards.replicas = [theirs.shard[1] for theirs in everyone if theirs.shard is not None]
-    if len({theirs.length for theirs in everyone}) > 1:
+        shards.replicas = [each.shard[1] for each in everyone if each.shard is not None]
+    if len({each.length for each in everyone}) > 1:
         return []  # which the reducer refuses
-    if len({theirs.layout for theirs in everyone}) > 1:
+    if len({each.layout for each in everyone}) > 1:
         raise ValueError("the parameters' shapes, order or memory layouts differ between ranks")
-    if others := _unlike_first([theirs.state for theirs in everyone]):
+    if others := _unlike_first([each.state for each in everyone]):
         raise ValueError(
             f"the optimizer's state or a setting of its groups (the learning rate, ...) on rank(s) {_listed(others)} differs "
             "from rank 0's: build it alike on all ranks, or load one state on all of them before wrapping"
         )
-    others = _unlike_first([theirs.values for theirs in everyone])
+    others = _unlike_first([each.values for each in everyone])
     if others and not broadcast:
         raise ValueError(
             f"parameters on rank(s) {_listed(others)} differ from rank 0's, and broadcast is False: "
@@ -375,8 +382,8 @@ def compare_states(transport: Transport, state: Any) -> None:
 
     Traffic: one allgather of 20 bytes and the groups' numbers.
     """
-    mine = state_digest(state), numbers_of(state["param_groups"])
-    everyone = transport.allgather_objects(mine)
+    own = state_digest(state), numbers_of(state["param_groups"])
+    everyone = transport.allgather_objects(own)
     refuse(groups_difference([numbers for _, numbers in everyone]))
     if others := _unlike_first([digest for digest, _ in everyone]):
         ranks = _listed(others)
@@ -427,14 +434,14 @@ def _digest(value: Any) -> bytes:
             digest.update(f"{tuple(host.shape)} {host.dtype}".encode())
             digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(value, dict):
-            for name, held in value.items():
+            for name, item in value.items():
                 digest.update(f"{name}:".encode())
-                add(held)
+                add(item)
         elif isinstance(value, str | int | float | np.generic | None):
             digest.update(f"{value!r},".encode())
         elif isinstance(value, Iterable):
-            for held in value:
-                add(held)
+            for item in value:
+                add(item)
 
     add(value)
     return digest.digest()

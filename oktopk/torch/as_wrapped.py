@@ -97,7 +97,7 @@ def _change(was: _What, parameter: Tensor) -> str:
 
 def _same_order(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     """Whether the elements lie in memory as those of a dense tensor of the same shape do; a dimension of 1 has any stride."""
-    mine = tensor.stride()
-    return mine == strides or all(
-        one == other or size == 1 for one, other, size in zip(mine, strides, tensor.size(), strict=True)
+    own = tensor.stride()
+    return own == strides or all(
+        one == other or size == 1 for one, other, size in zip(own, strides, tensor.size(), strict=True)
     )

@@ -95,17 +95,18 @@ class DenseAllreduce:
             RuntimeError: it was aborted, since ranks passed different lengths, types or scales; the sentence says which.
         """
         out = tensor if out is None else out
-        for name, given in (("tensor", tensor), ("out", out), ("addend", addend)):
-            if given is None:
+        for name, argument in (("tensor", tensor), ("out", out), ("addend", addend)):
+            if argument is None:
                 continue
-            if given.dtype not in TYPE_NAMES or given.dtype != tensor.dtype:
+            if argument.dtype not in TYPE_NAMES or argument.dtype != tensor.dtype:
                 raise TypeError(
-                    f"{name} is {given.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
+                    f"{name} is {argument.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
                 )
-            if given.device != self._gpu or not given.is_contiguous() or given.numel() != tensor.numel():
+            fits = argument.device == self._gpu and argument.is_contiguous()
+            if not fits or argument.numel() != tensor.numel():
                 raise ValueError(
-                    f"{name} of shape {tuple(given.shape)} on {given.device} is not contiguous on {self._gpu}, this rank's GPU, "
-                    f"with the {tensor.numel()} elements of tensor"
+                    f"{name} of shape {tuple(argument.shape)} on {argument.device} is not contiguous on {self._gpu}, "
+                    f"this rank's GPU, with the {tensor.numel()} elements of tensor"
                 )
         self._dense.enqueue(
             tensor.data_ptr(),

@@ -55,15 +55,15 @@ def missing_spans(
         starts: where the parts begin; None: one after the other.
     """
     starts = [0, *accumulate(sizes)][:-1] if starts is None else starts
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for begin, size, here in zip(starts, sizes, present, strict=True):
         if here or not size:
             continue
         end = begin + size
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return tuple(found)
+        if spans and spans[-1][1] == begin:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    return tuple(spans)
 
 
 class GradientsInPlace:
@@ -106,7 +106,7 @@ class GradientsInPlace:
         self._starts = [0, *accumulate(self._sizes)][:-1] if starts is None else list(starts)
         self._length = sum(self._sizes) if length is None else length
         self._device = parameters[0].device
-        self._given = vector
+        self._vector_memory = vector
         self.as_wrapped = AsWrapped(parameters)
         self._vector: Tensor | None = None
         self.views: list[Tensor] = []
@@ -133,9 +133,9 @@ class GradientsInPlace:
         if not set_to_none:
             if self._aside is not None:
                 self.attach()
-            held = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             with torch.no_grad():
-                torch._foreach_zero_(held)
+                torch._foreach_zero_(gradients)
             return
         self._aside = None
         for parameter in self._parameters:
@@ -206,7 +206,7 @@ class GradientsInPlace:
     def filled(self) -> Tensor:
         """The vector, as the last `collect` left it."""
         if self._vector is None:
-            vector = self._given
+            vector = self._vector_memory
             if vector is None:
                 vector = torch.zeros(self._length, dtype=self._dtype, device=self._device)
             like = [self.as_wrapped.like(number, "meta") for number in range(len(self._parameters))]

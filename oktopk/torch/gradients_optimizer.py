@@ -216,10 +216,10 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
             raise RuntimeError(
                 "GradScaler with overlap=True: take bfloat16, which needs none, or overlap=False"
             )
-        found = self._answer(scaler, unscale=True)
-        skipped = self.reducer.skip_together(any(flag.item() for flag in found.values()))
+        inf_flags = self._answer(scaler, unscale=True)
+        skipped = self.reducer.skip_together(any(flag.item() for flag in inf_flags.values()))
         if skipped is not None:
-            for flag in found.values():
+            for flag in inf_flags.values():
                 flag.fill_(1.0)
         return skipped
 

@@ -85,8 +85,8 @@ class HostReplica(Replica):
         for parameter, used in zip(self.tensors, anywhere, strict=True):
             if used and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-        held = zip(self.tensors, self._views, strict=True)
-        _copy([(parameter.grad, view) for parameter, view in held if parameter.grad is not None])
+        pairs = zip(self.tensors, self._views, strict=True)
+        _copy([(parameter.grad, view) for parameter, view in pairs if parameter.grad is not None])
         # one of another type than its parameter is rounded otherwise than what is read of the buffer
         left = ((p.grad, p.dtype) for p in self.tensors)
         self._left = {
@@ -127,8 +127,8 @@ class SummedReplica(Replica):
         gradients = [] if problem else [p.grad for p in self.tensors if p.grad is not None]
         total = float(torch.stack(torch._foreach_norm(gradients)).double().sum()) if gradients else 0.0
         group.expect_all(f"step {reducer.steps}", reducer.settings.timeout, reducer.advice)
-        mine = np.array([bool(problem), np.float64(total).view(np.int64)], np.int64)
-        problems, sums = group.host.allgather_control(mine).T
+        own = np.array([bool(problem), np.float64(total).view(np.int64)], np.int64)
+        problems, sums = group.host.allgather_control(own).T
         group.expect_none()
         comparable = not problems.any() and np.isfinite(sums.view(np.float64)).all()
         if comparable and len(set(sums.tolist())) > 1:

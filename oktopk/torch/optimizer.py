@@ -254,8 +254,8 @@ class DistributedOptimizer(SavedOptimizer):
                         )
                     refuse(problem)
                     check_reduced_once(optimizer, trained)
-                    held = trained if shards is None else self._parameters
-                    check_wrapping(optimizer, held, clip_norm)
+                    own_parameters = trained if shards is None else self._parameters
+                    check_wrapping(optimizer, own_parameters, clip_norm)
                     check_tables(parameters.named, trained, keywords)
                     check_buckets(overlap, bucket_mb, order is not None)
                     if parameters.lacking:
@@ -457,8 +457,8 @@ class DistributedOptimizer(SavedOptimizer):
 
     def _has_gradients(self) -> bool:
         """Whether a gradient on this rank is not zero."""
-        given = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
-        return given or self._tables.has_gradients
+        has_any = any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        return has_any or self._tables.has_gradients
 
     def _answer(self, scaler: GradScaler, unscale: bool = False) -> dict[Any, Tensor]:
         """Whether a GradScaler has found an Inf, by device. It wants an answer where no gradient is there or read, too.
@@ -468,10 +468,12 @@ class DistributedOptimizer(SavedOptimizer):
         """
         if unscale and scaler._per_optimizer_states[id(self)]["stage"] is OptState.READY:
             scaler.unscale_(self)
-        found: dict[Any, Tensor] = scaler._found_inf_per_device(self)
-        if not found:
-            found[self._applied.device] = torch.zeros((), dtype=torch.float32, device=self._applied.device)
-        return found
+        inf_flags: dict[Any, Tensor] = scaler._found_inf_per_device(self)
+        if not inf_flags:
+            inf_flags[self._applied.device] = torch.zeros(
+                (), dtype=torch.float32, device=self._applied.device
+            )
+        return inf_flags
 
     def complete(self) -> None:
         """Complete the report of the last step, see `GradientAllreduce.complete`.

@@ -34,16 +34,16 @@ def in_models_order(parameters: Sequence[Tensor]) -> list[Tensor]:
     like the given order, so that all ranks take the same.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    found: tuple[int, list[int]] | None = None
+    best: tuple[int, list[int]] | None = None
     for module in alive(nn.Module):
         try:
-            held = list(dict.fromkeys(map(id, module.parameters())))
+            listed = list(dict.fromkeys(map(id, module.parameters())))
         except Exception:  # it is being made, or is of a kind that has none
             continue
-        if places.keys() <= set(held):
-            here = len(held), [places[each] for each in held if each in places]
-            found = here if found is None else min(found, here)
-    return list(parameters) if found is None else [parameters[place] for place in found[1]]
+        if places.keys() <= set(listed):
+            here = len(listed), [places[each] for each in listed if each in places]
+            best = here if best is None else min(best, here)
+    return list(parameters) if best is None else [parameters[place] for place in best[1]]
 
 
 class BucketLayout:
@@ -171,7 +171,7 @@ class BackwardBuckets:
         self._recorded: Recorded | None = None  # the pass that is being recorded
         # parameter -> version of its gradient, when the backward pass had accumulated it
         self._versions: dict[int, int] = {}
-        self._taken: dict[int, Tensor | None] = {}  # the gradients of these
+        self._accumulated_gradients: dict[int, Tensor | None] = {}  # the gradients of these
         self._parameters = parameters
         self._hooks: list[Any] = []
         self._numbers: dict[Tensor, tuple[int, int]] = {}  # parameter -> its bucket, and its number
@@ -192,14 +192,14 @@ class BackwardBuckets:
         if not self._armed:
             return
         (bucket, number), gradient = self._numbers[parameter], parameter.grad
-        if number in self._taken and gradient is not self._taken[number]:
+        if number in self._accumulated_gradients and gradient is not self._accumulated_gradients[number]:
             self.abandon()  # as after model.zero_grad(): what was started is of gradients that are gone
         if not self._missing[bucket]:
             raise RuntimeError(
                 "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
                 "into no_sync()"
             )
-        self._versions[number], self._taken[number] = self._version(number), gradient
+        self._versions[number], self._accumulated_gradients[number] = self._version(number), gradient
         self._missing[bucket] -= 1
         if self._recorded is None and self._postponed():
             return
@@ -218,11 +218,11 @@ class BackwardBuckets:
     def _bucket(self, number: int, problem: str = "") -> tuple[Any, bool, dict[str, Any]]:
         """A bucket as the reducer takes it, whether the current stream copies gradients for it, and a problem, if any."""
         try:
-            taken = self._read(number, problem)
+            bucket = self._read(number, problem)
         except (RuntimeError, TypeError) as error:  # on this rank alone, perhaps: as without `overlap`
             problem = str(error).splitlines()[0]
-            taken = self._read(number, problem)
-        return *taken, {"problem": problem} if problem else {}
+            bucket = self._read(number, problem)
+        return *bucket, {"problem": problem} if problem else {}
 
     def _read(self, number: int, problem: str) -> tuple[Any, bool]:
         if self._reducer.reads_tensors(number):
@@ -271,11 +271,11 @@ class BackwardBuckets:
         for number, mark in enumerate([] if self._postponed() else recorded.marks):
             more: dict[str, Any]
             if self._gradients.in_vector:  # the pass has filled the vector
-                given, copied, more = self._array(self._gradients.filled, number), False, {}
+                gradient, copied, more = self._array(self._gradients.filled, number), False, {}
             else:
-                given, copied, more = self._bucket(number)
+                gradient, copied, more = self._bucket(number)
             ready = self._memory.after_current() if copied else self._memory.after(mark)
-            self._reducer.start(given, ready, **more)
+            self._reducer.start(gradient, ready, **more)
         self._missing = [0] * len(self._sizes)  # a further pass would add to what is being reduced
 
     def _give_back(self, gradients: Sequence[Tensor | None]) -> None:
@@ -341,7 +341,9 @@ class BackwardBuckets:
         """
         self._check_unchanged()
         numbers = range(self._reducer.started, len(self._sizes))
-        rest = [(given, more) for given, _, more in (self._bucket(number, problem) for number in numbers)]
+        rest = [
+            (gradient, more) for gradient, _, more in (self._bucket(number, problem) for number in numbers)
+        ]
         self.forget()
         return rest
 
@@ -353,7 +355,7 @@ class BackwardBuckets:
     def forget(self) -> None:
         """Let the next backward pass start anew, after one of which nothing is to be reduced."""
         self._missing = list(self._sizes)
-        self._versions, self._taken = {}, {}
+        self._versions, self._accumulated_gradients = {}, {}
 
     @closes
     def remove(self) -> None:

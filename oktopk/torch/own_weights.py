@@ -36,10 +36,10 @@ def keeps_weights(optimizer: torch.optim.Optimizer, moved: Iterable[Tensor] | No
     if moved is not None:
         numbers = set(map(id, moved))
         parameters = [parameter for parameter in parameters if id(parameter) in numbers]
-    held = [optimizer.state.get(parameter) or {} for parameter in parameters]
+    states = [optimizer.state.get(parameter) or {} for parameter in parameters]
     if _names_weights(optimizer):
         return True
-    for parameter, state in zip(parameters, held, strict=True):
+    for parameter, state in zip(parameters, states, strict=True):
         for name, value in state.items():  # "ax" is ASGD's average, which its steps do not read
             shaped = isinstance(value, Tensor) and value.shape == parameter.shape and name != "ax"
             if shaped and _copies(value, parameter):

@@ -88,16 +88,18 @@ class ReferenceParameters:
         self.stepped: tuple[Tensor, Tensor] | None = None
         self.marked: dict[int, Tensor] = {}
         # what `reconcile` found: a parameter, places in it, their values, and whether this rank was given them
-        self._given: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        self._held = [parameter.detach() for parameter in parameters]
-        self._samples = [_sample(held, view) for held, view in zip(self._held, self.views, strict=True)]
+        self._reconciled: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self._tensors = [parameter.detach() for parameter in parameters]
+        self._samples = [
+            _sample(tensor, view) for tensor, view in zip(self._tensors, self.views, strict=True)
+        ]
         self._resampled: list[int] = []  # the samples that are copies, as parameters are laid out otherwise
-        self._addresses = [held.data_ptr() for held in self._held]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._unfit: list[int] = []  # the parameters that kernels read in a copy, laid out as the reference
         self._copies: dict[int, Tensor] = {}
         as_wrapped.look()
         self.followed = as_wrapped.changes
-        torch._foreach_copy_(self.views, self._held)
+        torch._foreach_copy_(self.views, self._tensors)
         self.watch()
 
     def displacement(self, present: Sequence[int | bool], flagged: bool) -> Displacement:
@@ -126,9 +128,9 @@ class ReferenceParameters:
         stepped, self.stepped = self.stepped, None
         if group.shard is None or not any(present):  # the vector is zero
             return
-        shown, held = stepped or (self.shown_shard(), self.of_shard(self.flat()))
+        shown, current = stepped or (self.shown_shard(), self.of_shard(self.flat()))
         vector = self._memory.tensor(displacement.vector)
-        torch.sub(shown.float(), held.float(), out=vector)
+        torch.sub(shown.float(), current.float(), out=vector)
         vector.mul_(group.host.size)
         absent = missing_spans([view.numel() for view in self.views], present)
         for begin, end in group.layout.spans_of_shard(absent, group.shard):
@@ -137,7 +139,7 @@ class ReferenceParameters:
     def shown_shard(self) -> Tensor:
         """round(reference - share · residual) of this rank's shard, of the parameters' type. In two levels."""
         share = self.of_shard(self.residual.vector).mul_(self.share)
-        return self.of_shard(self.vector).sub_(share).to(self._held[0].dtype)
+        return self.of_shard(self.vector).sub_(share).to(self._tensors[0].dtype)
 
     def of_shard(self, whole: Tensor) -> Tensor:
         """A copy of this rank's shard; empty for a rank that has none. In two levels."""
@@ -168,8 +170,10 @@ class ReferenceParameters:
         with self._memory.stream_scope():
             self._displacement.show(self.residual.array, factors)
         if self._unfit:
-            torch._foreach_copy_([self._held[n] for n in self._unfit], [self._copies[n] for n in self._unfit])
-        self._given.clear()
+            torch._foreach_copy_(
+                [self._tensors[n] for n in self._unfit], [self._copies[n] for n in self._unfit]
+            )
+        self._reconciled.clear()
         self._as_wrapped.count_write()
         self._note()
 
@@ -184,14 +188,14 @@ class ReferenceParameters:
             for number in copied:
                 if number not in self._copies:
                     self._copies[number] = self._as_wrapped.like(number)
-                addresses[number] = self._copies[number].copy_(self._held[number]).data_ptr()
+                addresses[number] = self._copies[number].copy_(self._tensors[number]).data_ptr()
         self._displacement.set_pointers(addresses)
 
     def show_agreed(self) -> list[Tensor]:
         """Make the parameters round(reference), equal on all ranks. Returns copies of what they held, for `leave_agreed`."""
         self.look()
-        kept = [parameter.clone() for parameter in self._held]
-        torch._foreach_copy_(self._held, self.views)
+        kept = [parameter.clone() for parameter in self._tensors]
+        torch._foreach_copy_(self._tensors, self.views)
         self.watch()
         return kept
 
@@ -204,10 +208,10 @@ class ReferenceParameters:
         numbers = self.written()
         for number in numbers:
             agreed = self.views[number].to(kept[number].dtype)
-            self._take(number, self._held[number] != agreed, residuals[number], kept[number])
+            self._take(number, self._tensors[number] != agreed, residuals[number], kept[number])
         if numbers:
             self.residual.put()
-        torch._foreach_copy_(self._held, kept)
+        torch._foreach_copy_(self._tensors, kept)
         self.watch()
 
     def state(self, kept: list[Tensor] | None) -> dict[str, Any]:
@@ -235,10 +239,10 @@ class ReferenceParameters:
 
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether the parameters hold what a state was saved with: this rank's own, or its reference."""
-        held, local = self.flat(), state["local"]
-        if local is not None and torch.equal(held, local.to(held.device)):
+        current, local = self.flat(), state["local"]
+        if local is not None and torch.equal(current, local.to(current.device)):
             return True
-        return torch.equal(held, state["reference"].to(held.device).to(held.dtype))
+        return torch.equal(current, state["reference"].to(current.device).to(current.dtype))
 
     def in_shape(self, value: Any, parameter: Tensor) -> Any:
         """What is kept of a parameter in its shape, where `oktopk.elastic.redistribute` made it one dimension of the vector."""
@@ -263,15 +267,15 @@ class ReferenceParameters:
         flat = local.to(device)
         if state["share"] != self.share:
             flat = flat.float().add(self.residual.vector, alpha=state["share"] - self.share)
-        torch._foreach_copy_(self._held, dense_views(flat, self.views))
+        torch._foreach_copy_(self._tensors, dense_views(flat, self.views))
         self.watch()
 
-    def flat(self, held: Sequence[Tensor] | None = None) -> Tensor:
+    def flat(self, tensors: Sequence[Tensor] | None = None) -> Tensor:
         """A copy of what the parameters hold, or of what is given, [n] of their type, in the order of the reference."""
         self.look()
-        held = self._held if held is None else list(held)
-        whole = torch.empty(len(self.vector), dtype=held[0].dtype, device=self.vector.device)
-        torch._foreach_copy_(dense_views(whole, self.views), held)
+        tensors = self._tensors if tensors is None else list(tensors)
+        whole = torch.empty(len(self.vector), dtype=tensors[0].dtype, device=self.vector.device)
+        torch._foreach_copy_(dense_views(whole, self.views), tensors)
         return whole
 
     def watch(self) -> None:
@@ -308,8 +312,8 @@ class ReferenceParameters:
         """Of each parameter whether it holds other values than the ones that were shown. Waits for a GPU."""
         residuals = dense_views(self.residual.vector, self.views)
         return [
-            not torch.equal(held, self._shown(number, residuals[number]))
-            for number, held in enumerate(self._held)
+            not torch.equal(tensor, self._shown(number, residuals[number]))
+            for number, tensor in enumerate(self._tensors)
         ]
 
     def written(self, by_version: bool = True, changed: bool | None = None) -> list[int]:
@@ -341,13 +345,13 @@ class ReferenceParameters:
         residuals = dense_views(self.residual.vector, self.views)
         for number in numbers:
             shown = self._shown(number, residuals[number])
-            self._take(number, self._held[number] != shown, residuals[number])
+            self._take(number, self._tensors[number] != shown, residuals[number])
         self.residual.put()
 
     def take_all(self) -> None:
         """Make what the parameters hold the reference; the residual stays."""
         self.look()
-        torch._foreach_copy_(self.views, self._held)
+        torch._foreach_copy_(self.views, self._tensors)
         self.marked.clear()
 
     def reconcile(self, transport: Transport) -> None:
@@ -367,25 +371,26 @@ class ReferenceParameters:
             transport.allreduce_or(bits.view(np.uint8))
             return bits
 
-        self._given.clear()
+        self._reconciled.clear()
         for number in sorted(set.intersection(*map(set, transport.allgather_objects(list(self.marked))))):
             # in the order of the parameter's dimensions, which is the same on all ranks
             whole, marks = self.views[number].reshape(-1), self.marked[number].reshape(-1)
             for begin in range(0, len(marks), _PART):
-                taken = marks[begin : begin + _PART].cpu().numpy()
+                marks_here = marks[begin : begin + _PART].cpu().numpy()
                 some, others = (
-                    np.unpackbits(any_of(np.packbits(each)), count=len(taken)) for each in (taken, ~taken)
+                    np.unpackbits(any_of(np.packbits(each)), count=len(marks_here))
+                    for each in (marks_here, ~marks_here)
                 )
                 unlike = np.flatnonzero(some & others)
                 if not len(unlike):
                     continue
-                here, places = taken[unlike], torch.from_numpy(unlike + begin).to(whole.device)
+                here, places = marks_here[unlike], torch.from_numpy(unlike + begin).to(whole.device)
                 values = whole[places].cpu().numpy().view(np.int32)
                 ones, zeros = (any_of(np.where(here, each, 0).astype(np.int32)) for each in (values, ~values))
                 alike = torch.from_numpy(ones == ~zeros).to(whole.device)
-                given = torch.from_numpy(ones.view(np.float32)).to(whole.device)[alike]
+                agreed = torch.from_numpy(ones.view(np.float32)).to(whole.device)[alike]
                 own = torch.from_numpy(~here).to(whole.device)[alike]
-                self._given.append((number, places[alike], given, own))
+                self._reconciled.append((number, places[alike], agreed, own))
         self.settle()
 
     def settle(self) -> None:
@@ -393,10 +398,10 @@ class ReferenceParameters:
 
         What ranks have sent of these in the exchange since then is dropped, too.
         """
-        if not self._given:
+        if not self._reconciled:
             return
         residuals = dense_views(self.residual.vector, self.views)
-        for number, places, values, own in self._given:
+        for number, places, values, own in self._reconciled:
             for view, at, value in (
                 (self.views[number], places, values),
                 (residuals[number], places[own], torch.zeros((), dtype=torch.float32, device=values.device)),
@@ -414,7 +419,7 @@ class ReferenceParameters:
     def _sampled(self) -> Tensor:
         """The samples as they are now, one after the other."""
         for number in self._resampled:
-            self._samples[number] = _sample(self._held[number], self.views[number])
+            self._samples[number] = _sample(self._tensors[number], self.views[number])
         return torch.cat(self._samples)
 
     def look(self) -> None:
@@ -425,28 +430,28 @@ class ReferenceParameters:
         self.followed = self._as_wrapped.changes
         self._resampled, self._unfit = [], []
         for number, (parameter, view) in enumerate(zip(self._parameters, self.views, strict=True)):
-            held = self._held[number] = parameter.detach()
-            self._addresses[number] = held.data_ptr()
-            if not self._as_wrapped.fits(number, held):
+            tensor = self._tensors[number] = parameter.detach()
+            self._addresses[number] = tensor.data_ptr()
+            if not self._as_wrapped.fits(number, tensor):
                 self._unfit.append(number)
             if self._as_wrapped.problem:  # of another type or shape: the next step says so on all ranks
                 continue
-            self._samples[number] = _sample(held, view)
-            if held.stride() != view.stride():
+            self._samples[number] = _sample(tensor, view)
+            if tensor.stride() != view.stride():
                 self._resampled.append(number)
 
     def _take(self, number: int, changed: Tensor, residual: Tensor, kept: Tensor | None = None) -> None:
         """Take elements of a parameter into the reference and, if given, into `kept`; their residual becomes zero."""
-        held = self._held[number]
+        tensor = self._tensors[number]
         self._mark(number, changed)
-        self.views[number].copy_(torch.where(changed, held.float(), self.views[number]))
+        self.views[number].copy_(torch.where(changed, tensor.float(), self.views[number]))
         residual.masked_fill_(changed, 0)
         if kept is not None:
-            kept.copy_(torch.where(changed, held, kept))
+            kept.copy_(torch.where(changed, tensor, kept))
 
-    def _mark(self, number: int, taken: Tensor) -> None:
+    def _mark(self, number: int, mask: Tensor) -> None:
         before = self.marked.get(number)
-        self.marked[number] = taken if before is None else taken | before
+        self.marked[number] = mask if before is None else mask | before
 
     def digest(self) -> int:
         """A hash of the reference, equal on all ranks: the sum of its bits as integers of 64 bits, modulo 2^64.
@@ -461,7 +466,7 @@ class ReferenceParameters:
 
     def _shown(self, number: int, residual: Tensor) -> Tensor:
         """round(reference - share · residual) of one parameter, as kernels compute it: each operation is rounded by itself."""
-        return (self.views[number] - residual * self.share).to(self._held[number].dtype)
+        return (self.views[number] - residual * self.share).to(self._tensors[number].dtype)
 
 
 def _marks(state: dict[str, Any]) -> dict[int, Tensor]:

@@ -43,9 +43,9 @@ class ReplicaResidual:
         """float32[n], in two levels as `gather` left it."""
         if self._whole is not None:
             return self._whole
-        held = self._reducer.residual
-        if self._own is None or self._own[0] is not held:
-            self._own = held, self._memory.tensor(held)
+        array = self._reducer.residual
+        if self._own is None or self._own[0] is not array:
+            self._own = array, self._memory.tensor(array)
         return self._own[1]
 
     @property

@@ -81,8 +81,8 @@ class SampledRatio:
         if self._sum is not None:
             self._measure_between()
         if self._host is not None:
-            mine = np.array(self.squares, np.float64).view(np.int64)
-            self.squares = tuple(self._host.allgather_control(mine)[0].view(np.float64).tolist())
+            own = np.array(self.squares, np.float64).view(np.int64)
+            self.squares = tuple(self._host.allgather_control(own)[0].view(np.float64).tolist())
         self.measured += 1
 
     def _measure_between(self) -> None:
@@ -97,14 +97,14 @@ class SampledRatio:
                 pieces.append(parameter.grad.reshape(-1)[first :: self._stride])
             else:
                 pieces.append(sample.new_zeros(-(-(size - first) // self._stride)))
-        mine = torch.cat(pieces).float()
-        square = mine.square().sum()
+        own = torch.cat(pieces).float()
+        square = own.square().sum()
         here = torch.isfinite(square)
         if not self._replica.sharded:
             # with no gradient a replica steps as little as with one that is not finite
             here &= any(parameter.grad is not None for parameter in self._replica.tensors)
         sample.zero_()
-        sample[: len(mine)] = torch.where(here, mine, 0.0)
+        sample[: len(own)] = torch.where(here, own, 0.0)
         sample[-2], sample[-1] = torch.where(here, square, 0.0), here
         if self._ranks > 1:
             sample *= self._ranks

@@ -63,14 +63,14 @@ class SavedOptimizer(WrappedOptimizer):
             ValueError: the state is of another length or method, of other buckets or of parameters in another order, or only some
                 ranks' have "reducer", or is no dict; on every rank alike.
         """
-        given: Any = state_dict
-        if not isinstance(given, dict):  # on this rank alone, perhaps: all are told
-            given = {"problem": f"the state is a {type(given).__name__}, not a dict"}
+        state: Any = state_dict
+        if not isinstance(state, dict):  # on this rank alone, perhaps: all are told
+            state = {"problem": f"the state is a {type(state).__name__}, not a dict"}
         before = self._ways()
-        self._follow_levels(given)
+        self._follow_levels(state)
         whose = "a state that was refused"
         try:
-            super().load_state_dict(given)
+            super().load_state_dict(state)
             whose = "a loaded state"
         finally:
             if before != (ways := self._ways()):
@@ -82,7 +82,7 @@ class SavedOptimizer(WrappedOptimizer):
         own = {"reducer": as_tensors(self._reducer_state())}
         own |= {"tables": self._tables.state()} if self._tables else {}
         rank = self.reducer.transport.rank
-        return {**self.inner.state_dict(), **{name: by_rank(held, rank) for name, held in own.items()}}
+        return {**self.inner.state_dict(), **{name: by_rank(part, rank) for name, part in own.items()}}
 
     def _reducer_state(self) -> dict[str, Any]:
         return self.reducer.state_dict()
@@ -98,7 +98,7 @@ class SavedOptimizer(WrappedOptimizer):
     def _load_parts(
         self,
         state: dict[str, Any],
-        check: Callable[[dict[str, Any], dict[str, Any], bool], None] = lambda given, same, lost: None,
+        check: Callable[[dict[str, Any], dict[str, Any], bool], None] = lambda alike, same, lost: None,
         empty: str = "",
         also: str = "",
     ) -> None:
@@ -125,11 +125,11 @@ class SavedOptimizer(WrappedOptimizer):
                 tables = None
             reducer = None if reducer is None else as_arrays(reducer)
             # the ranks that have another shard must not load theirs either
-            with transport.together(ValueError) as given, self._replica.agree(what) as same:
+            with transport.together(ValueError) as alike, self._replica.agree(what) as same:
                 check_redistributed(state)
-                check(given, same, bool(not_saved))
-                given |= {"whether the state has residuals": reducer is not None}
-                given |= {"whether the state has tables": tables is not None}
+                check(alike, same, bool(not_saved))
+                alike |= {"whether the state has residuals": reducer is not None}
+                alike |= {"whether the state has tables": tables is not None}
                 self._check_parts(state, reducer, tables)
                 if self._replica.sharded and reducer is not None:
                     check_state(reducer, self._one_vector)

@@ -98,9 +98,9 @@ class ShardedReplica(Replica):
     def look(self) -> None:
         """Take the shards that are there now: `Module.to` and `load_state_dict` may have moved them."""
         now = list(map(held_tensor, self.parameters))
-        for number, (held, seen) in enumerate(zip(now, self._seen, strict=True)):
-            if held is not seen:
-                self.tensors[number] = held.detach()
+        for number, (shard, seen) in enumerate(zip(now, self._seen, strict=True)):
+            if shard is not seen:
+                self.tensors[number] = shard.detach()
         self._seen = now
 
     def watched(self) -> AsWrapped:
@@ -163,10 +163,10 @@ class ShardedReplica(Replica):
             problems = self._transport.allgather_objects(problem)
         if len(set(problems)) == 1:
             return problem
-        told = dict.fromkeys(text for text in problems if text)
+        reasons = dict.fromkeys(text for text in problems if text)
         return "; ".join(
-            f"shard(s) {', '.join(str(n) for n, theirs in enumerate(problems) if theirs == text)}: {text}"
-            for text in told
+            f"shard(s) {', '.join(str(n) for n, reason in enumerate(problems) if reason == text)}: {text}"
+            for text in reasons
         )
 
     def refuse(self, problem: str, what: str, scaled: bool, steps: int) -> str:
@@ -174,8 +174,8 @@ class ShardedReplica(Replica):
 
         Traffic: with a GradScaler as `any`. A rank with a problem comes to `ready` here, where the others wait for it.
         """
-        told = scaled and self.any(bool(problem), what)
-        if problem or told:
+        anywhere = scaled and self.any(bool(problem), what)
+        if problem or anywhere:
             return self.ready(problem, what, False, False, 0.0, steps).problem
         return ""
 
@@ -186,8 +186,8 @@ class ShardedReplica(Replica):
         if not self.several:
             return super().ready(problem, what, overflowed, finite, square, steps)
         numbers = self._numbers.tell()
-        mine = [bool(problem), overflowed, finite, steps, int(np.float64(square).view(np.int64)), numbers]
-        everyone = self._allgather(np.array(mine, np.int64), what)
+        own = [bool(problem), overflowed, finite, steps, int(np.float64(square).view(np.int64)), numbers]
+        everyone = self._allgather(np.array(own, np.int64), what)
         problems, overflows, finites, all_steps, squares, all_numbers = everyone.T
         if problems.any() or len(set(all_numbers.tolist())) > 1:
             assert self._transport is not None
@@ -213,12 +213,12 @@ class ShardedReplica(Replica):
         self, error: Exception | None, what: str, skipped: bool = False
     ) -> tuple[Exception | None, bool]:
         """As the base class. Traffic: a control allgather of one int64; where there is an error, an allgather of these."""
-        mine = np.array([2 if error is not None else int(skipped)], np.int64)
-        worst = int(self._allgather(mine, what).max())
+        own = np.array([2 if error is not None else int(skipped)], np.int64)
+        worst = int(self._allgather(own, what).max())
         if worst < 2 or self._transport is None:
             return error, skipped or worst == 1
         errors = self._transport.allgather_objects(None if error is None else _packed(error))
-        first = next(number for number, theirs in enumerate(errors) if theirs is not None)
+        first = next(number for number, other in enumerate(errors) if other is not None)
         return error if first == self.rank else _unpacked(errors[first]), skipped
 
     @contextmanager
@@ -302,9 +302,9 @@ class _ShardsAsWrapped(AsWrapped):
 def _unlike(gradient: Any, parameter: Any, tensor: Tensor) -> str:
     """Why a gradient is not laid out as its parameter, in a sentence; "" if it is."""
     if is_sharded(gradient):
-        held = held_tensor(gradient)
-        alike = gradient.placements == parameter.placements and type(held) is Tensor
-        if alike and (held.shape, held.dtype, held.device) == (tensor.shape, tensor.dtype, tensor.device):
+        shard = held_tensor(gradient)
+        alike = gradient.placements == parameter.placements and type(shard) is Tensor
+        if alike and (shard.shape, shard.dtype, shard.device) == (tensor.shape, tensor.dtype, tensor.device):
             return ""
     return (
         f"the gradient of a sharded parameter of shape {tuple(parameter.shape)} is not laid out as the parameter: leave it as "

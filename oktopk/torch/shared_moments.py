@@ -157,11 +157,11 @@ class SharedMoments:
             return None
         return local_tensor(state["exp_avg_sq"])
 
-    def _sum_between(self, held: Sequence[bool]) -> list[int]:
+    def _sum_between(self, has_moments: Sequence[bool]) -> list[int]:
         """Fill in the sums over the ranks where they are not zero. Collective among those that take part.
 
         Args:
-            held: whether this rank has moments of a piece.
+            has_moments: whether this rank has moments of a piece.
 
         Returns:
             For each piece how many ranks have moments of it.
@@ -173,9 +173,9 @@ class SharedMoments:
         boundaries = equal_boundaries(self._size, among.size)
         lists = split_and_reduce(SparseVector(entries[:count], self._size), boundaries, among, codec=codec)
         sums, nonfinite = lists.checked_sums()
-        holders = [self._ranks * each for each in held]
-        mine = np.array([len(sums), nonfinite + lists.damaged, *holders], np.int64)
-        counts, flags, *holders_of_pieces = among.allgather_control(mine).T
+        holders = [self._ranks * each for each in has_moments]
+        own = np.array([len(sums), nonfinite + lists.damaged, *holders], np.int64)
+        counts, flags, *holders_of_pieces = among.allgather_control(own).T
         if not flags.any():
             total = balance_and_allgatherv(
                 sums, counts, self._size, among, float(among.size), codec, boundaries

@@ -94,9 +94,9 @@ def check_replica(reducer: Any, hosts: list[int] | None, replica: str) -> None:
 def check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Raise StateError where a state's groups are not those of the optimizer."""
     own = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(group["params"]) for group in state["param_groups"]]
-    if given != own:
-        raise StateError(f"the state has groups of {given} parameters, the optimizer of {own}")
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if saved != own:
+        raise StateError(f"the state has groups of {saved} parameters, the optimizer of {own}")
 
 
 @state_errors(what=NOT_AN_OPTIMIZERS)
@@ -140,9 +140,11 @@ def kept_difference(ranks: Sequence[dict[Any, list[str]]]) -> str:
         ranks: `names_kept` of each.
     """
     for number in dict.fromkeys(number for kept in ranks for number in kept):
-        held = {rank: set(kept[number]) for rank, kept in enumerate(ranks) if number in kept}
-        every = set().union(*held.values())
-        if lacking := {rank: sorted(every - names) for rank, names in held.items() if names != every}:
+        names_by_rank = {rank: set(kept[number]) for rank, kept in enumerate(ranks) if number in kept}
+        every = set().union(*names_by_rank.values())
+        if lacking := {
+            rank: sorted(every - names) for rank, names in names_by_rank.items() if names != every
+        }:
             listed = ", ".join(f"{', '.join(names)} on rank {rank}" for rank, names in lacking.items())
             return f"the optimizer's state of parameter {number} lacks {listed}, which other ranks have: it is damaged"
     return ""
@@ -184,9 +186,9 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     pair unlike elements.
     """
     optimizer.load_state_dict(state)
-    for parameter, held in optimizer.state.items():
-        for name, value in held.items():
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
             shaped = isinstance(value, Tensor) and value.shape == parameter.shape
             if shaped and value.stride() != parameter.stride():
                 like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
-                held[name] = like.copy_(value)
+                kept[name] = like.copy_(value)

@@ -128,8 +128,8 @@ def groups_difference(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
     return ""
 
 
-class _Told(NamedTuple):
-    """What this rank told in a step."""
+class _Sent(NamedTuple):
+    """What this rank sent in a step."""
 
     token: int
     present: bytes
@@ -162,8 +162,8 @@ class StepAgreement:
         self._may_change = False  # whether one of them can become another where it is
         self._ignored: tuple[int, ...] = ()  # checksums of numbers that could not be compared
         self.state = b""
-        self._told = [_Told(-1, bytes([1]) * parameters, [], b"")] * 2  # in this step, and in the last one
-        self._anywhere = self._told[0].present
+        self._sent = [_Sent(-1, bytes([1]) * parameters, [], b"")] * 2  # in this step, and in the last one
+        self._anywhere = self._sent[0].present
         self._known: dict[
             tuple[int, ...], bytes
         ] = {}  # checksums of `present` on all ranks -> on any of them
@@ -174,7 +174,7 @@ class StepAgreement:
         Args:
             present: for each parameter 1 if it has a gradient on this rank, else 0.
         """
-        last = self._told[0]
+        last = self._sent[0]
         groups = self._groups()
         values = [value for _, value in chain.from_iterable(map(_settings, groups))]
         same = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
@@ -186,7 +186,7 @@ class StepAgreement:
         token = last.token
         if (present, numbers, self.state) != last[1:] or token < 0:
             token = token_of(present, repr(numbers).encode() + self.state)
-        self._told = [_Told(token, present, numbers, self.state), last]
+        self._sent = [_Sent(token, present, numbers, self.state), last]
         return token
 
     def hear(self, tokens: Sequence[int] | None, transport: Transport, earlier: bool = False) -> bytes:
@@ -202,31 +202,31 @@ class StepAgreement:
         Raises:
             ValueError: numbers of the groups differ, see `groups_difference`; on every rank alike.
         """
-        told = self._told[earlier]
-        if tokens is None or told.token < 0:
+        sent = self._sent[earlier]
+        if tokens is None or sent.token < 0:
             return self._anywhere
-        mine = parts_of(told.token)
+        own = parts_of(sent.token)
         present, numbers = zip(*map(parts_of, tokens), strict=True)
-        if any(each != mine[1] for each in numbers) and numbers != self._ignored:
+        if any(each != own[1] for each in numbers) and numbers != self._ignored:
             if self._renew is not None:
                 self.state = self._renew()
-                told = told._replace(numbers=numbers_of(self._groups()), state=self.state)
-            ranks = transport.allgather_objects((told.numbers, told.state))
-            if problem := groups_difference([theirs for theirs, _ in ranks]):
+                sent = sent._replace(numbers=numbers_of(self._groups()), state=self.state)
+            ranks = transport.allgather_objects((sent.numbers, sent.state))
+            if problem := groups_difference([each for each, _ in ranks]):
                 raise ValueError(problem)
             if len({state for _, state in ranks}) > 1:
                 raise ValueError(
                     "the ranks have loaded different states into the optimizer: load one on all of them"
                 )
             self._ignored = numbers
-        if all(each == mine[0] for each in present):
-            self._anywhere = told.present
+        if all(each == own[0] for each in present):
+            self._anywhere = sent.present
         elif present in self._known:
             self._anywhere = self._known[present]
         else:
             if len(self._known) == _MOST_KEPT:
                 self._known.clear()
-            everyone = transport.allgather_objects(told.present)
+            everyone = transport.allgather_objects(sent.present)
             self._anywhere = self._known[present] = bytes(map(max, zip(*everyone, strict=True)))
         return self._anywhere
 

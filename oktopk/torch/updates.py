@@ -358,9 +358,9 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         where another of them has a problem. A GPU is waited for once for both, and before that for flags of a GradScaler.
         """
         replica, reducer, window = self._replica, self.reducer, self._window
-        found: list[Tensor] = []
+        inf_flags: list[Tensor] = []
         if scaler is not None:
-            found += self._answer(scaler, unscale=True).values()
+            inf_flags += self._answer(scaler, unscale=True).values()
         elif hasattr(self, "found_inf"):
             raise RuntimeError(
                 "no GradScaler was passed to step(): take bfloat16, which needs none, or call step(grad_scaler=...)"
@@ -373,7 +373,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         written = self._reference.changed(compare=check is None)  # while a GPU computes the norms
         if self._selecting is not None:
             self._selecting.look()
-        changed, overflows = norms.read(written, found, square=replica.sharded)
+        changed, overflows = norms.read(written, inf_flags, square=replica.sharded)
         self._take_written(changed)
         loaded, self._loaded = self._loaded, None
         if not healthy:  # the exchange raises

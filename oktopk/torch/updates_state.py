@@ -117,7 +117,7 @@ class UpdatesState(DistributedOptimizer):
             reference.take(numbers)
             reference.watch()
             if changed is not None:
-                self._window.taken = True
+                self._window.took_writes = True
             elif self._kept is None:
                 self._window.written = True
 
@@ -212,11 +212,11 @@ class UpdatesState(DistributedOptimizer):
             state.pop("reducer")
             empty = "the state has residuals and no 'updates': it is of sends='gradients', or that key was left out"
 
-        def check(given: dict[str, Any], same: dict[str, Any], lost: bool) -> None:
-            given["whether the state is of updates"] = own is not None
+        def check(alike: dict[str, Any], same: dict[str, Any], lost: bool) -> None:
+            alike["whether the state is of updates"] = own is not None
             if own is not None:
                 self._check_own(own)
-                given["what the residual of the state has forgotten"] = tuple(own["forgetting"])
+                alike["what the residual of the state has forgotten"] = tuple(own["forgetting"])
                 check_replica(saved, self.hosts, self.replica)
                 # torch's distributed checkpoint has those of one rank beside it
                 state.setdefault("param_groups", own["optimizer"]["param_groups"])
@@ -240,7 +240,7 @@ class UpdatesState(DistributedOptimizer):
                 own = between_exchanges(own)
             if own is not None:
                 # without moments, which are loaded, and would take 8n bytes until the next step
-                own = {name: held for name, held in own.items() if name != "optimizer"}
+                own = {name: value for name, value in own.items() if name != "optimizer"}
             if self._selecting is not None:
                 self._selecting.forget()
             self._loaded = own

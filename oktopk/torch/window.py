@@ -30,7 +30,7 @@ class Window:
         broken: whether a gradient was not finite, and all ranks are to raise.
         problem: of a step, for the exchange to raise, in a sentence; "" if there is none.
         raised: what the optimizer has raised on this rank.
-        taken: whether a step has taken what was written into parameters outside of `agreed`.
+        took_writes: whether a step has taken what was written into parameters outside of `agreed`.
         written: whether something else has, or a step whose exchange did not compare the ranks' references.
     """
 
@@ -43,7 +43,7 @@ class Window:
         """No step has been taken since the last exchange."""
         self.steps, self.problem = 0, ""
         self.raised: Exception | None = None
-        self.whole = self.selected = self.broken = self.taken = self.written = False
+        self.whole = self.selected = self.broken = self.took_writes = self.written = False
         self.present = bytearray(self._parameters)
         self._local.begin_window()
 
@@ -54,7 +54,7 @@ class Window:
             moved: False where the parameters still hold what steps have moved.
             compared: False where the ranks' references were not compared, as where it was skipped or has raised.
         """
-        present, written = self.present, self.taken or self.written
+        present, written = self.present, self.took_writes or self.written
         self.exchanges += 1
         self.begin()
         self.written = written and not compared

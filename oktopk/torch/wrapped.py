@@ -36,8 +36,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.inner.param_groups
 
     @param_groups.setter
-    def param_groups(self, given: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = given
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = value
 
     @property
     def state(self) -> Any:
@@ -45,8 +45,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.inner.state
 
     @state.setter
-    def state(self, given: Any) -> None:
-        self.inner.state = given
+    def state(self, value: Any) -> None:
+        self.inner.state = value
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     @defaults.setter
-    def defaults(self, given: dict[str, Any]) -> None:
-        self.inner.defaults = given
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.inner.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
         """What `_state` returns, with this optimizer's hooks before and after."""

@@ -292,7 +292,7 @@ def test_a_step_warns_if_all_ranks_loaded_rank_0s_state_alone(
         again, continued = made()
         again.load_state_dict(weights)
         continued.load_state_dict(copy.deepcopy(first))
-        for reducer in getattr(continued.reducer, "buckets", [continued.reducer]):
+        for reducer in getattr(continued.reducer, "reducers", [continued.reducer]):
             assert reducer.steps == 4 and not reducer.residual.any()
         for number, held in enumerate(continued.state[p] for p in again.parameters()):
             assert torch.equal(held["exp_avg"], first["state"][number]["exp_avg"])
