@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from collectives.sparse import ENTRY
 from collectives.traffic import WORD_BYTES
+from collectives.workspace import Workspace
 
 VALUE_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 """Wire -> bits of a coded value."""
@@ -210,7 +211,7 @@ class CodedEntries(Codec):
         self,
         name: str,
         kernels: Any,
-        workspace: Any,
+        workspace: Workspace,
         ranks: int,
         names: Sequence[int] | None = None,
         bits: int = 0,
@@ -301,7 +302,12 @@ class CodedIndices(CodedEntries):
     """
 
     def __init__(
-        self, values: Codec, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+        self,
+        values: Codec,
+        kernels: Any,
+        workspace: Workspace,
+        ranks: int,
+        names: Sequence[int] | None = None,
     ) -> None:
         super().__init__(values.name, kernels, workspace, ranks, names, ALONE)
         if isinstance(values, CodedEntries):
@@ -309,7 +315,7 @@ class CodedIndices(CodedEntries):
 
 
 def make_codec(
-    name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+    name: str, kernels: Any, workspace: Workspace, ranks: int, names: Sequence[int] | None = None
 ) -> Codec:
     """The codec of a name in WIRES; plain where nothing travels. Arguments as of CodedEntries."""
     if name == "plain" or ranks == 1:

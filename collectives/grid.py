@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +118,7 @@ def reduce_over_grid(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    offsets: Any = None,
+    offsets: NDArray[np.int64] | None = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
     codec: Codec = PLAIN,

@@ -88,7 +88,7 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    offsets: Any = None,
+    offsets: NDArray[np.int64] | None = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
     codec: Codec = PLAIN,

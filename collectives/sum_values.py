@@ -28,6 +28,7 @@ from collectives.codec import DAMAGED, NONFINITE, CodedEntries, WireLayout
 from collectives.sparse import slices
 from collectives.split_and_reduce import other_rank
 from collectives.transport import Round, Transport
+from collectives.workspace import Workspace
 
 _BITS = {"plain": 32, "float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 _BLOCK = 256
@@ -55,7 +56,7 @@ class CodedValues(CodedEntries):
     """
 
     def __init__(
-        self, name: str, kernels: Any, workspace: Any, ranks: int, names: Sequence[int] | None = None
+        self, name: str, kernels: Any, workspace: Workspace, ranks: int, names: Sequence[int] | None = None
     ) -> None:
         super().__init__(name, kernels, workspace, ranks, names, _BITS[name])
 

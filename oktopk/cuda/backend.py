@@ -142,7 +142,9 @@ class DeviceBackend(Backend):
     ) -> Callable[[int], P2PLaunches] | None:
         return partial(P2PLaunches, self.kernels, transport, length, settings) if transport.p2p else None
 
-    def shared_gradients(self, transport: Any, length: int, peer_memory: bool | None) -> SharedGradients:
+    def shared_gradients(
+        self, transport: Transport, length: int, peer_memory: bool | None
+    ) -> SharedGradients:
         problem = "peer memory is not wanted"
         if peer_memory is not False:
             problem = symmetric_memory_problem(transport, shared_gpus=bool(peer_memory))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from collectives.closing import closes
 from oktopk.buckets import bucket_ranges
@@ -173,7 +174,7 @@ class BackwardBuckets:
         self._versions: dict[int, int] = {}
         self._accumulated_gradients: dict[int, Tensor | None] = {}  # the gradients of these
         self._parameters = parameters
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._numbers: dict[Tensor, tuple[int, int]] = {}  # parameter -> its bucket, and its number
         if overlapped:
             for bucket, each in enumerate(layout.ranges):
@@ -364,7 +365,7 @@ class BackwardBuckets:
             hook.remove()
 
 
-def when_accumulated(parameters: Iterable[Tensor], call: Callable[[Tensor], None]) -> list[Any]:
+def when_accumulated(parameters: Iterable[Tensor], call: Callable[[Tensor], None]) -> list[RemovableHandle]:
     """Call a method with each parameter whose gradient a backward pass has accumulated; returns the hooks.
 
     Nothing is called once the method's object is gone: a parameter outlives it, and its hooks with it.
