@@ -155,8 +155,8 @@ __device__ __forceinline__ void write_bitmap(const EncodeEntries& p, const int (
   unsigned set_before = head == last ? carried : 0;
 #pragma unroll
   for (int d = 1; d <= 32 / ROW; ++d) {
-    const unsigned theirs = __shfl_up_sync(FULL_WARP, word, d), set = __shfl_up_sync(FULL_WARP, bits, d);
-    if (lane >= d && theirs == head) set_before |= set;
+    const unsigned other = __shfl_up_sync(FULL_WARP, word, d), set = __shfl_up_sync(FULL_WARP, bits, d);
+    if (lane >= d && other == head) set_before |= set;
   }
   const unsigned before = __shfl_up_sync(FULL_WARP, word, 1), above = __shfl_down_sync(FULL_WARP, head, 1);
   unsigned next = above;

@@ -62,16 +62,16 @@ __device__ __forceinline__ unsigned look_back(unsigned long long* status, unsign
         there = there && static_cast<unsigned>(word[i] >> 34) == epoch && (word[i] >> 32 & 3) != 0;
     } while (!there);
     // add the counts from here back to the nearest tile that knows its prefix, inclusive
-    unsigned theirs = 0;
+    unsigned counted = 0;
     bool prefixed = false;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      theirs += prefixed ? 0 : static_cast<unsigned>(word[i]);
+      counted += prefixed ? 0 : static_cast<unsigned>(word[i]);
       prefixed = prefixed || (word[i] >> 32 & 3) == TILE_PREFIXED;
     }
     const unsigned votes = __ballot_sync(FULL_WARP, prefixed);
     const int last = votes ? __ffs(votes) - 1 : 31;
-    before += __reduce_add_sync(FULL_WARP, lane <= last ? theirs : 0u);
+    before += __reduce_add_sync(FULL_WARP, lane <= last ? counted : 0u);
     if (votes) break;
     nearest -= 32 * EACH;
   }
@@ -99,15 +99,15 @@ __device__ __forceinline__ void positions_in_order(const bool (&flag)[COMPACT_RO
   __syncthreads();
   if (warp == 0) {
     constexpr int EACH = COMPACT_ROWS * COMPACT_WARPS / 32;
-    unsigned mine[EACH], sum = 0;
+    unsigned earlier[EACH], sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      mine[i] = sum;
+      earlier[i] = sum;
       sum += counts[lane * EACH + i];
     }
     const unsigned inclusive = inclusive_sum(sum, lane);
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) counts[lane * EACH + i] = inclusive - sum + mine[i];
+    for (int i = 0; i < EACH; ++i) counts[lane * EACH + i] = inclusive - sum + earlier[i];
     const unsigned whole = __shfl_sync(FULL_WARP, inclusive, 31);
     const unsigned before = look_back(status, tile, whole, epoch, lane);
     if (lane == 0) {

@@ -52,10 +52,10 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
   const unsigned long long epoch = p.counts[block], flag = (epoch & 0xffffffffull) << 32;
   const unsigned long long area = p.area + (epoch & 1) * RANKS * p.capacity * 16;
   for (long long i = first; i < units; i += stride) {
-    const Unit mine = load_pack<uint2>(p.in, i, p.n, p.aligned);
+    const Unit own = load_pack<uint2>(p.in, i, p.n, p.aligned);
 #pragma unroll
     for (int k = 1; k < RANKS; ++k)
-      store_relaxed(p.windows[rank_after(rank, k)] + area + (rank * p.capacity + i) * 16, flag | mine.raw.x, flag | mine.raw.y);
+      store_relaxed(p.windows[rank_after(rank, k)] + area + (rank * p.capacity + i) * 16, flag | own.raw.x, flag | own.raw.y);
   }
   __syncthreads();
   if (threadIdx.x == 0) p.counts[block] = epoch + 1;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
   const unsigned long long here = p.windows[rank] + area;
   for (long long i = first; i < units; i += stride) {
     Unit all[RANKS];
-    const Unit mine = load_pack<uint2>(p.in, i, p.n, p.aligned);
+    const Unit own = load_pack<uint2>(p.in, i, p.n, p.aligned);
     Wait wait;
     for (bool missing = RANKS > 1; missing;) {
       missing = false;
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(DENSE_THREADS) dense_one_shot(const
     }
 #pragma unroll
     for (int q = 0; q < RANKS; ++q)
-      if (q == rank) all[q] = mine;
+      if (q == rank) all[q] = own;
     finish_pack<uint2>(p, i, sum_packs<uint2>(all, p.scale));
   }
   // Words that no launch overwrites must not hold the flag of an epoch that comes again: overwrite some in every launch.

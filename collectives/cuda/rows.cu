@@ -42,17 +42,17 @@ extern "C" __global__ void pack_rows(const __grid_constant__ PackRows p) {
 extern "C" __global__ void merge_rows(const __grid_constant__ MergeRows p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) begin(p.state);
   FOR_EACH(i, p.n) {
-    int mine = 0;
-    while (mine + 1 < p.lists && i >= p.firsts[mine + 1]) ++mine;
+    int own = 0;
+    while (own + 1 < p.lists && i >= p.firsts[own + 1]) ++own;
     const auto id_of = [&](int list, long long j) { return id_at(reinterpret_cast<const void*>(p.ids[list]), p.wide, j); };
-    const long long id = id_of(mine, i - p.firsts[mine]);
-    long long at = i - p.firsts[mine];  // rows that go before this one, of the other lists smaller ids, and equal ones of those before
+    const long long id = id_of(own, i - p.firsts[own]);
+    long long at = i - p.firsts[own];  // rows that go before this one, of the other lists smaller ids, and equal ones of those before
     for (int list = 0; list < p.lists; ++list) {
-      if (list == mine) continue;
+      if (list == own) continue;
       long long low = 0, high = (list + 1 < p.lists ? p.firsts[list + 1] : p.n) - p.firsts[list];
       while (low < high) {
-        const long long middle = (low + high) >> 1, theirs = id_of(list, middle);
-        if (theirs < id || (theirs == id && list < mine))
+        const long long middle = (low + high) >> 1, other = id_of(list, middle);
+        if (other < id || (other == id && list < own))
           low = middle + 1;
         else
           high = middle;

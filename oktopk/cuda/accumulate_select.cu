@@ -264,11 +264,11 @@ struct Summed {
       const long long at = in_whole(sum, start) + 4 * lane;
       for (int rank = 0; rank < sum.ranks; ++rank) {
         const GRADIENT* from = gradient_of(sum, rank) + at;
-        float4 theirs[VECTORS];
+        float4 of_rank[VECTORS];
 #pragma unroll
-        for (int j = 0; j < VECTORS; ++j) theirs[j] = load4(from + 128 * j);
+        for (int j = 0; j < VECTORS; ++j) of_rank[j] = load4(from + 128 * j);
 #pragma unroll
-        for (int j = 0; j < VECTORS; ++j) g[j] = rank ? add4(g[j], theirs[j]) : theirs[j];
+        for (int j = 0; j < VECTORS; ++j) g[j] = rank ? add4(g[j], of_rank[j]) : of_rank[j];
       }
       return;
     }
@@ -414,9 +414,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   before = __reduce_add_sync(FULL_WARP, before);
   if (lane == 0) of_warps[warp] = before;
   if (warp == 0) {
-    const uint2 mine = lane < members && first + lane < p.num_chunks ? p.chunks[first + lane] : make_uint2(0, 0);
-    const unsigned inclusive = inclusive_sum(mine.x, lane);
-    rooms[lane] = mine.y;
+    const uint2 chunk = lane < members && first + lane < p.num_chunks ? p.chunks[first + lane] : make_uint2(0, 0);
+    const unsigned inclusive = inclusive_sum(chunk.x, lane);
+    rooms[lane] = chunk.y;
     offsets[lane + 1] = inclusive;
     if (lane == 0) offsets[0] = 0;
   }
@@ -468,8 +468,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8) compact_selection(const
   if (threadIdx.x == 0) *p.cursor = 0;
   const volatile unsigned* header = p.header;
   if (!p.p2p.windows) {
-    const unsigned found = header[0];
-    const unsigned long long listed = found < p.capacity ? found : p.capacity;
+    const unsigned packed = header[0];
+    const unsigned long long listed = packed < p.capacity ? packed : p.capacity;
     for (int i = threadIdx.x; i < 3 + p.regions; i += THREADS) p.report[i] = header[i];
     for (int part = 1 + threadIdx.x; part < p.regions; part += THREADS)
       p.report[2 + p.regions + part] = listed ? p.entries[listed * part / p.regions].x : 0;

@@ -25,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
   Decision& decision = *p.p2p.decision;
   const unsigned epoch = p.p2p.step->epoch, bits = p.p2p.step->global_bits;
   const bool deferred = p.p2p.step->flags & DEFERRED;
-  const int mine = threadIdx.x;  // candidate
-  if (mine < NUM_CANDIDATES) offsets[mine] = p.candidates[mine];  // loads while the signals arrive
+  const int candidate = threadIdx.x;
+  if (candidate < NUM_CANDIDATES) offsets[candidate] = p.candidates[candidate];  // loads while the signals arrive
   const bool stopped = __syncthreads_or(read_volatile(&decision.stop));
   const WindowHead* head = stopped ? nullptr : wait_signal(p.p2p, COUNTED, epoch);
   if (!head) {
@@ -36,16 +36,16 @@ extern "C" __global__ void __launch_bounds__(128) decide(const __grid_constant__
   for (int i = threadIdx.x; i < ranks * NUM_COUNTERS; i += blockDim.x)
     counted[i / NUM_COUNTERS][i % NUM_COUNTERS] = read_volatile(head->messages[COUNTED][i / NUM_COUNTERS] + i % NUM_COUNTERS);
   __syncthreads();
-  if (mine < NUM_CANDIDATES) {
+  if (candidate < NUM_CANDIDATES) {
     unsigned sum = 0;
-    for (int q = 0; q < ranks; ++q) sum += counted[q][mine];
-    sums[mine] = sum;
+    for (int q = 0; q < ranks; ++q) sum += counted[q][candidate];
+    sums[candidate] = sum;
   }
   __syncthreads();
-  if (mine < NUM_CANDIDATES) {
+  if (candidate < NUM_CANDIDATES) {
     long long reached = 0;
-    for (int r = mine; r < NUM_CANDIDATES; ++r) reached += sums[r];
-    totals[mine] = reached;
+    for (int r = candidate; r < NUM_CANDIDATES; ++r) reached += sums[r];
+    totals[candidate] = reached;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
