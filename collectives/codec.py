@@ -282,8 +282,8 @@ class CodedEntries(Codec):
         damages = self._report[:, DAMAGED:NONFINITE]
         worst = damages.max(axis=1).astype(int)
         damages[:] = 0
-        senders = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
-        return f"{self.name} entries are damaged that came from {', '.join(senders)}" if senders else ""
+        ranks = [f"rank {self._names[rank]}: {DAMAGES[kind]}" for rank, kind in enumerate(worst) if kind]
+        return f"{self.name} entries are damaged that came from {', '.join(ranks)}" if ranks else ""
 
     @property
     def rounding(self) -> tuple[float, float]:

@@ -92,10 +92,10 @@ class MpiNotes:
 
     def collect(self) -> dict[int, Note]:
         came = {}
-        status, received = MPI.Status(), np.empty(1, _NOTE)
+        status, note = MPI.Status(), np.empty(1, _NOTE)
         while self.any_left():
-            self._comm.Recv(received.view(np.uint8), MPI.ANY_SOURCE, self._tag, status)
-            came[status.Get_source()] = Note(int(received["waited"][0]), received["what"][0].decode())
+            self._comm.Recv(note.view(np.uint8), MPI.ANY_SOURCE, self._tag, status)
+            came[status.Get_source()] = Note(int(note["waited"][0]), note["what"][0].decode())
         return came
 
     def close(self) -> Callable[[], bool]:

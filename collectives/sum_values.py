@@ -115,9 +115,9 @@ def sum_values(
     rank, size = transport.rank, transport.size
     lengths = np.diff(_boundaries(len(own), size)).tolist()
     sizes = [values_layout(codec.name, length).words // 2 for length in lengths]
-    own_blocks, block = slices(own, lengths), transport.workspace.entries("region sums", lengths[rank])
+    parts, block = slices(own, lengths), transport.workspace.entries("region sums", lengths[rank])
     codec.start()
-    codec.keep(own_blocks[rank], block)
+    codec.keep(parts[rank], block)
     dests = [(rank + i) % size if rotate else other_rank(rank, i) for i in range(1, size)]
     sources = [(rank - i) % size if rotate else other_rank(rank, i) for i in range(1, size)]
     in_order = [sizes[dest] for dest in dests]
@@ -126,7 +126,7 @@ def sum_values(
         codec.buffer("incoming wires", own, sizes[rank] * (size - 1)), [sizes[rank]] * (size - 1)
     )
     for dest, wire in zip(dests, outgoing, strict=True):
-        codec.encode_values(own_blocks[dest], wire, dest)
+        codec.encode_values(parts[dest], wire, dest)
     rounds = [Round(*each) for each in zip(dests, outgoing, sources, incoming, strict=True)]
     for batch in transport.exchange(rounds, bucket_rounds):
         for i in batch if rotate else ():

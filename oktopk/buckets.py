@@ -276,8 +276,9 @@ class BucketedAllreduce:
     def finish(self, all_or_none: bool = True) -> StepReport:
         """Wait for the step's buckets, all of which were started; its report. Collective: every rank must call.
 
-        The report adds up those of the buckets, which are in its `buckets`; its time is what this call waited. Buckets that were
-        put on the stream end here in their order: one that its kernels cannot end goes on by messages.
+        The report adds up those of the buckets, which are in its `buckets`; its time is what this call
+        waited. Buckets that were put on the stream end here in their order: one that its kernels cannot
+        end goes on by messages.
 
         With `deferred` the report is incomplete until the next step begins, or `complete`. Where a bucket is then given up, or is
         not finite, it alone has an update of zero; the updates of the others hold.

@@ -247,10 +247,10 @@ def _residual_kind(vector: Any, shape: tuple[int, ...] | None) -> str:
     """What a residual is, as all ranks have it."""
     if vector is None:
         return "None"
-    kind, own_shape = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
-    if kind != "float32" or (shape is not None and own_shape != shape):
-        raise ValueError(f"its residual is {kind}{list(own_shape)}, not float32{list(shape or own_shape)}")
-    return f"{type(vector).__name__} float32" + (str(list(own_shape)) if shape is None else "")
+    kind, sides = str(vector.dtype).removeprefix("torch."), tuple(vector.shape)
+    if kind != "float32" or (shape is not None and sides != shape):
+        raise ValueError(f"its residual is {kind}{list(sides)}, not float32{list(shape or sides)}")
+    return f"{type(vector).__name__} float32" + (str(list(sides)) if shape is None else "")
 
 
 def _redistributed(

@@ -67,13 +67,11 @@ class Layouts:
     """
 
     def __init__(self, folder: Path, constants: dict[str, Any], base: Layouts | None = None) -> None:
-        own_constants = {
-            name: value for name, value in constants.items() if name.isupper() and type(value) is int
-        }
-        self.constants: dict[str, int] = {**base.constants, **own_constants} if base else own_constants
+        own = {name: value for name, value in constants.items() if name.isupper() and type(value) is int}
+        self.constants: dict[str, int] = {**base.constants, **own} if base else own
         self._types: dict[str, Any] = dict(base._types if base else _SCALARS)
         self._text: str = (base._text if base else "using Entry = int2;\n") + "".join(
-            f"[[maybe_unused]] constexpr int {name} = {value};\n" for name, value in own_constants.items()
+            f"[[maybe_unused]] constexpr int {name} = {value};\n" for name, value in own.items()
         )
         _OF_FOLDERS[folder.resolve()] = self
 

@@ -90,8 +90,8 @@ def _level(
         at, many = ring.index(transport.rank), len(ring)
         neighbours = ring[(at + 1) % many], ring[at - 1]
     partner = partner_of(transport.rank, pairs)
-    own_sweep = Messages(transport, partner, limit, bool(ring), neighbours, seconds).sweep()
-    sweeps: list[Sweep] = [each for each in transport.allgather_objects(own_sweep) if each is not None]
+    own = Messages(transport, partner, limit, bool(ring), neighbours, seconds).sweep()
+    sweeps: list[Sweep] = [each for each in transport.allgather_objects(own) if each is not None]
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)

@@ -103,12 +103,12 @@ def hindrance(alone: dict[int, float], paired: dict[int, float], eager: float) -
 def rounds(count: int) -> list[list[tuple[int, int]]]:
     """All pairs of so many, in rounds in which each has one partner at most."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
-    pairings = []
+    turns = []
     for _ in range(len(players) - 1):
         pairs = zip(players[: len(players) // 2], reversed(players), strict=False)
-        pairings.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        turns.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         players = [players[0], players[-1], *players[1:-1]]
-    return [each for each in pairings if each]
+    return [each for each in turns if each]
 
 
 class Messages:

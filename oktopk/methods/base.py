@@ -28,7 +28,8 @@ class Method(ABC):
         settings: equal on all ranks.
 
     Attributes:
-        length, transport, kernels, settings: as given, for the `reduce` or `exchange` of a class that is derived.
+        length, transport, kernels, settings: as given, for the `reduce` or `exchange` of a class
+            that is derived.
     """
 
     name: ClassVar[str]

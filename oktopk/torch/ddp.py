@@ -143,7 +143,7 @@ class OkTopkState:
 
     @property
     def reducer(self) -> BucketedAllreduce | None:
-        """What reduces; None before the first step. Another one once DDP has laid out its buckets anew."""
+        """What reduces; None before the first step. Another one once DDP has new buckets."""
         return None if self._engine is None else self._engine.reducer
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -95,17 +95,17 @@ class DenseAllreduce:
             RuntimeError: it was aborted, since ranks passed different lengths, types or scales; the sentence says which.
         """
         out = tensor if out is None else out
-        for name, argument in (("tensor", tensor), ("out", out), ("addend", addend)):
-            if argument is None:
+        for name, array in (("tensor", tensor), ("out", out), ("addend", addend)):
+            if array is None:
                 continue
-            if argument.dtype not in TYPE_NAMES or argument.dtype != tensor.dtype:
+            if array.dtype not in TYPE_NAMES or array.dtype != tensor.dtype:
                 raise TypeError(
-                    f"{name} is {argument.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
+                    f"{name} is {array.dtype}, not {tensor.dtype} of float32, bfloat16 and float16"
                 )
-            fits = argument.device == self._gpu and argument.is_contiguous()
-            if not fits or argument.numel() != tensor.numel():
+            fits = array.device == self._gpu and array.is_contiguous()
+            if not fits or array.numel() != tensor.numel():
                 raise ValueError(
-                    f"{name} of shape {tuple(argument.shape)} on {argument.device} is not contiguous on {self._gpu}, "
+                    f"{name} of shape {tuple(array.shape)} on {array.device} is not contiguous on {self._gpu}, "
                     f"this rank's GPU, with the {tensor.numel()} elements of tensor"
                 )
         self._dense.enqueue(

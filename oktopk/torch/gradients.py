@@ -133,9 +133,9 @@ class GradientsInPlace:
         if not set_to_none:
             if self._aside is not None:
                 self.attach()
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             with torch.no_grad():
-                torch._foreach_zero_(gradients)
+                torch._foreach_zero_(grads)
             return
         self._aside = None
         for parameter in self._parameters:

@@ -172,7 +172,7 @@ class BackwardBuckets:
         self._recorded: Recorded | None = None  # the pass that is being recorded
         # parameter -> version of its gradient, when the backward pass had accumulated it
         self._versions: dict[int, int] = {}
-        self._accumulated_gradients: dict[int, Tensor | None] = {}  # the gradients of these
+        self._seen: dict[int, Tensor | None] = {}  # the gradients of these
         self._parameters = parameters
         self._hooks: list[RemovableHandle] = []
         self._numbers: dict[Tensor, tuple[int, int]] = {}  # parameter -> its bucket, and its number
@@ -193,14 +193,14 @@ class BackwardBuckets:
         if not self._armed:
             return
         (bucket, number), gradient = self._numbers[parameter], parameter.grad
-        if number in self._accumulated_gradients and gradient is not self._accumulated_gradients[number]:
+        if number in self._seen and gradient is not self._seen[number]:
             self.abandon()  # as after model.zero_grad(): what was started is of gradients that are gone
         if not self._missing[bucket]:
             raise RuntimeError(
                 "a second backward pass before step(), whose first one began to reduce the gradients: put all but the last "
                 "into no_sync()"
             )
-        self._versions[number], self._accumulated_gradients[number] = self._version(number), gradient
+        self._versions[number], self._seen[number] = self._version(number), gradient
         self._missing[bucket] -= 1
         if self._recorded is None and self._postponed():
             return
@@ -356,7 +356,7 @@ class BackwardBuckets:
     def forget(self) -> None:
         """Let the next backward pass start anew, after one of which nothing is to be reduced."""
         self._missing = list(self._sizes)
-        self._versions, self._accumulated_gradients = {}, {}
+        self._versions, self._seen = {}, {}
 
     @closes
     def remove(self) -> None:

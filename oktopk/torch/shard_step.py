@@ -137,7 +137,7 @@ class ShardStep:
                 group["params"] = whole
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Step on the shard, while the parameters stay as they are. Returns `ReferenceParameters.stepped`."""
+        """Step on the shard; the parameters stay as they are. Returns `ReferenceParameters.stepped`."""
         with torch.no_grad():
             gradients = [parameter.grad for parameter in self._parameters]
             pairs = zip(self._views, gradients, strict=True)
