@@ -165,7 +165,7 @@ def test_a_copy_of_the_start_is_no_weight_whatever_the_rate(comm: MPI.Intracomm)
         squares(model, comm.rank, step).backward()
         optimizer.step()
         optimizer.param_groups[0]["lr"] = 1e-3
-    assert optimizer._beside == ""
+    assert optimizer.report is not None and optimizer.report.step == 2
 
 
 @pytest.mark.mpi(min_size=2)

@@ -141,28 +141,6 @@ def test_what_is_loaded_before_the_step_that_sets_up_the_state_stays(comm: MPI.I
         assert torch.equal(model[0].weight, given["0.weight"])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"every": 2}, pytest.param(HOSTS, marks=pytest.mark.mpi(min_size=3))], ids=["rank", "host"]
-)
-def test_a_state_that_is_loaded_within_agreed_goes_on_bit_for_bit(
-    comm: MPI.Intracomm, settings: dict[str, Any]
-) -> None:
-    """As a framework loads one where it evaluated before."""
-    model, optimizer = trained(comm, local_share=0.5, **settings)
-    with optimizer.agreed():
-        weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    take_steps(model, optimizer, comm.rank, range(4, 9))
-    whole = flat(model).tobytes()
-    with optimizer.agreed():
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    take_steps(model, optimizer, comm.rank, range(4, 9))
-    assert flat(model).tobytes() == whole
-    assert alike(model, optimizer, comm)
-
-
 def clamp(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
