@@ -165,7 +165,7 @@ def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7))
 
 
-def test_on_one_rank_training_is_that_of_torchs_adamw_alone_to_rounding() -> None:
+def test_one_rank_trains_as_torchs_adamw_to_rounding() -> None:
     """Whatever is selected: the residual counts at once."""
     alone, model = smooth(), smooth()
     torchs = TORCHS(alone.parameters(), lr=1e-2, weight_decay=0.0, fused=True)

@@ -37,7 +37,7 @@ from tests.replicas import (
     whole,
 )
 from tests.training import flat, gradients, loss, network, train
-from tests.updates import own, reference, unsent
+from tests.updates import go_on_behind_the_first_exchanges, own, reference, unsent
 
 pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=6)]
 
@@ -254,9 +254,7 @@ def test_nothing_is_lost_by_an_error(replicas: Replicas, what: str, nonfinite: s
 
 
 @over("kind", "every", cases=[case("ranks", "sgd", 2, least=2), case("ranks", "adam", 1, least=2)])
-def test_a_rank_has_a_rate_of_its_own_where_no_decay_takes_it(
-    replicas: Replicas, kind: str, every: int
-) -> None:
+def test_ranks_have_rates_of_their_own_without_decay(replicas: Replicas, kind: str, every: int) -> None:
     """From the start, by a scheduler, and from a state; unless it is zero."""
     model, comm, ends = replicas.model(), replicas.comm, []
     more = {"momentum": 0.9} if kind == "sgd" else {}
@@ -318,7 +316,7 @@ def test_rates_that_all_ranks_need_are_compared(replicas: Replicas, kind: str) -
         *shards("skip", 2, long=True),
     ],
 )
-def test_a_replica_with_a_nonfinite_gradient_on_one_rank_does_not_step(
+def test_a_replica_with_a_nonfinite_gradient_does_not_step(
     replicas: Replicas, nonfinite: str, every: int
 ) -> None:
     model, comm = replicas.model(), replicas.comm
@@ -353,7 +351,7 @@ def test_a_replica_with_a_nonfinite_gradient_on_one_rank_does_not_step(
 
 
 @over(cases=[case("ranks"), case("hosts of 2", least=3)])
-def test_a_move_that_is_not_finite_is_found_on_all_ranks(replicas: Replicas) -> None:
+def test_a_nonfinite_move_is_found_on_all_ranks(replicas: Replicas) -> None:
     """Of one rank's optimizer, which holds a shard of its host's displacement."""
     comm = replicas.comm
     model, optimizer = replicas.trained(2, "sgd")
@@ -378,7 +376,7 @@ def test_a_move_that_is_not_finite_is_found_on_all_ranks(replicas: Replicas) -> 
     ],
 )
 @pytest.mark.filterwarnings("error::UserWarning")  # of a scheduler that sees no step of the optimizer
-def test_an_inf_that_a_gradscaler_finds_on_one_rank_skips_its_replica(replicas: Replicas, kind: str) -> None:
+def test_an_inf_of_a_gradscaler_skips_its_replica(replicas: Replicas, kind: str) -> None:
     """After a step in which that rank has no gradients."""
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, kind)
@@ -618,7 +616,7 @@ def test_a_capturable_optimizer_is_replayed_to_the_same_bits(
         *(case("hosts of 2", change, least=3) for change in ("type", "length")),
     ],
 )
-def test_another_type_or_shape_on_one_rank_is_named_on_all(replicas: Replicas, change: str) -> None:
+def test_another_type_or_shape_is_named_on_all_ranks(replicas: Replicas, change: str) -> None:
     comm = replicas.comm
     model, optimizer = replicas.trained(3, timeout=20.0)
     weight: Any = model[0].weight
@@ -649,7 +647,7 @@ def test_another_type_or_shape_on_one_rank_is_named_on_all(replicas: Replicas, c
         case(f"shards of {SIZE}", "sgd", {"by torch": 0.05}, long=True),
     ],
 )
-def test_one_replica_trains_as_the_optimizer_alone_on_the_mean_gradient(
+def test_one_replica_trains_as_the_optimizer_alone(
     replicas: Replicas, kind: str, settings: dict[str, Any]
 ) -> None:
     """Of the whole model, whose norm is clipped; backward passes whose gradients FSDP keeps are added up."""
@@ -682,13 +680,11 @@ def test_one_replica_trains_as_the_optimizer_alone_on_the_mean_gradient(
 
 
 @over(cases=[case("ranks", least=2), case("hosts of 2", least=3), *shards()])
-def test_what_one_replica_holds_is_loaded_on_all_between_two_steps(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_one_replica_holds_is_loaded_on_all(replicas: Replicas) -> None:
     """That replica finds nothing written, and the others all of it."""
-    monkeypatch.setattr("oktopk.torch.window._FIRST", 2)  # later exchanges compare the reference once in ten
     model, comm = replicas.model(), replicas.comm
     optimizer = replicas.wrap(model, density=0.2)
+    go_on_behind_the_first_exchanges(optimizer)
     train(model, optimizer, comm.rank, range(4))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -35,7 +35,7 @@ def test_a_share_grows_as_the_rate_falls(kind: Any) -> None:
     assert found == pytest.approx(expected) and share.now == found[-1]
 
 
-def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> None:
+def test_a_share_begins_large_and_falls_with_the_exchanges() -> None:
     share, fixed = LocalShare(0.05, varies=True), LocalShare(0.05, varies=False)
     assert share.now == 0.25
     exchanges = [0, 1, 100, 125, 250, 499, 500, 501, 10**6]
@@ -50,7 +50,7 @@ def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> No
     assert share.renew([{"lr": 0.1}], 1) == pytest.approx(0.3)
 
 
-def test_a_share_is_one_at_most_and_one_that_is_given_stays() -> None:
+def test_a_share_is_one_at_most_or_fixed() -> None:
     large, given = LocalShare(0.5, varies=True), LocalShare(0.05, varies=False)
     assert large.now == 1.0
     for share, least in ((large, 1.0), (given, 0.05)):
@@ -58,7 +58,7 @@ def test_a_share_is_one_at_most_and_one_that_is_given_stays() -> None:
     assert LocalShare(0.05, varies=True).renew([{}], LATE) == 0.25
 
 
-def test_a_share_goes_on_from_a_state_and_another_one_has_grown_as_far() -> None:
+def test_a_share_goes_on_from_a_state_of_another() -> None:
     saved = LocalShare(0.05, varies=True)
     for rate in (1.0, 0.4):
         saved.renew([{"lr": rate}], LATE)
@@ -196,7 +196,7 @@ def test_a_share_begins_large_where_the_density_does(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_at_rate_0_nothing_joins_the_residual_behind_a_share_that_grew(comm: MPI.Intracomm) -> None:
+def test_a_share_that_grew_loses_nothing_at_rate_0(comm: MPI.Intracomm) -> None:
     """What parameters hold is read with the share that they were written with: the displacement still to come stays."""
     _, optimizer = train(comm, range(5), residual_decay=0)
     assert optimizer.local_share > 0.05 or comm.size > SHARED_BY
@@ -222,7 +222,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_states_without_a_share_begin_it_anew_and_one_that_was_given_grows_on(comm: MPI.Intracomm) -> None:
+def test_states_without_a_share_begin_it_anew(comm: MPI.Intracomm) -> None:
     network, optimizer = train(comm, range(4), local_share=0.05)
     weights, state = copy.deepcopy(network.state_dict()), copy.deepcopy(optimizer.state_dict())
     plain = torch.optim.AdamW(network.parameters(), lr=0.001)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 SHAPES = ((1, 1.0), (5, 0.2), (4001, 0.02))
 
 
-def test_its_gradients_have_the_bits_of_the_library_where_thresholds_are_exact(comm: MPI.Intracomm) -> None:
+def test_exact_thresholds_of_the_library_give_its_bits(comm: MPI.Intracomm) -> None:
     length, density = SHAPES[-1]
     exact = {"threshold_interval": 1, "boundary_interval": 1}
     reducer = GradientAllreduce(comm, length, "oktopk", density=density, average=False, **exact)

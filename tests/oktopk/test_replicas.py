@@ -228,7 +228,7 @@ def test_gradients_that_are_summed_already_are_those_of_a_host(comm: MPI.Intraco
         train(model, optimizer, comm.rank, range(9, 11))
 
 
-def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
+def test_ddp_over_a_hosts_ranks_trains_as_a_host(
     comm: MPI.Intracomm, group: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     hosts = [range(first, min(first + 2, comm.size)) for first in range(0, comm.size, 2)]
@@ -252,7 +252,7 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("settings", [{}, {"replica": "summed", "every": 2}], ids=str)
-def test_a_ddp_over_several_hosts_is_refused_before_the_first_step(
+def test_a_ddp_over_several_hosts_is_refused(
     comm: MPI.Intracomm, group: Any, settings: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = network()

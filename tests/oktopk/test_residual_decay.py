@@ -21,7 +21,7 @@ from tests.updates import own, reference, unsent
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_an_update_counts_by_its_age_over_that_of_the_run(power: float) -> None:
+def test_an_update_counts_by_its_age(power: float) -> None:
     decay, left, multiplied = ResidualDecay(power), 1.0, 0
     for exchange in range(1, 5001):
         factor = decay.count(moved=True)
@@ -33,7 +33,7 @@ def test_an_update_counts_by_its_age_over_that_of_the_run(power: float) -> None:
     assert multiplied < power * math.log(5029 / 29) / 0.03
 
 
-def test_exchanges_at_rates_of_zero_and_a_power_of_zero_forget_nothing() -> None:
+def test_rates_and_powers_of_zero_forget_nothing() -> None:
     decay, twin = ResidualDecay(2.0), ResidualDecay(2.0)
     factors = [decay.count(moved=True) for _ in range(9)]
     assert [decay.count(moved=False) for _ in range(99)] == [1.0] * 99
@@ -48,7 +48,7 @@ def test_exchanges_at_rates_of_zero_and_a_power_of_zero_forget_nothing() -> None
     assert none.state() == [99, 99, 0.0]
 
 
-def test_what_was_kept_with_another_power_is_not_lost_at_once() -> None:
+def test_what_another_power_kept_is_not_lost_at_once() -> None:
     for before in (0.0, 0.01):
         saved, loaded = ResidualDecay(before), ResidualDecay(2.0)
         for _ in range(200):

@@ -176,7 +176,7 @@ def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     Replicas(comm, 2).check_agreed(model, optimizer)
 
 
-def test_a_rank_without_memory_for_its_shard_is_an_error_of_all(
+def test_a_rank_without_memory_is_an_error_of_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wrapped optimizer keeps what it had."""
@@ -202,7 +202,7 @@ def test_a_rank_without_memory_for_its_shard_is_an_error_of_all(
 # states
 
 
-def test_a_state_of_an_optimizer_alone_is_cut_to_the_shard(comm: MPI.Intracomm) -> None:
+def test_a_plain_optimizers_state_is_cut_to_the_shard(comm: MPI.Intracomm) -> None:
     """One that is loaded, and one that the wrapped optimizer has already."""
     alone = network()
     plain = torch.optim.AdamW(alone.parameters(), lr=1e-3)
@@ -217,7 +217,7 @@ def test_a_state_of_an_optimizer_alone_is_cut_to_the_shard(comm: MPI.Intracomm) 
     train(model, optimizer, comm.rank, range(2))
 
 
-def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
+def test_one_ranks_state_on_all_brings_no_moments_of_shards(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
     _model, optimizer = trained(comm, 3)
@@ -233,7 +233,7 @@ def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
     Replicas(comm, 2).check_agreed(again, loaded)
 
 
-def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
+def test_states_by_torch_have_no_moments_of_shards(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
     """An optimizer without state is set up by a step at a learning rate of 0."""
@@ -377,7 +377,7 @@ def test_what_is_dropped_leaves_the_optimizer_no_shard(comm: MPI.Intracomm) -> N
 
 
 @pytest.mark.parametrize(("per_host", "kind"), [(2, "adamw foreach"), (3, "lion")])
-def test_what_is_closed_goes_on_with_the_moments_of_its_host(
+def test_closed_optimizers_go_on_with_the_moments_of_their_host(
     comm: MPI.Intracomm, per_host: int, kind: str
 ) -> None:
     """As where each rank has stepped on all parameters, bit for bit; and it may be wrapped again."""
@@ -423,6 +423,7 @@ def test_moments_are_dropped_where_one_rank_closes_alone(
 ) -> None:
     """After `timeout`; at once where an error is handled, which may be this rank's alone."""
     monkeypatch.setattr("collectives.limit._ANSWER", 0.5)
+    monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", 0.1)
     with monkeypatch.context() as patch:  # ranks may be slow
         patch.setattr("collectives.limit._debugged", lambda: True)
         model, optimizer = make(comm, timeout=600.0 if handled else 1.0)

@@ -77,9 +77,7 @@ def test_a_step_that_one_shard_skips_is_skipped_by_all(
     check_agreed(model, optimizer, one_replica, comm)
 
 
-def test_what_is_written_reaches_modules_that_a_forward_pass_left_unsharded(
-    comm: MPI.Intracomm, mesh: Any
-) -> None:
+def test_what_is_written_reaches_unsharded_modules(comm: MPI.Intracomm, mesh: Any) -> None:
     """At construction, within `agreed` and after it, by `load_state_dict` and by `close`."""
 
     def outputs() -> torch.Tensor:
@@ -278,9 +276,7 @@ def test_shards_that_are_moved_or_loaded_are_followed(comm: MPI.Intracomm, mesh:
         optimizer.step()
 
 
-def test_closed_optimizers_leave_the_agreed_model_and_may_be_wrapped_again(
-    comm: MPI.Intracomm, mesh: Any
-) -> None:
+def test_closed_optimizers_leave_the_agreed_model(comm: MPI.Intracomm, mesh: Any) -> None:
     model, optimizer = trained(mesh, 3)
     with pytest.raises(ValueError, match=r"a DistributedOptimizer is around this optimizer already"):
         DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)
@@ -426,7 +422,7 @@ def test_other_ways_of_fsdp_train(comm: MPI.Intracomm, mesh: Any, how: str) -> N
 
 
 @pytest.mark.long("`make test` has elementwise optimizers")
-def test_what_an_optimizer_computes_of_whole_parameters_it_computes_of_all_shards(
+def test_muon_computes_of_all_shards_what_it_computes_of_parameters(
     comm: MPI.Intracomm, one_replica: Any
 ) -> None:
     """Muon orthogonalises in bfloat16, whose sums the shards order otherwise."""
@@ -453,7 +449,7 @@ def test_what_an_optimizer_computes_of_whole_parameters_it_computes_of_all_shard
     assert np.allclose(whole(model), flat(alone), rtol=0, atol=2e-3)
 
 
-def test_ranks_that_did_not_shard_are_named_on_all_ranks_of_comm(comm: MPI.Intracomm, one_shard: Any) -> None:
+def test_ranks_that_did_not_shard_are_named_on_all(comm: MPI.Intracomm, one_shard: Any) -> None:
     model = sharded(one_shard) if comm.rank else layers()
     with pytest.raises(ValueError, match=r"parameters of rank\(s\) 0 of comm are not sharded"):
         DistributedOptimizer(torch.optim.AdamW(model.parameters()), one_shard["replicate"].get_group())

@@ -69,7 +69,7 @@ def test_steps_at_rate_zero_leave_every_bit(comm: MPI.Intracomm, dtype: torch.dt
 @pytest.mark.parametrize(
     ("wire", "dtype"), [("plain", torch.float32), ("bfloat16", torch.bfloat16), ("int4", torch.float32)]
 )
-def test_odd_lengths_are_agreed_on_after_every_exchange_on_any_number_of_ranks(
+def test_odd_lengths_are_agreed_on_by_any_number_of_ranks(
     comm: MPI.Intracomm, wire: str, dtype: torch.dtype
 ) -> None:
     """Whatever each rank reads, at a rate of its own, and where one of them has no gradient."""
@@ -114,9 +114,7 @@ class Tied(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*max_norm")
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.mpi(min_size=2))])
-def test_tied_weights_rescaled_rows_and_an_average_beside_are_agreed_on(
-    comm: MPI.Intracomm, share: float
-) -> None:
+def test_tied_weights_rescaled_rows_and_averages_are_agreed_on(comm: MPI.Intracomm, share: float) -> None:
     """Where ranks that read a row hold the same one; else the ranks that have parted are told so, all of them."""
     model, sentence = Tied(), ""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -199,7 +197,7 @@ def test_regions_of_adamw_are_balanced_from_the_second_step_on(comm: MPI.Intraco
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("cancels", [True, False])
-def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
+def test_huge_finite_gradients_keep_no_later_step_from_being_applied(
     comm: MPI.Intracomm, cancels: bool
 ) -> None:
     """Their momentum would bring residuals, or the sum of these, above the largest float in every later step."""
@@ -226,7 +224,7 @@ def test_huge_gradients_that_are_finite_keep_no_later_step_from_being_applied(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_after_a_nan_ranks_follow_a_run_that_left_that_step_out(comm: MPI.Intracomm, kind: str) -> None:
+def test_a_nan_is_a_step_that_was_left_out(comm: MPI.Intracomm, kind: str) -> None:
     """The ratio is measured in the step, too, in which one rank has no finite gradient, or none."""
     ends = []
     for nan in (True, False):
@@ -245,7 +243,7 @@ def test_after_a_nan_ranks_follow_a_run_that_left_that_step_out(comm: MPI.Intrac
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intracomm, nonfinite: str) -> None:
+def test_residuals_near_the_largest_float_are_cut_once(comm: MPI.Intracomm, nonfinite: str) -> None:
     weight, length = nn.Parameter(torch.zeros(100)), 100
     optimizer = steady(
         torch.optim.SGD([weight], lr=1.0), comm, density=0.01, sends="updates", nonfinite=nonfinite
@@ -265,9 +263,7 @@ def test_residuals_that_add_up_to_the_largest_float_are_cut_once(comm: MPI.Intra
 
 
 @pytest.mark.parametrize(("every", "ranks"), [(1, "all"), (4, "rank 0")])
-def test_another_memory_format_is_gone_on_with_and_parts_no_ranks(
-    comm: MPI.Intracomm, every: int, ranks: str
-) -> None:
+def test_another_memory_format_parts_no_ranks(comm: MPI.Intracomm, every: int, ranks: str) -> None:
     vectors = []
     for later in (False, True):
         torch.manual_seed(1)
@@ -318,7 +314,7 @@ def test_no_message_travels_between_exchanges(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.parametrize("how", ["put aside", "moved by a hook"])
-def test_weights_that_are_put_aside_and_back_or_moved_change_nothing(comm: MPI.Intracomm, how: str) -> None:
+def test_weights_put_aside_and_back_or_moved_change_nothing(comm: MPI.Intracomm, how: str) -> None:
     """As an average of weights does for an evaluation, and as a hook of the wrapped optimizer may."""
     vectors = []
     for changes in (False, True):
@@ -364,7 +360,7 @@ def test_the_hash_of_the_reference_changes_where_an_element_does(comm: MPI.Intra
 @pytest.mark.parametrize(
     ("what", "why"), [("gradients", "no 'updates'"), ("the wrapped optimizer alone", "that was not wrapped")]
 )
-def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
+def test_a_state_without_updates_empties_the_residual_and_warns(
     comm: MPI.Intracomm, what: str, why: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """As `set_optimizer_state_dict` of torch.distributed.checkpoint loads one, while ranks hold parameters of their own."""
@@ -388,7 +384,7 @@ def test_a_state_without_updates_loads_with_an_empty_residual_and_a_warning(
 
 
 @pytest.mark.parametrize(("sends", "flat_names"), [("updates", False), ("gradients", True)])
-def test_a_state_by_torch_without_residuals_is_told_for_what_it_lacks(
+def test_a_state_by_torch_is_told_for_what_it_lacks(
     comm: MPI.Intracomm, group: Any, sends: str, flat_names: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat_names)
@@ -409,7 +405,7 @@ def test_a_state_by_torch_without_residuals_is_told_for_what_it_lacks(
     assert loaded.inner.state and not loaded.reducer.residual.any()
 
 
-def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intracomm) -> None:
+def test_another_number_of_ranks_keeps_what_is_to_come(comm: MPI.Intracomm) -> None:
     model, optimizer = trained(comm, 5, density=0.1)
     with optimizer.agreed():
         weights = copy.deepcopy(model.state_dict())
@@ -448,7 +444,7 @@ def test_on_another_number_of_ranks_what_is_still_to_come_is_kept(comm: MPI.Intr
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_step_before_the_first_one_that_leaves_no_gradient_is_named(comm: MPI.Intracomm) -> None:
+def test_optimizers_that_step_in_the_backward_pass_are_named(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = wrap(model, comm)
     if comm.rank == 1:
@@ -589,7 +585,7 @@ def test_one_element_that_a_rank_writes_alone_is_found(comm: MPI.Intracomm) -> N
     ],
     ids=str,
 )
-def test_what_is_sent_and_how_follow_from_the_optimizer_unless_told(
+def test_the_optimizer_says_what_is_sent_and_how(
     comm: MPI.Intracomm, kind: str, settings: dict[str, Any], sends: str, method: str, falls: int
 ) -> None:
     """Updates by the method that loses less at the density, which falls at first where Adam's travel in each step."""
@@ -620,7 +616,7 @@ def test_a_class_is_derived_from_what_it_sends(comm: MPI.Intracomm) -> None:
     assert optimizer.replica == "rank"
 
 
-def test_a_hundred_steps_from_a_quarter_of_the_entries_to_those_asked_for(comm: MPI.Intracomm) -> None:
+def test_density_falls_from_a_quarter_in_a_hundred_steps(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), comm, density=0.01)
     densities = [optimizer.reducer.settings.density_at(step) for step in range(102)]
@@ -692,7 +688,7 @@ def test_an_optimizer_that_raises_on_one_rank_raises_on_all(
     Replicas(comm, per_host).check_agreed(model, optimizer)
 
 
-def test_what_the_optimizer_of_a_single_rank_raises_comes_as_it_is() -> None:
+def test_what_one_rank_alone_raises_comes_as_it_is() -> None:
     model = network()
     inner = _Raises(model.parameters(), lr=0.01)
     inner.left = 1
