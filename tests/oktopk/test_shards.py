@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from collectives.transport import MissingRanksError
+from collectives.errors import MissingRanksError
 from oktopk import DistributedOptimizer
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.shards import is_sharded, local_tensor

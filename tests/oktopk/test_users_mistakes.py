@@ -18,8 +18,8 @@ from mpi4py import MPI
 from torch import nn
 
 import oktopk
+from collectives.errors import MissingRanksError
 from collectives.launchers import LauncherError
-from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
