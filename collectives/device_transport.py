@@ -11,9 +11,9 @@ from collectives.cuda.dense_vector import P2PDenseAllreduce
 from collectives.cuda.device import Device, DeviceWorkspace
 from collectives.cuda.kernels import DeviceKernels
 from collectives.cuda.layouts import MOST_DENSE_RANKS
+from collectives.errors import NoPeerMemoryError
 from collectives.host_transport import HostTransport
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
-from collectives.transport import NoPeerMemoryError
 
 
 class DeviceTransport(HostTransport):

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.transport import Transport
 
 
 def rows_of_grid(ranks: int) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
 from collectives.dense_allreduce import DenseAllreduce
+from collectives.errors import EVERY_RANK_CALLS, MissingRanksError
 from collectives.limit import (
     MOST_BYTES,
     PAUSE,
@@ -25,7 +26,7 @@ from collectives.limit import (
     wait_within,
 )
 from collectives.traffic import WORD_BYTES, Traffic
-from collectives.transport import EVERY_RANK_CALLS, MissingRanksError, Transport
+from collectives.transport import Transport
 from collectives.workspace import Workspace
 
 CALL = np.dtype(f"S{MOST_BYTES}")

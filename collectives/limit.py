@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from collectives.transport import EVERY_RANK_CALLS, MissingRanksError
+from collectives.errors import EVERY_RANK_CALLS, MissingRanksError
 
 _EARLY = 1.0
 """Seconds after which a rank that waits for others sleeps in between, and looks whether one has given up."""

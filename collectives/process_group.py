@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from collectives.closing import closes
+from collectives.errors import MissingRanksError
 from collectives.host_transport import HostTransport
 from collectives.limit import PAUSE, GivenUp, Limit, Note, missing_ranks, wait_within
-from collectives.transport import MissingRanksError
 
 __all__ = ["Meeting", "ProcessGroup", "ProcessGroupTransport", "connect"]
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv, even_order, needs_balancing
+from collectives.errors import FlaggedRanksError
 from collectives.table_rows import Rows
-from collectives.transport import FlaggedRanksError, Round, Transport
+from collectives.transport import Round, Transport
 
 if TYPE_CHECKING:
     from collectives.cpu.rows import HostRowKernels

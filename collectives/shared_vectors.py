@@ -8,7 +8,8 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.transport import Caught, Transport, refuse
+from collectives.errors import Caught, refuse
+from collectives.transport import Transport
 
 
 class SharedVectors:
@@ -37,7 +38,7 @@ class SharedVectors:
                 file = os.memfd_create("oktopk")
                 os.ftruncate(file, transport.size * stride)
                 path, identity = f"/proc/{os.getpid()}/fd/{file}", _identity(file)
-        problem, path, identity = transport.allgather_objects((caught.problem, path, identity))[0]
+        problem, path, identity = transport.allgather_objects((caught.sentence, path, identity))[0]
         try:
             with transport.together_or("no memory that the ranks of a host share", RuntimeError):
                 refuse(problem)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import ENTRY, SparseVector, slices
-from collectives.transport import FlaggedRanksError, Round, Transport
+from collectives.transport import Round, Transport
 
 
 @dataclass(frozen=True)

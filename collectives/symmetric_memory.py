@@ -16,8 +16,9 @@ import numpy as np
 from collectives.cuda.device import Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
+from collectives.errors import Caught, NoPeerMemoryError, refuse
 from collectives.sparse import ENTRY
-from collectives.transport import Caught, NoPeerMemoryError, Transport, refuse
+from collectives.transport import Transport
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
 _EXPORTED: set[Any] = set()
@@ -90,10 +91,10 @@ class SymmetricMemory:
             device.synchronize()
             if self.size > 1:
                 handle = cupy.cuda.runtime.ipcGetMemHandle(self._memory.ptr)
-        everyone = transport.allgather_objects((caught.problem, handle, device.epoch))
+        everyone = transport.allgather_objects((caught.sentence, handle, device.epoch))
         try:
             with transport.together_or("no peer memory", NoPeerMemoryError):
-                refuse(caught.problem)
+                refuse(caught.sentence)
                 if not any(reason for reason, _, _ in everyone):
                     # an aborted step may have left them apart
                     device.epoch = max(epoch for _, _, epoch in everyone)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.environment import is_cuda_error
+from collectives.errors import EVERY_RANK_CALLS, AgreeingRanks
 from collectives.traffic import Traffic
 from collectives.workspace import Workspace
-
-EVERY_RANK_CALLS = "Every rank must make this call"
-"""What to do about a rank that did not come to a collective operation."""
 
 
 @dataclass(frozen=True)
@@ -55,61 +51,13 @@ class PersistentRound:
         """Free what the library holds for it."""
 
 
-class FlaggedRanksError(Exception):
-    """Nothing of this exchange may be applied. Raised on all ranks alike, or on none.
+class Transport(AgreeingRanks):
+    """One rank's connection to the others: messages, control collectives, scratch and kernels.
 
-    Attributes:
-        ranks: those that raised their flag, before any payload was sent; empty where their sum is not finite.
-    """
-
-    def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"flagged by ranks {ranks}" if ranks else "the sum over the ranks is not finite")
-        self.ranks = ranks
-
-
-class NoPeerMemoryError(RuntimeError):
-    """A rank has no memory that the others can map, or no room for it; raised on every rank alike, naming the ranks."""
-
-
-class MissingRanksError(RuntimeError):
-    """Ranks did not come to a collective operation within the time allowed; raised on every rank, on a missing one when it comes.
-
-    Args:
-        what: they did not come to.
-        ranks, seconds, advice: as in the message.
-        did: what they did, for the message.
-
-    Attributes:
-        ranks: those that did not come in time.
-    """
-
-    def __init__(
-        self, what: str, ranks: list[int], seconds: float, advice: str, did: str = "did not come"
-    ) -> None:
-        self._what, self._how = what, (seconds, advice, did)
-        super().__init__(
-            f"{what}: rank(s) {', '.join(map(str, ranks))} {did} within {seconds:g} s (the setting timeout). {advice}"
-        )
-        self.ranks = ranks
-
-    def among(self, whom: str, numbers: list[int]) -> MissingRanksError:
-        """The same of ranks that have other numbers for users.
-
-        Args:
-            whom: the ranks, for the message.
-            numbers: of each rank, for users.
-        """
-        return MissingRanksError(
-            f"{self._what}, of {whom}", [numbers[rank] for rank in self.ranks], *self._how
-        )
-
-
-class Transport(ABC):
-    """One rank's connection to the others: counted messages, control collectives, scratch and kernels.
-
-    Payload travels point to point, in contiguous arrays that lie where this transport's arrays live. Control messages (sizes,
-    splits, histograms, flags) are small host arrays; they use collectives of the library and are counted apart.
-    Requests are opaque to callers. Subclasses inherit `send_all`, `exchange`, `persistent` and `agree`.
+    Messages travel point to point, in contiguous arrays that lie where this transport's arrays do.
+    Control (sizes, splits, histograms, flags) is small host arrays: it uses collectives of the
+    library and is counted apart. Requests are opaque to callers. Subclasses inherit `send_all`,
+    `exchange` and `persistent`, and from `AgreeingRanks` how ranks agree on errors.
 
     Attributes:
         library: that carries messages, "MPI", "gloo" or "nccl".
@@ -123,7 +71,6 @@ class Transport(ABC):
         hosts: int[P], the number of each rank's host, as `group_by_host` found; all 0 before.
         ranks: int[P], each rank's number where this transport was split off, for messages to users.
         shared: what transports of the same ranks share that come from one connection, by name; see `connect`.
-        shards: among the ranks that hold the shards of the vector that is reduced here; None where this rank holds all of it.
         grid: of the ranks, a `collectives.grid.Grid`; None where nothing asked for one, and for few ranks.
         token: a word that the next `alltoall_control` or `allgather_control` takes along; None on all ranks for none.
         tokens: the ranks' words, once one has taken them along; see `collectives.tokens`.
@@ -141,7 +88,6 @@ class Transport(ABC):
     hosts: list[int]
     ranks: list[int]
     shared: dict[Any, Any]
-    shards: Transport | None = None
     grid: Any = None
     token: int | None = None
     tokens: tuple[int, ...] | None = None
@@ -179,7 +125,7 @@ class Transport(ABC):
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
-    # payload
+    # messages, counted
 
     @abstractmethod
     def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
@@ -192,7 +138,7 @@ class Transport(ABC):
         """Start a send for each (array, dest), as `send`."""
         return [request for array, dest in messages for request in self.send(array, dest)]
 
-    def prepare_sends(self, arrays: Sequence[NDArray[Any]]) -> None:  # noqa: B027 - most transports read arrays where they lie
+    def prepare_sends(self, arrays: Sequence[NDArray[Any]]) -> None:
         """Begin what sends of these arrays need beforehand, so that it goes on behind what comes between.
 
         The very arrays may then be given to `send` or `send_all` before anything else is prepared, and must not change until that
@@ -243,33 +189,6 @@ class Transport(ABC):
 
     # control, counted
 
-    def expect_all(  # noqa: B027 - a transport may leave it to its library
-        self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS
-    ) -> None:
-        """Let the next control operation, or agreement, raise MissingRanksError where ranks come later than that.
-
-        Args:
-            what: begins, for the message.
-            seconds: that the first rank to come waits. A rank under a debugger waits for ever.
-            advice: a sentence that ends the message.
-        """
-
-    def expect_none(self) -> None:  # noqa: B027 - as above
-        """What `expect_all` announced is over: later operations have no limit."""
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether this rank has raised MissingRanksError. The ranks are apart then, and a collective operation would hang."""
-        return False
-
-    def announce_close(self) -> Callable[[], bool] | None:
-        """Let ranks that wait for this one name `close`; see `collectives.closing.announce`. Talks to none that does not look.
-
-        Returns:
-            What tells whether nothing of that is under way any more; None where it was announced already.
-        """
-        return None
-
     @abstractmethod
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Row q of int64[P, m] goes to rank q; returns int64[P, m], row q from rank q."""
@@ -304,6 +223,41 @@ class Transport(ABC):
     def broadcast(self, array: NDArray[Any], root: int) -> None:
         """Fill a contiguous host array with that of rank `root`, in place."""
 
+    # how long ranks wait for each other
+
+    def expect_all(self, what: str, seconds: float, advice: str = EVERY_RANK_CALLS) -> None:
+        """Let the next control operation or agreement raise MissingRanksError if ranks come later.
+
+        Args:
+            what: begins, for the message.
+            seconds: that the first rank to come waits. A rank under a debugger waits for ever.
+            advice: a sentence that ends the message.
+        """
+
+    def expect_none(self) -> None:
+        """What `expect_all` announced is over: later operations have no limit."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this rank has raised MissingRanksError.
+
+        The ranks are apart then, and a collective operation would hang.
+        """
+        return False
+
+    def announce_close(self) -> Callable[[], bool] | None:
+        """Let ranks that wait for this one name `close`; see `collectives.closing.announce`.
+
+        Talks to none that does not look.
+
+        Returns:
+            What tells whether nothing of that is under way any more; None where it was announced
+            already.
+        """
+        return None
+
+    # parts of the ranks
+
     @abstractmethod
     def ranks_on_this_host(self) -> int:
         """How many of the ranks share this rank's host. Collective."""
@@ -322,118 +276,3 @@ class Transport(ABC):
     @abstractmethod
     def split(self, color: int | None) -> Transport | None:
         """A transport of the same kind among the ranks of one color, in the order of their ranks; None for None. Collective."""
-
-    # a vector in shards: what counts for the whole of it
-
-    def sum_over_shards(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Elementwise sum of int64[m] over the shards of the vector."""
-        return counts if self.shards is None else self.shards.allreduce_control(counts)
-
-    def in_lower_shards(self, count: int) -> int:
-        """The sum of `count` over the shards below this rank's."""
-        if self.shards is None:
-            return 0
-        counts = self.shards.allgather_control(np.array([count], np.int64))
-        return int(counts[: self.shards.rank].sum())
-
-    @contextmanager
-    def together(self, *kinds: type[Exception]) -> Iterator[dict[str, Any]]:
-        """Raise an error of any rank's `with` block on every rank, at its end. Collective.
-
-        Args:
-            kinds: of error that become a ValueError on the rank itself, too, as errors of memory and of CUDA do: RuntimeError,
-                OSError and ImportError count as these. One of another kind stays what it is there.
-
-        Yields:
-            A dict to be filled with plain values that must be equal on all ranks.
-
-        Raises:
-            ValueError: as `agree`, on every rank alike but for those errors of another kind.
-            MissingRanksError: of the block itself, at once: other ranks have not come.
-
-        Traffic: an allgather of the errors and values.
-        """
-        mine: dict[str, Any] = {}
-        with Caught() as caught:
-            yield mine
-        failed = caught.error
-        try:
-            self.agree(mine, caught.problem)
-        except ValueError as problem:
-            if failed is None or isinstance(failed, (MemoryError, *kinds)) or is_cuda_error(failed):
-                raise problem from failed
-            raise failed from None
-
-    @contextmanager
-    def together_or(self, what: str, kind: type[Exception]) -> Iterator[None]:
-        """As `together`, of whatever the block raises; what all ranks then raise is of this kind, and begins with `what`."""
-        with Caught() as caught:
-            yield
-        problems = self.allgather_objects(caught.problem)
-        if any(problems):
-            texts = (f"rank {self.ranks[rank]}: {text}" for rank, text in enumerate(problems) if text)
-            raise kind(f"{what}: {'; '.join(texts)}")
-
-    def agree(self, mine: dict[str, Any], problem: str = "") -> None:
-        """Check at construction that all ranks pass the same arguments. Collective.
-
-        Args:
-            mine: name -> plain value; must be equal on all ranks.
-            problem: what is wrong with this rank's own arguments, empty if nothing is.
-
-        Raises:
-            ValueError: on every rank alike, naming the ranks that have a problem, or the name on which ranks disagree
-                and each rank's value.
-        """
-        everyone = self.allgather_objects((problem, mine))
-        holders: dict[str, list[int]] = {}  # equal problems are reported once, with all their ranks
-        for rank, (text, _) in enumerate(everyone):
-            if text:
-                holders.setdefault(text, []).append(rank)
-        if holders:
-            problems = (f"{_listed(ranks, self.size)}: {text}" for text, ranks in holders.items())
-            raise ValueError("; ".join(problems))
-        # the names of all ranks, not rank 0's alone: an argument that only another rank has is a disagreement too
-        for name in dict.fromkeys(name for _, theirs in everyone for name in theirs):
-            given = [[theirs[name]] if name in theirs else [] for _, theirs in everyone]
-            if any(values != given[0] for values in given):
-                texts = (repr(values[0]) if values else "not given" for values in given)
-                listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-                raise ValueError(f"ranks disagree on {name}: {listed}")
-
-
-class Caught:
-    """What a `with` block raised, of CUDA or a compiler, too: kept, since the other ranks wait for what follows.
-
-    Not kept is a MissingRanksError, which all ranks raise by themselves.
-
-    Attributes:
-        error: that was raised; None for none.
-    """
-
-    error: Exception | None = None
-
-    def __enter__(self) -> Caught:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, *ignored: object) -> bool:
-        if isinstance(error, Exception) and not isinstance(error, MissingRanksError):
-            self.error = error
-        return self.error is not None
-
-    @property
-    def problem(self) -> str:
-        """Its sentence; "" for none."""
-        return "" if self.error is None else str(self.error) or type(self.error).__name__
-
-
-def refuse(problem: str) -> None:
-    """Raise ValueError for a problem that is not ""."""
-    if problem:
-        raise ValueError(problem)
-
-
-def _listed(ranks: list[int], size: int) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "all ranks" if len(ranks) == size else f"ranks {', '.join(map(str, ranks))}"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import collectives  # noqa: F401 - before mpi4py.MPI: it loads the UCX that knows CUDA
 
 if TYPE_CHECKING:
+    from collectives.errors import MissingRanksError
     from collectives.launchers import LauncherError
-    from collectives.transport import MissingRanksError
     from oktopk import buckets, elastic, rows, torch  # noqa: F401
     from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
     from oktopk.methods import METHODS
@@ -40,7 +40,7 @@ _MODULES = {
     "DistributedOptimizer": "oktopk.torch.kinds",
     "GradientAllreduce": "oktopk.allreduce",
     "LauncherError": "collectives.launchers",
-    "MissingRanksError": "collectives.transport",
+    "MissingRanksError": "collectives.errors",
     "NonFiniteGradientError": "oktopk.allreduce",
     "Settings": "oktopk.settings",
     "StepReport": "oktopk.results",

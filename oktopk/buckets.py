@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from collectives.closing import announce, closes
 from collectives.connect import connect
+from collectives.errors import EVERY_RANK_CALLS, refuse
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS, Transport, refuse
+from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
 from collectives.tokens import combined, parts_of
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.transport import Transport
 from oktopk.displacement import ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup

@@ -15,6 +15,7 @@ from collectives.traffic import Traffic
 from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.levels import Layout
+from oktopk.shard_group import ShardGroup
 
 if TYPE_CHECKING:
     from collectives.entry_windows import DeviceEntryWindows
@@ -60,8 +61,6 @@ class HostGroup:
             for made in (self.between, self.holders):
                 if made is not None:
                     opened.callback(made.close)
-            if self.between is not None:
-                self.between.shards = self.holders
             with transport.together():
                 self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
@@ -222,6 +221,11 @@ class HostGroup:
     def new_shard(self) -> Any:
         """float32[shard] of zeros; empty for a rank that holds none."""
         return self._backend.zeros(self.shard_length)
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        """The ranks of this host that hold a shard, as a selection takes them."""
+        return ShardGroup(self.holders)
 
     @property
     def shard_length(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from collectives.codec import PLAIN
+from collectives.errors import FlaggedRanksError
 from collectives.tokens import TokenBoard
-from collectives.transport import FlaggedRanksError
 from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import Caught
 from collectives.grid import Grid, connect_grid
 from collectives.sparse import SparseVector
 from collectives.traffic import Traffic
-from collectives.transport import Caught, Transport
+from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.cuda.p2p_executor import P2PExecutor
 from oktopk.displacement import AdamWDisplacement, Displacement, ParameterDisplacement, ShardDisplacement
@@ -72,6 +73,10 @@ class Placement:
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         """The update of the whole vector, and the residual of what this rank holds. As `ErrorFeedback`."""
         return ErrorFeedback(self._backend, self._length, settings, sparse, update=update)
+
+    def method(self, kind: type[Method], settings: Settings) -> Method:
+        """A method that reduces what this rank holds."""
+        return kind(self.carried, self.among, self._backend.kernels, settings)
 
     def executor(self, method: Method, vectors: ErrorFeedback, settings: Settings) -> Executor:
         """What runs the steps of a method that reduces what this rank holds."""
@@ -209,6 +214,10 @@ class TwoLevels(Placement):
 
     def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
         return ErrorFeedback(self._backend, self._length, settings, sparse, self.carried, update)
+
+    def method(self, kind: type[Method], settings: Settings) -> Method:
+        part = self.carried, self.among, self._backend.kernels
+        return kind(*part, settings, self.group.shard_group)
 
     def executor(self, method: Method, vectors: ErrorFeedback, settings: Settings) -> Executor:
         return HostExecutor(method, vectors, self.group, self._transport)

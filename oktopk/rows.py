@@ -15,10 +15,11 @@ from collectives.connect import connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
+from collectives.errors import EVERY_RANK_CALLS, FlaggedRanksError, refuse
 from collectives.limit import Limit
 from collectives.rows import row_sparse_allreduce
 from collectives.table_rows import LONGEST_ON_GPU, Rows, row_type
-from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError, Transport, refuse
+from collectives.transport import Transport
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.damage import StateError, state_errors
 from oktopk.devices import make_backend

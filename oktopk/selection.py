@@ -16,6 +16,7 @@ from collectives.transport import Transport
 from oktopk.cpu.kernels import Packing
 from oktopk.damage import StateError
 from oktopk.settings import selection_cap
+from oktopk.shard_group import WHOLE, ShardGroup
 from oktopk.thresholds import MISS, NOTHING, OCTAVE, check_threshold, kth_magnitude, learned_trend
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
@@ -72,13 +73,15 @@ class LocalSelection:
     trend: residuals grow for many steps, and without it every step would select too much. No threshold selects about k where many
     entries equal the k-th magnitude: then the next step is exact again.
 
-    Where the vector is held in shards (`Transport.shards`) the ranks that hold them select together: k, the caps and the
-    threshold are those of the whole vector. Of equal magnitudes the lowest indices are selected, shard by shard.
+    Where the vector is held in shards the ranks that hold them select together (`shard_group`): k,
+    the caps and the threshold are those of the whole vector. Of equal magnitudes the lowest indices
+    are selected, shard by shard.
 
     Args:
         length: elements of the gradient (n).
         kernels: the module of kernels that fits the arrays.
         transport: whose workspace holds the packed list: 2k entries and one block.
+        shard_group: the ranks that hold the vector's shards.
 
     Traffic: none; with shards one control allreduce of 2 int64 over them, and in exact steps three of a histogram.
 
@@ -90,7 +93,13 @@ class LocalSelection:
         needs_exact: the next step must be exact.
     """
 
-    def __init__(self, length: int, kernels: ModuleType, transport: Transport) -> None:
+    def __init__(
+        self,
+        length: int,
+        kernels: ModuleType,
+        transport: Transport,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
         self.bits: int | None = None
         self.slope = 4.0
         self.trend = 0
@@ -98,6 +107,7 @@ class LocalSelection:
         self.length = length
         self.kernels = kernels
         self.transport = transport
+        self._shard_group = shard_group
 
     def select(
         self,
@@ -138,14 +148,15 @@ class LocalSelection:
             exact: cut the list down to the exact top k.
         """
         own_nnz, buffer, layout = packing.nnz, self.buffer(k), (packing.offsets, packing.splits)
-        nnz, flag = self._over_shards(own_nnz, packing.nonfinite > 0)
+        nnz, flag = self._shard_group.sum_flagged(own_nnz, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             nothing = SparseVector(buffer[:0], self.length)
             return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
         if nnz > 2 * k or (exact and nnz < k and bits > 1):
             own_nnz, bits = self._repack(residual, k, buffer)
-            (nnz, _), exact, layout = self._over_shards(own_nnz, False), True, (None, None)
+            nnz, _ = self._shard_group.sum_flagged(own_nnz, False)
+            exact, layout = True, (None, None)
         packed, threshold_bits = buffer[:own_nnz], bits
         if packing.candidates:
             exact, threshold_bits = True, packing.cut_bits
@@ -205,13 +216,6 @@ class LocalSelection:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
 
-    def _over_shards(self, nnz: int, flag: bool) -> tuple[int, bool]:
-        """A count of all shards, and whether any of them has its flag up."""
-        if self.transport.shards is None:
-            return nnz, flag
-        count, flags = self.transport.sum_over_shards(np.array([nnz, flag], np.int64)).tolist()
-        return count, flags > 0
-
     def _kth(self, values: NDArray[Any], k: int) -> tuple[int, int, int, int]:
         """As `kth_magnitude` over all shards, and how many of this rank's own equal the k-th magnitude."""
         own = np.zeros(1, np.int64)
@@ -219,14 +223,14 @@ class LocalSelection:
         def histogram(level: int, prefix: int) -> NDArray[np.int64]:
             nonlocal own
             own = self.kernels.magnitude_histogram(values, level, prefix)
-            return self.transport.sum_over_shards(own)
+            return self._shard_group.sum(own)
 
         bits, larger, equal = kth_magnitude(histogram, k)
         return bits, larger, equal, int(own[bits & (len(own) - 1)]) if equal else 0
 
     def _ties(self, wanted: int, equal: int) -> int:
         """How many of this rank's `equal` ties to take so that all shards take `wanted`, the lowest shards first."""
-        return max(0, wanted - self.transport.in_lower_shards(equal))
+        return max(0, wanted - self._shard_group.below(equal))
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -234,7 +238,7 @@ class LocalSelection:
         Returns (nnz, bits): entries packed here, and the threshold they reach.
         """
         kernels = self.kernels
-        coarse = self.transport.sum_over_shards(kernels.top_histogram(residual, k))
+        coarse = self._shard_group.sum(kernels.top_histogram(residual, k))
         reached = np.cumsum(coarse[::-1])
         if reached[-1] <= 2 * k:
             return kernels.select_at_least(residual, 1, _ALL, buffer), 1

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from collectives.errors import EVERY_RANK_CALLS, FlaggedRanksError
 from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, FlaggedRanksError
 from oktopk.construction import Parts
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.displacement import Displacement
@@ -337,8 +337,7 @@ class Steps:
 
     def _instance(self, name: str) -> Method:
         if name not in self._methods:
-            place = self._placement
-            method = METHODS[name](place.carried, place.among, self.backend.kernels, self.settings)
+            method = self._placement.method(METHODS[name], self.settings)
             with self.transport.together():
                 executor = self._executor(method)
             self._methods[name], self._executors[name] = method, executor

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import bits_magnitude
+from collectives.errors import FlaggedRanksError
 from collectives.split_and_reduce import RegionLists
-from collectives.transport import FlaggedRanksError
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.damage import StateError
 from oktopk.settings import selection_cap
+from oktopk.shard_group import WHOLE, ShardGroup
 
 NOTHING = 0x7F800000
 """Bits that no finite magnitude reaches."""
@@ -161,12 +162,18 @@ class GlobalThreshold:
         exact: the last step computed the exact threshold.
     """
 
-    def __init__(self, kernels: ModuleType, drift_tolerance: float) -> None:
+    def __init__(
+        self,
+        kernels: ModuleType,
+        drift_tolerance: float,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
         self.bits: int | None = None
         self.trend = 0
         self.exact = False
         self._kernels = kernels
         self._tolerance = drift_tolerance
+        self._shard_group = shard_group
 
     @property
     def value(self) -> float:
@@ -204,7 +211,7 @@ class GlobalThreshold:
         record("reduce")
         counts = lists.transport.allgather_control(sums.counts)
         record("threshold")
-        totals = lists.transport.sum_over_shards(counts.sum(axis=0))
+        totals = self._shard_group.sum(counts.sum(axis=0))
         if totals[-1]:
             raise FlaggedRanksError([])
         choice = choose_candidate(totals[:-1], expected, k, self._tolerance, may_go_exact_now=True)
@@ -257,7 +264,7 @@ class GlobalThreshold:
                 own = self._kernels.magnitude_histogram(sums, level, prefix)
                 if level == 0:
                     own[INFINITE_DIGIT] += lists.damaged
-                counts = transport.sum_over_shards(transport.allreduce_control(own))
+                counts = self._shard_group.sum(transport.allreduce_control(own))
                 if level == 0 and counts[INFINITE_DIGIT:].any():
                     raise FlaggedRanksError([])
                 return counts
@@ -273,6 +280,6 @@ class GlobalThreshold:
         at_least, above = transport.allgather_control(own).T
         record("threshold")
         ties = at_least - above
-        before = np.cumsum(ties) - ties + transport.in_lower_shards(int(ties.sum()))
+        before = np.cumsum(ties) - ties + self._shard_group.below(int(ties.sum()))
         ties = np.clip(k - larger - before, 0, ties)
         return sums[: kernels.take_at_least(sums, bits, int(ties[transport.rank]), sums)], above + ties

@@ -16,12 +16,18 @@ from oktopk import DistributedOptimizer
 from oktopk.torch.adamw import AdamW as OurAdamW
 from oktopk.torch.shards import is_sharded, local_tensor
 from tests.training import network, train
+from tests.updates import own, reference
 
 SIZE = MPI.COMM_WORLD.size
 SHARDS = [
     shards for shards in range(1, SIZE + 1) if SIZE % shards == 0 and (SIZE < 4 or 1 < shards < SIZE)
 ] or [SIZE]
 """Ranks that shard a model, as many as divide those of the job: all of them where these are few."""
+
+
+def _capturable(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **ADAMW, capturable=parameters[0].is_cuda)
+
 
 ADAMW, SGD = {"lr": 2e-3, "weight_decay": 0.1}, {"lr": 0.05, "momentum": 0.9}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -31,6 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=2e-3),
     "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3)),
     "oktopk adamw": lambda p: OurAdamW(p, **ADAMW),
+    "adamw capturable": lambda p: _capturable(list(p)),
 }
 
 
@@ -87,11 +94,13 @@ class Replicas:
         comm: all ranks.
         per_host: ranks of a host, which is a replica; 0: none is.
         mesh: of the ranks that shard a model; None: none do.
+        place: the device of models that none shard.
     """
 
     comm: MPI.Intracomm
     per_host: int = 0
     mesh: Any = None
+    place: Any = "cpu"
 
     @property
     def of_rank(self) -> list[int]:
@@ -114,7 +123,7 @@ class Replicas:
         return 0 if self.mesh is None else along_shards(self.mesh).get_local_rank()
 
     def model(self, seed: int = 5) -> Any:
-        return network(seed) if self.mesh is None else sharded(self.mesh, layers(seed))
+        return network(seed).to(self.place) if self.mesh is None else sharded(self.mesh, layers(seed))
 
     def wrap(self, model: nn.Module, kind: Any = "", **settings: Any) -> Any:
         """Around AdamW, one of OPTIMIZERS, or what `kind` makes of the parameters."""
@@ -140,18 +149,18 @@ class Replicas:
 
     def check_agreed(self, model: nn.Module, optimizer: Any) -> None:
         """References are equal on the ranks that hold a shard, parameters in a host, and the agreed model and ratios on all."""
-        comm, reference = self.comm, optimizer._reference.vector.cpu()
-        references = comm.allgather((self.shard, reference.numpy().tobytes()))
+        comm, state = self.comm, own(optimizer)
+        references = comm.allgather((self.shard, state["reference"].numpy().tobytes()))
         assert len(set(references)) == len({shard for shard, _ in references})
         if self.mesh is None:
-            own = comm.allgather(held(model.parameters()).numpy().tobytes())
-            assert len(set(zip(self.of_rank, own, strict=True))) == len(set(self.of_rank))
+            here = comm.allgather(held(model.parameters()).numpy().tobytes())
+            assert len(set(zip(self.of_rank, here, strict=True))) == len(set(self.of_rank))
         with optimizer.agreed():
             assert len(set(comm.allgather(whole(model).tobytes()))) == 1
-            here = held(optimizer._parameters)  # without tables
-            dtype = next(model.parameters()).dtype
-            assert torch.equal(here, reference[: len(here)].to(dtype).float())
-        assert len(set(comm.allgather(optimizer._ratio and optimizer._ratio.squares))) == 1
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            agreed, dtype = held(trained), next(model.parameters()).dtype
+            assert torch.equal(agreed, state["reference"][: len(agreed)].to(dtype).float())
+        assert len(set(map(str, comm.allgather(state["ratio"])))) == 1
 
 
 class Balance:
@@ -159,7 +168,7 @@ class Balance:
 
     def __init__(self, replicas: Replicas, model: nn.Module, optimizer: Any) -> None:
         self.replicas, self.optimizer = replicas, optimizer
-        self.before = optimizer._reference.vector.double().cpu().numpy().copy()
+        self.before = reference(optimizer).double().numpy()
         self.moved = np.zeros(len(self.before))
         inner = optimizer.inner.step
 
@@ -177,8 +186,7 @@ class Balance:
     def check(self) -> None:
         moved = self.over_this_shard(self.moved)
         residual = self.optimizer.reducer.gathered_residual().astype(np.float64)
-        reference = self.optimizer._reference.vector.double().cpu().numpy()
-        applied = (self.before - reference) * len(moved)
+        applied = (self.before - reference(self.optimizer).double().numpy()) * len(moved)
         for vector, least in ((sum(moved), 0.01), (applied, 0.01), (residual, 1e-3 if len(moved) > 1 else 0)):
             assert self.replicas.comm.allreduce(np.abs(vector).max(initial=0), MPI.MAX) >= least
         assert np.allclose(sum(moved), sum(self.over_this_shard(residual)) + applied, atol=3e-6)

@@ -252,11 +252,10 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     of_four = rule + "lv=.05/b1=(.5|.478)"  # 0.478 is 0.9^7; seed 0 ran with 0.5
     library = (RESULTS / "updates" / "library.jsonl").read_text("utf-8").splitlines()
     runs = [json.loads(line) for line in library]
-    (many,) = (
-        above_dense(17_135_616, 4, of_four, "2e-3", seeds=(3, 3), ends=run["held"][-1])
-        for run in runs
-        if run["P"] == 16 and "first_density" in run["spec"]
-    )
+    of_many = "updates/lr=1.4e-3/d=.0032/first_density=.032/density_warmup_steps=3000/wire=int4/seed="
+    ends = [run["held"][-1] for run in runs if run["spec"].startswith(of_many)]
+    assert len(ends) == 3
+    many = above_dense(17_135_616, 4, of_four, "2e-3", seeds=(3, 3), ends=mean(ends))
     dense = {run["spec"]: run["held"][-1] for run in runs if run.get("commit") == "61be0a8a"}
     now = {
         run["spec"]: run["held"][-1]
@@ -270,7 +269,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
     )
     assert f"does](docs/results/updates.md#four-ranks-by-the-library), {large:.1f} % below" in readme
     assert f"17.1 M ends {mean(small):.1f} % below, by three seeds" in readme
-    assert f"ended {many:.1f} % above" in readme and f"the loss ended [{many:.1f} %]" in readme
+    assert f"it ends [{many:.1f} % above]" in readme and f"the loss ends [{many:.1f} %]" in readme
 
 
 def test_the_seconds_to_dense_trainings_loss_are_those_of_the_files() -> None:

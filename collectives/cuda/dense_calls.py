@@ -9,8 +9,8 @@ import numpy as np
 from collectives.cuda.dense_algorithms import ALGORITHMS
 from collectives.cuda.layouts import DIFFERS, MISSING
 from collectives.element_types import ELEMENT_TYPES
+from collectives.errors import MissingRanksError
 from collectives.symmetric_memory import abort_reasons
-from collectives.transport import MissingRanksError
 
 _BELOW = 39
 """Bits of a word of a call below the call's number, see `compares_calls` of dense.cuh."""

@@ -24,8 +24,9 @@ from collectives.cuda.device import Device
 from collectives.cuda.launch import PreparedLaunch
 from collectives.cuda.layouts import DENSE_ABORT, DENSE_THREADS, MOST_DENSE_RANKS, P2P
 from collectives.element_types import ELEMENT_TYPES
+from collectives.errors import NoPeerMemoryError
 from collectives.symmetric_memory import SymmetricMemory
-from collectives.transport import NoPeerMemoryError, Transport
+from collectives.transport import Transport
 
 
 class DenseP2P:

@@ -22,10 +22,10 @@ from collectives.cuda.layouts import (
     NUM_COUNTERS,
     PROCEED,
 )
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import ENTRY, SparseVector
 from collectives.tokens import TokenBoard
 from collectives.traffic import WORD_BYTES
-from collectives.transport import FlaggedRanksError
 from oktopk.cpu.histograms import LEVELS
 from oktopk.cpu.kernels import Packing
 from oktopk.cuda.p2p_outcome import (

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.transport import Transport
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
+from oktopk.shard_group import WHOLE, ShardGroup
 from oktopk.step import Plan, StepResult
 
 
@@ -26,6 +28,7 @@ class Method(ABC):
         transport: where the ranks meet.
         kernels: the module of kernels that fits the arrays.
         settings: equal on all ranks.
+        shard_group: the ranks that hold the shards of what this rank's vector is a shard of.
 
     Attributes:
         length, transport, kernels, settings: as given, for the `reduce` or `exchange` of a class
@@ -47,11 +50,19 @@ class Method(ABC):
     hides_work: bool = False
     """Whether `reduce` calls `plan.meanwhile` once while the first messages are on the wire, unless it raises before."""
 
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
+    def __init__(
+        self,
+        length: int,
+        transport: Transport,
+        kernels: ModuleType,
+        settings: Settings,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
         self.length = length
         self.transport = transport
         self.kernels = kernels
         self.settings = settings
+        self.shard_group = shard_group
 
     @property
     def reads_displacements(self) -> bool:
@@ -141,9 +152,16 @@ class SparseMethod(Method):
 
     selection_type: ClassVar[type[LocalSelection]] = LocalSelection
 
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
-        super().__init__(length, transport, kernels, settings)
-        self.selection = self.selection_type(length, kernels, transport)
+    def __init__(
+        self,
+        length: int,
+        transport: Transport,
+        kernels: ModuleType,
+        settings: Settings,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
+        super().__init__(length, transport, kernels, settings, shard_group)
+        self.selection = self.selection_type(length, kernels, transport, shard_group)
 
     @property
     def reads_displacements(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.transport import FlaggedRanksError
+from collectives.errors import FlaggedRanksError
 from oktopk.methods.base import Method
 from oktopk.settings import Settings
 from oktopk.step import Plan, StepResult

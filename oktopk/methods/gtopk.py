@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
-from collectives.transport import FlaggedRanksError
 from collectives.tree import broadcast, parent_and_children
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection

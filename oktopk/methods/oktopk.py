@@ -18,6 +18,7 @@ from oktopk.methods.base import SparseMethod
 from oktopk.regions import Regions
 from oktopk.selection import Selection
 from oktopk.settings import Settings
+from oktopk.shard_group import WHOLE, ShardGroup
 from oktopk.step import Plan, StepResult
 from oktopk.thresholds import GlobalThreshold, check_threshold
 
@@ -39,9 +40,16 @@ class OkTopk(SparseMethod):
     coded = True
     over_grid = True
 
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
-        super().__init__(length, transport, kernels, settings)
-        self.threshold = GlobalThreshold(kernels, settings.drift_tolerance)
+    def __init__(
+        self,
+        length: int,
+        transport: Transport,
+        kernels: ModuleType,
+        settings: Settings,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
+        super().__init__(length, transport, kernels, settings, shard_group)
+        self.threshold = GlobalThreshold(kernels, settings.drift_tolerance, shard_group)
         self.regions = Regions(length, transport)
         self.codec = make_codec(
             settings.wire, transport.kernels, transport.workspace, transport.size, transport.ranks

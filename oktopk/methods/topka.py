@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import RegionLists
-from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
 from oktopk.step import Plan, StepResult

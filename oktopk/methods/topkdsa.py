@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import GatheredRegions, allgather_regions
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
-from collectives.transport import FlaggedRanksError
 from oktopk.methods.base import SparseMethod
 from oktopk.regions import equal_boundaries
 from oktopk.selection import Selection

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import ALONE, PLAIN, CodedIndices, wire_layout
+from collectives.errors import FlaggedRanksError
 from collectives.sparse import SparseVector
 from collectives.sum_values import CodedValues, sum_values, value_words
-from collectives.transport import FlaggedRanksError, Transport
+from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
 from oktopk.settings import Settings
+from oktopk.shard_group import WHOLE, ShardGroup
 from oktopk.step import Plan, StepResult
 
 
@@ -55,8 +57,15 @@ class SharedSupport(SparseMethod):
     writes_out = False
     coded = True
 
-    def __init__(self, length: int, transport: Transport, kernels: ModuleType, settings: Settings) -> None:
-        super().__init__(length, transport, kernels, settings)
+    def __init__(
+        self,
+        length: int,
+        transport: Transport,
+        kernels: ModuleType,
+        settings: Settings,
+        shard_group: ShardGroup = WHOLE,
+    ) -> None:
+        super().__init__(length, transport, kernels, settings, shard_group)
         of_rank = transport.kernels, transport.workspace, transport.size, transport.ranks
         self._values = CodedValues(settings.wire if transport.size > 1 else "plain", *of_rank)
         # knows what is damaged of the values, too

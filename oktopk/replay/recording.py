@@ -31,6 +31,7 @@ from oktopk.replay.valueless import (
 )
 from oktopk.results import StageTimer
 from oktopk.settings import DENSE_ABOVE, Settings, entries_kept, wire_taken
+from oktopk.shard_group import WHOLE
 from oktopk.step import Plan
 
 _THRESHOLD = HIGH << LEVELS[0][0]
@@ -145,9 +146,7 @@ class _Group(HostGroup):
         object.__setattr__(self.layout, "record", record)  # it is frozen
         self.host = connect(Group(1, many))
         self.holders = connect(Group(1, many))
-        between = connect(Group(many, step.hosts))
-        between.shards = self.holders
-        self.between = between
+        self.between = connect(Group(many, step.hosts))
         self.shard = rank % many
         self.gradient = cast(Any, Extent(step.length, 4))
         self._windows, self._limit = None, None
@@ -197,7 +196,8 @@ def _recorded(step: Step, rank: int) -> tuple[Record, Grid | None]:
     assert transport is not None
     if settings.exchange == "grid" and rows_of_grid(among) > 1:
         transport.grid = _grid(step, rank, shards, connect)
-    method = kind(length, transport, cast(Any, kernels), settings)
+    shard_group = WHOLE if host is None else host.shard_group
+    method = kind(length, transport, cast(Any, kernels), settings, shard_group)
     carried = None if host is None else length
     vectors = ErrorFeedback(cast(Backend, backend), step.length, settings, kind.sparse, carried)
     executor: MessageExecutor | HostExecutor = MessageExecutor(method, vectors)

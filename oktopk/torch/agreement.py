@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from collectives.transport import Transport, refuse
+from collectives.errors import refuse
+from collectives.transport import Transport
 from oktopk.torch.alive import alive
 from oktopk.torch.gradients import is_dense
 from oktopk.torch.interop import TYPE_NAMES

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.closing import closes
 from collectives.connect import connect
+from collectives.errors import EVERY_RANK_CALLS
 from collectives.limit import Limit
-from collectives.transport import EVERY_RANK_CALLS, Transport
+from collectives.transport import Transport
 from oktopk.buckets import BucketedAllreduce
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed, of_rank

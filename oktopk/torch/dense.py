@@ -11,8 +11,8 @@ from torch import Tensor
 from collectives.closing import closes
 from collectives.connect import communicator, connect
 from collectives.cuda.environment import gpu_problem
+from collectives.errors import NoPeerMemoryError, refuse
 from collectives.limit import Limit
-from collectives.transport import NoPeerMemoryError, refuse
 from oktopk.settings import Settings
 from oktopk.torch.interop import TYPE_NAMES
 
@@ -38,8 +38,8 @@ class DenseAllreduce:
         size: how many ranks there are (P).
 
     Raises:
-        collectives.transport.NoPeerMemoryError: a RuntimeError: the ranks cannot read each other's memory; on every rank alike,
-            with the reason.
+        collectives.errors.NoPeerMemoryError: a RuntimeError: the ranks cannot read each other's
+            memory; on every rank alike, with the reason.
         oktopk.MissingRanksError: ranks did not come in time; on the others, and on a missing rank when it comes.
 
     Memory, traffic: of `collectives.cuda.dense_p2p.DenseP2P`.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from collectives.closing import announce
-from collectives.transport import refuse
+from collectives.errors import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.buckets import TOGETHER, BucketedAllreduce
 from oktopk.results import StepReport

@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
 from collectives.connect import communicator, connect
+from collectives.errors import refuse
 from collectives.limit import Limit
-from collectives.transport import refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.results import StepReport
 from oktopk.rows import RowReport

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collectives.transport import EVERY_RANK_CALLS
+from collectives.errors import EVERY_RANK_CALLS
 from oktopk.allreduce import GradientAllreduce
 from oktopk.damage import StateError
 from oktopk.torch.adamw import AdamW

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from collectives.closing import announce
 from collectives.connect import connect
+from collectives.errors import EVERY_RANK_CALLS, Caught, MissingRanksError
 from collectives.host_transport import HostTransport
 from collectives.limit import Limit
 from collectives.traffic import Traffic
-from collectives.transport import EVERY_RANK_CALLS, Caught, MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.torch.alive import alive
 from oktopk.torch.as_wrapped import AsWrapped, version_of
@@ -146,7 +146,7 @@ class ShardedReplica(Replica):
         alike: dict[str, Any] = {}
         with Caught() as caught:
             yield alike
-        problem = self._sentence(caught.problem, what)
+        problem = self._sentence(caught.sentence, what)
         if self._transport is not None and not problem:
             try:
                 self._transport.agree(alike)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from collectives.errors import MissingRanksError
 from collectives.traffic import Traffic
-from collectives.transport import MissingRanksError
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.displacement import Displacement
 from oktopk.results import StepReport

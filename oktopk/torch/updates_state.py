@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collectives.closing import closes
-from collectives.transport import MissingRanksError, refuse
+from collectives.errors import MissingRanksError, refuse
 from oktopk.allreduce import GradientAllreduce
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import between_exchanges, of_rank

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.transport import MissingRanksError
+from collectives.errors import MissingRanksError
 from tests.devices import asynchronous, get, need_gpus, on_gpus, put, staged_transport, use
 from tests.rows import narrowed, widened
 

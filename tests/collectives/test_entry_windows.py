@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from collectives.errors import NoPeerMemoryError
 from collectives.sparse import ENTRY
-from collectives.transport import NoPeerMemoryError
 from tests.devices import hold_up, on_gpus, staged_transport
 
 pytestmark = [on_gpus, pytest.mark.mpi(min_size=2), pytest.mark.host_cuda(ranks=3)]

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
+from collectives.errors import FlaggedRanksError
 from collectives.mpi import MpiTransport
 from collectives.rows import balanced_boundaries, row_sparse_allreduce
 from collectives.table_rows import Rows, row_type
-from collectives.transport import FlaggedRanksError
 from tests.rows import narrowed, touched, widened
 
 pytestmark = pytest.mark.also(ranks=8)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from collectives.errors import FlaggedRanksError
 from collectives.mpi import MpiTransport
 from collectives.sparse import SparseVector
 from collectives.split_and_reduce import split_and_reduce
 from collectives.traffic import Traffic
-from collectives.transport import FlaggedRanksError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.also(ranks=8)]
 

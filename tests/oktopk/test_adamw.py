@@ -18,10 +18,10 @@ from torch import nn
 
 import oktopk.torch
 from oktopk import NonFiniteGradientError
-from oktopk.elastic import of_rank
 from oktopk.torch.as_wrapped import AsWrapped
 from tests.adamw import assert_torchs
 from tests.training import flat, loss, network, steady, train
+from tests.updates import reference, references
 
 pytestmark = pytest.mark.mpi
 
@@ -68,15 +68,12 @@ class Run:
         self.comm, self.held = comm, parameters(group.pop("dtype", torch.float32))
         given = self.held if groups is None else groups(self.held)
         self.optimizer = wrap(kind, given, comm, settings, **group)
-        self.before = self.reference()
-
-    def reference(self) -> Any:
-        return self.optimizer._reference.vector.double().numpy().copy()
+        self.before = reference(self.optimizer).double().numpy()
 
     @property
     def moved(self) -> Any:
         residual = self.comm.allreduce(self.optimizer.reducer.residual.astype(np.float64))
-        return residual + self.comm.size * (self.before - self.reference())
+        return residual + self.comm.size * (self.before - reference(self.optimizer).double().numpy())
 
     def state(self, name: str) -> list[Any]:
         state = self.optimizer.inner.state
@@ -84,7 +81,7 @@ class Run:
 
     @property
     def selects(self) -> bool:
-        return self.optimizer._selecting is not None
+        return "AdamW in the pass that selects" in repr(self.optimizer)
 
 
 def missing(run: Run, step: int) -> None:
@@ -159,7 +156,7 @@ def test_moments_steps_and_moves_are_those_of_torchs_adamw(comm: MPI.Intracomm, 
     assert np.abs(ours.moved).max() > 1e-3
     assert np.allclose(ours.moved, torchs.moved, rtol=1e-4, atol=tolerance)
     for run in runs:
-        assert len(set(comm.allgather(run.reference().tobytes()))) == 1
+        assert len(set(references(run.optimizer, comm))) == 1
         run.optimizer.close()
 
 
@@ -168,7 +165,7 @@ def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7))
 
 
-def test_on_one_rank_training_is_that_of_torchs_adamw_alone_to_rounding() -> None:
+def test_one_rank_trains_as_torchs_adamw_to_rounding() -> None:
     """Whatever is selected: the residual counts at once."""
     alone, model = smooth(), smooth()
     torchs = TORCHS(alone.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
@@ -179,9 +176,8 @@ def test_on_one_rank_training_is_that_of_torchs_adamw_alone_to_rounding() -> Non
     assert np.allclose(flat(alone), flat(model), atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["ours", "to torch's", "from torch's"])
-def test_states_load_either_way_and_ours_bit_for_bit(comm: MPI.Intracomm, way: str) -> None:
-    kinds = {"ours": (OURS, OURS), "to torch's": (OURS, TORCHS), "from torch's": (TORCHS, OURS)}[way]
+@pytest.mark.parametrize("kinds", [(OURS, TORCHS), (TORCHS, OURS)], ids=["to torch's", "from torch's"])
+def test_states_of_torchs_adamw_and_ours_load_either_way(comm: MPI.Intracomm, kinds: tuple[Any, Any]) -> None:
     model = network()
     # a large eps: the gradient of a bias before a norm is rounding alone, and Adam would make steps of it
     settings = {"weight_decay": 0.1, "eps": 1e-2}
@@ -197,12 +193,7 @@ def test_states_load_either_way_and_ours_bit_for_bit(comm: MPI.Intracomm, way: s
         train(each, optimizer, comm.rank, range(5, 9))
     counts = {float(state["step"]) for state in second.inner.state.values()}
     assert counts == {9.0}
-    if way == "ours":
-        assert flat(model).tobytes() == flat(again).tobytes()
-        states = [of_rank(each.state_dict()["reducer"])["residual"] for each in (first, second)]
-        assert torch.equal(*states)
-    else:
-        assert np.allclose(flat(model), flat(again), atol=1e-3)
+    assert np.allclose(flat(model), flat(again), atol=1e-3)
 
 
 def test_a_steady_step_sees_a_count_that_was_written(
@@ -221,7 +212,7 @@ def test_a_steady_step_sees_a_count_that_was_written(
     train(model, optimizer, comm.rank, range(3, 5))
     assert len(looks) == 2
     steps = [state["step"] for state in optimizer.inner.state.values()]
-    assert len({step._base.data_ptr() for step in steps}) == 1
+    assert len({step.untyped_storage().data_ptr() for step in steps}) == 1
     steps[0].fill_(70)
     train(model, optimizer, comm.rank, range(5, 6))
     assert [step.item() for step in steps] == [71.0] + [6.0] * (len(steps) - 1)

@@ -142,7 +142,7 @@ def test_a_model_converted_after_wrapping_trains_on(
         ),
     ],
 )
-def test_a_model_that_a_step_cannot_take_is_named_by_all_ranks(
+def test_a_model_no_step_can_take_is_named_by_all(
     comm: MPI.Intracomm, way: str, change: Callable[[nn.Module], Any], named: str
 ) -> None:
     model = Heads()
@@ -201,7 +201,7 @@ def test_parameters_that_the_model_has_no_more_are_warned_of(comm: MPI.Intracomm
         ("updates of hosts", "None", "adamw"),
     ],
 )
-def test_a_layer_that_is_frozen_later_stays_and_keeps_its_residual(
+def test_a_layer_frozen_later_stays_and_keeps_its_residual(
     comm: MPI.Intracomm, way: str, how: str, kind: str
 ) -> None:
     """Decay included."""
@@ -252,9 +252,7 @@ def test_a_parameter_that_no_rank_uses_is_left_alone(comm: MPI.Intracomm, way: s
 @pytest.mark.parametrize(
     ("way", "name"), [*((way, "lr") for way in GRADIENTS), ("vector", "betas"), ("updates", "betas")]
 )
-def test_settings_that_part_are_named_by_all_ranks_before_the_parameters_do(
-    comm: MPI.Intracomm, way: str, name: str
-) -> None:
+def test_settings_that_part_are_named_by_all_ranks(comm: MPI.Intracomm, way: str, name: str) -> None:
     """A rate behind a schedule; betas in a list, as a file of settings gives them, which changes where it is."""
     model: Any = Heads()
     groups = [{"params": model.body.parameters()}, {"params": [*model.a.parameters(), *model.b.parameters()]}]

@@ -390,7 +390,7 @@ def test_a_rank_that_leaves_a_bucket_out_is_told_what_to_do(
         ),
     ],
 )
-def test_a_rank_that_alone_makes_another_call_is_named_with_it(comm: MPI.Intracomm, names: list[str]) -> None:
+def test_a_rank_that_makes_another_call_is_named_with_it(comm: MPI.Intracomm, names: list[str]) -> None:
     calls: dict[str, Callable[[OkTopkState], Any]] = {
         "OkTopkState.load_state_dict": lambda state: state.load_state_dict(state.state_dict()),
         "gathered_residual": lambda state: state.reducer.gathered_residual(),

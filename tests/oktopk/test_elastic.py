@@ -78,7 +78,7 @@ def test_states_that_do_not_belong_together_are_refused(comm: MPI.Intracomm) -> 
 
 
 @pytest.mark.mpi
-def test_a_bucket_that_does_not_belong_to_the_others_is_named(comm: MPI.Intracomm) -> None:
+def test_a_bucket_of_another_state_is_named(comm: MPI.Intracomm) -> None:
     made = BucketedAllreduce(comm, [30, 20], density=0.05)
     made.step([np.ones(30, np.float32), np.ones(20, np.float32)])
     saved = comm.allgather(made.state_dict())

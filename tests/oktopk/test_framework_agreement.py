@@ -112,7 +112,7 @@ def test_a_model_that_is_not_trained_enters_nothing(comm: MPI.Intracomm) -> None
 
 
 @pytest.mark.parametrize("damage", ["no folder", "not a file of torch"])
-def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_all(
+def test_a_checkpoint_one_rank_cannot_read_fails_on_all(
     comm: MPI.Intracomm, tmp_path: Path, damage: str
 ) -> None:
     _, _, agreement = watched(comm)

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives.codec import CodedEntries
+from collectives.errors import FlaggedRanksError
 from collectives.grid import connect_grid, place_in_grid, rows_of_grid
 from collectives.traffic import Traffic, step_limit
-from collectives.transport import FlaggedRanksError
 from oktopk.backend import Backend
 from oktopk.cpu.histograms import LEVELS
 from oktopk.error_feedback import ErrorFeedback

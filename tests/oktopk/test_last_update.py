@@ -144,7 +144,7 @@ class Nothing(TopkA):
 
 
 @pytest.mark.parametrize("streamed", [WHOLE_LINES, ENTRIES])
-def test_a_method_that_writes_to_the_update_finds_zeros_or_nothing(
+def test_a_method_that_writes_the_update_finds_zeros(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, streamed: int
 ) -> None:
     monkeypatch.setattr(backend, "STREAMED", streamed)

@@ -15,8 +15,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
+from collectives.errors import NoPeerMemoryError
 from collectives.traffic import step_limit, upper_bound
-from collectives.transport import NoPeerMemoryError
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
 from oktopk.elastic import redistribute
 from oktopk.levels import Layout

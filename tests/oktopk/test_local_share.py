@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from torch import nn
 
 from oktopk import DistributedOptimizer
 from oktopk.damage import StateError
-from oktopk.elastic import of_rank
+from oktopk.torch import AdamW as OurAdamW
+from oktopk.torch import local_step
 from oktopk.torch.local_share import LocalShare
-from oktopk.torch.local_step import SHARED_BY
+from oktopk.torch.local_step import SHARED_BY, most_share
+from tests.training import flat
+from tests.updates import own, reference, to_come, unsent
 
 LATE = 500  # exchanges, after which a share no longer falls by their number
 
@@ -31,7 +35,7 @@ def test_a_share_grows_as_the_rate_falls(kind: Any) -> None:
     assert found == pytest.approx(expected) and share.now == found[-1]
 
 
-def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> None:
+def test_a_share_begins_large_and_falls_with_the_exchanges() -> None:
     share, fixed = LocalShare(0.05, varies=True), LocalShare(0.05, varies=False)
     assert share.now == 0.25
     exchanges = [0, 1, 100, 125, 250, 499, 500, 501, 10**6]
@@ -46,7 +50,7 @@ def test_a_share_begins_five_times_as_large_and_falls_with_the_exchanges() -> No
     assert share.renew([{"lr": 0.1}], 1) == pytest.approx(0.3)
 
 
-def test_a_share_is_one_at_most_and_one_that_is_given_stays() -> None:
+def test_a_share_is_one_at_most_or_fixed() -> None:
     large, given = LocalShare(0.5, varies=True), LocalShare(0.05, varies=False)
     assert large.now == 1.0
     for share, least in ((large, 1.0), (given, 0.05)):
@@ -54,7 +58,7 @@ def test_a_share_is_one_at_most_and_one_that_is_given_stays() -> None:
     assert LocalShare(0.05, varies=True).renew([{}], LATE) == 0.25
 
 
-def test_a_share_goes_on_from_a_state_and_another_one_has_grown_as_far() -> None:
+def test_a_share_goes_on_from_a_state_of_another() -> None:
     saved = LocalShare(0.05, varies=True)
     for rate in (1.0, 0.4):
         saved.renew([{"lr": rate}], LATE)
@@ -83,13 +87,32 @@ def test_a_damaged_state_is_refused(state: Any) -> None:
 SETTINGS: dict[str, Any] = {"density": 0.05, "method": "union"}
 
 
-def train(comm: MPI.Intracomm, steps: range, start: Any = None, weights: Any = None, **settings: Any) -> Any:
-    """The network and its optimizer after some steps of falling rates, each of which is checked."""
+class SignsOfMomentum(torch.optim.Optimizer):
+    """As Lion: it has `betas`, and is no Adam."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["betas"] == (0.9, 0.99)
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter -= group["lr"] * torch.sign(mean.lerp_(parameter.grad, 0.1))
+
+
+def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.1)
+
+
+def train(
+    comm: MPI.Intracomm, steps: range, start: Any = None, weights: Any = None, kind: Any = adamw, **more: Any
+) -> Any:
+    """The network and its optimizer after some steps of falling rates; each exchange is checked, bit for bit."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
-    optimizer: Any = DistributedOptimizer(
-        torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1), comm, **SETTINGS, **settings
-    )
+    optimizer: Any = DistributedOptimizer(kind(network.parameters(), lr=0.01), comm, **SETTINGS | more)
     if start is not None:
         network.load_state_dict(weights)
         optimizer.load_state_dict(start)
@@ -102,26 +125,56 @@ def train(comm: MPI.Intracomm, steps: range, start: Any = None, weights: Any = N
             parameter.grad = gradient
         optimizer.param_groups[0]["lr"] = 0.01 / max(1, step - 1)
         optimizer.step()
-        share = optimizer.local_share / settings.get("ranks_per_host", 1)
-        unsent = optimizer._reference.residual.vector.numpy()
-        shown = optimizer._reference.vector.numpy() - np.float32(share) * unsent
-        held = torch.cat([p.detach().flatten() for p in network.parameters()]).numpy()
-        assert held.tobytes() == shown.tobytes() and unsent.any()
+        if (step + 1) % more.get("every", 1):
+            continue
+        share, left = optimizer.local_share / more.get("ranks_per_host", 1), unsent(optimizer)
+        shown = reference(optimizer).numpy() - np.float32(share) * left
+        assert flat(network).tobytes() == shown.tobytes() and left.any()
     return network, optimizer
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("settings", [{}, {"ranks_per_host": 2, "replica": "host"}, {"local_share": 0.05}])
-def test_parameters_hold_the_share_of_each_step(comm: MPI.Intracomm, settings: dict[str, Any]) -> None:
-    if "replica" in settings and (comm.size % 2 or comm.size == 2):
-        pytest.skip("two hosts of two ranks at least, of as many each")
-    _, optimizer = train(comm, range(9), **settings)
-    first = optimizer._share.state()[0]
-    grown = (
-        min(1.0, 6 * first) if optimizer._replicas <= SHARED_BY and "local_share" not in settings else first
-    )
-    assert optimizer.local_share == pytest.approx(grown)
-    assert f"local_share={grown:.3g}" in repr(optimizer)
+HOSTS: dict[str, Any] = {"ranks_per_host": 2, "replica": "host"}
+
+
+@pytest.mark.mpi
+@pytest.mark.also(ranks=1)
+@pytest.mark.parametrize(
+    ("kind", "settings", "first", "varies"),
+    [
+        (adamw, {}, most_share, True),
+        (OurAdamW, {}, most_share, True),
+        (torch.optim.RAdam, {"method": "oktopk"}, most_share, True),
+        (adamw, {"shared_by": 1}, lambda replicas: 0.05 / replicas**0.5, True),
+        (adamw, {"every": 2}, lambda replicas: 1 / replicas, False),
+        (adamw, {"local_share": 0.7}, lambda replicas: 0.7, False),
+        (torch.optim.SGD, {"sends": "updates"}, lambda replicas: 1 / replicas, False),
+        (SignsOfMomentum, {}, lambda replicas: 1 / replicas, False),
+        (adamw, {"most": 0.9}, lambda replicas: 1 / replicas, True),
+        pytest.param(adamw, HOSTS, most_share, True, marks=pytest.mark.mpi(min_size=4)),
+    ],
+)
+def test_parameters_hold_the_share_of_each_step(
+    comm: MPI.Intracomm,
+    kind: Any,
+    settings: dict[str, Any],
+    first: Callable[[float], float],
+    varies: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default one over the replicas, of Adam's kind in each step `most_share`, which grows; all of it on one rank."""
+    if "replica" in settings and comm.size % 2:
+        pytest.skip("hosts of as many ranks each")
+    settings = dict(settings)
+    monkeypatch.setattr(local_step, "ADAM_SHARE", settings.pop("most", local_step.ADAM_SHARE))
+    monkeypatch.setattr(local_step, "SHARED_BY", settings.pop("shared_by", local_step.SHARED_BY))
+    _, optimizer = train(comm, range(10), kind=kind, **settings)
+    replicas = optimizer.report.replicas
+    share = 1.0 if replicas == 1 and "local_share" not in settings else first(replicas)
+    assert own(optimizer)["local_share"][0] == pytest.approx(share)
+    if varies and replicas <= SHARED_BY:
+        share = min(1.0, 6 * share)
+    assert optimizer.local_share == pytest.approx(share)
+    assert f"local_share={share:.3g}" in repr(optimizer)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -138,59 +191,46 @@ def test_a_share_begins_large_where_the_density_does(
     comm: MPI.Intracomm, start: dict[str, Any], large: bool
 ) -> None:
     _, optimizer = train(comm, range(2), **start)
-    first = optimizer._share.state()[0]
+    first = own(optimizer)["local_share"][0]
     assert optimizer.local_share == pytest.approx(5 * first if large and comm.size <= SHARED_BY else first)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_at_rate_0_nothing_joins_the_residual_behind_a_share_that_grew(comm: MPI.Intracomm) -> None:
+def test_a_share_that_grew_loses_nothing_at_rate_0(comm: MPI.Intracomm) -> None:
     """What parameters hold is read with the share that they were written with: the displacement still to come stays."""
     _, optimizer = train(comm, range(5), residual_decay=0)
     assert optimizer.local_share > 0.05 or comm.size > SHARED_BY
 
-    def to_come() -> Any:
-        unsent = optimizer._reference.residual.vector.double().numpy()
-        return optimizer._reference.vector.double().numpy() - comm.allreduce(unsent) / comm.size
-
-    before, unsent = to_come(), optimizer._reference.residual.vector.clone()
+    before, left = to_come(optimizer, comm), unsent(optimizer)
     optimizer.param_groups[0]["lr"] = 0.0
     for _ in range(30):
         optimizer.step()
-    assert np.allclose(to_come(), before, atol=1e-6)
-    assert not torch.equal(optimizer._reference.residual.vector, unsent)  # some of it was sent
+    assert np.allclose(to_come(optimizer, comm), before, atol=1e-6)
+    assert not np.array_equal(unsent(optimizer), left)  # some of it was sent
 
 
 @pytest.mark.mpi(min_size=2)
 def test_training_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> None:
-    network, optimizer = train(comm, range(4))
+    network, optimizer = train(comm, range(9))
     weights, state = copy.deepcopy(network.state_dict()), copy.deepcopy(optimizer.state_dict())
-    assert comm.size > SHARED_BY or optimizer.local_share > 0.05
-    _, again = train(comm, range(4, 7), state, weights)
-    _, whole = train(comm, range(7))
-    assert torch.equal(again._reference.vector, whole._reference.vector)
-    assert torch.equal(again._reference.residual.vector, whole._reference.residual.vector)
-    assert again._share.state() == whole._share.state()
+    first = own(optimizer)["local_share"][0]
+    assert comm.size > SHARED_BY or optimizer.local_share > 5 * first  # as large as it is not at first
+    _, again = train(comm, range(9, 12), state, weights)
+    _, whole = train(comm, range(12))
+    assert torch.equal(reference(again), reference(whole))
+    assert np.array_equal(unsent(again), unsent(whole))
+    assert own(again)["local_share"] == own(whole)["local_share"]
 
 
 @pytest.mark.mpi(min_size=2)
-def test_states_without_a_share_begin_it_anew_and_one_that_was_given_grows_on(comm: MPI.Intracomm) -> None:
+def test_states_without_a_share_begin_it_anew(comm: MPI.Intracomm) -> None:
     network, optimizer = train(comm, range(4), local_share=0.05)
     weights, state = copy.deepcopy(network.state_dict()), copy.deepcopy(optimizer.state_dict())
     plain = torch.optim.AdamW(network.parameters(), lr=0.001)
     _, other = train(comm, range(4, 5), state, weights)
-    first = other._share.state()[0]
+    first = own(other)["local_share"][0]
     # five exchanges, so that it is as large as at first, though the rate has fallen to a third
     begun = 5 * first if comm.size <= SHARED_BY else first
     assert other.local_share == pytest.approx(begun)
     other.load_state_dict(plain.state_dict())
-    assert other._share.state() == [first, begun, 0.0]
-    assert other._reference.share == begun
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_state_whose_share_is_damaged_is_refused_on_all_ranks(comm: MPI.Intracomm) -> None:
-    _, optimizer = train(comm, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    of_rank(state["updates"])["local_share"] = [0.05, 0.01, 1.0]
-    with pytest.raises(ValueError, match=r"share of the state is 0.01 of first 0.05"):
-        optimizer.load_state_dict(state)
+    assert own(other)["local_share"] == [first, begun, 0.0] and own(other)["share"] == begun

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import oktopk
-from collectives.transport import MissingRanksError
+from collectives.errors import MissingRanksError
 from oktopk import DistributedOptimizer, GradientAllreduce, average_buffers
 from oktopk.buckets import BucketedAllreduce
 from tests.devices import get, put

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 SHAPES = ((1, 1.0), (5, 0.2), (4001, 0.02))
 
 
-def test_its_gradients_have_the_bits_of_the_library_where_thresholds_are_exact(comm: MPI.Intracomm) -> None:
+def test_exact_thresholds_of_the_library_give_its_bits(comm: MPI.Intracomm) -> None:
     length, density = SHAPES[-1]
     exact = {"threshold_interval": 1, "boundary_interval": 1}
     reducer = GradientAllreduce(comm, length, "oktopk", density=density, average=False, **exact)
@@ -60,6 +60,8 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
     """Of steps by SGD, with residuals that forget and without."""
     import torch  # here, as eight ranks import this file for a test without it
 
+    from tests import updates
+
     rng = np.random.default_rng((comm.rank, 7))
     weight = torch.nn.Parameter(torch.arange(300.0))
     reference, residual = weight.detach().numpy().copy(), np.zeros(300, np.float32)
@@ -74,7 +76,7 @@ def test_updates_of_the_library_are_the_same_bit_for_bit(comm: MPI.Intracomm, po
         parameters -= np.float32(0.25) * gradient
         kept = ((28 + step) / (29 + step)) ** power
         step_of_updates(comm, parameters, reference, residual, splits, optimizer.report.k, 0.5, kept=kept)
-        assert optimizer._reference.vector.numpy().tobytes() == reference.tobytes()
+        assert updates.reference(optimizer).numpy().tobytes() == reference.tobytes()
         assert optimizer.reducer.residual.tobytes() == residual.tobytes()
         assert weight.detach().numpy().tobytes() == parameters.tobytes()
 

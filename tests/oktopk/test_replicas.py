@@ -22,13 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives.traffic import step_limit
 from oktopk import DistributedOptimizer, levels
-from oktopk.elastic import of_rank, redistribute
+from oktopk.elastic import inherited_ranks, of_rank, redistribute
 from oktopk.levels import Layout
 from oktopk.torch import local_step
 from oktopk.torch.shared_moments import SLICES
 from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, gradients, network, steady, train
+from tests.updates import moments, on_shard, own, reference, references
 
 pytestmark = [
     pytest.mark.mpi,
@@ -152,13 +153,12 @@ def test_steps_of_replicas_are_the_oracles(
         (model(x)[:, 0] - y).square().mean().backward()
         optimizer.step()
         expected.step(batches, optimizer.report.k)
-        if optimizer._moments is not None:  # of replicas that are ranks, which step on all parameters
+        if adam and len(expected.ranks) > local_step.SHARED_BY:  # ranks, which step on all parameters
             expected.take_averaged(inner.state[model.weight]["exp_avg_sq"][0].numpy())
-        assert np.allclose(optimizer._reference.vector, expected.reference, rtol=1e-5, atol=2e-5)
+        assert np.allclose(reference(optimizer), expected.reference, rtol=1e-5, atol=2e-5)
         assert np.allclose(flat(model), expected.held[optimizer.hosts[comm.rank]], rtol=1e-5, atol=2e-5)
     assert np.abs(expected.reference - start).max() > 0.05
     hosts = len(expected.ranks)
-    assert (optimizer._moments is not None) == (adam and hosts > local_step.SHARED_BY)
     assert hosts == 1 or not adam or 1 / hosts + 0.05 < expected.ratio < 0.95
     assert optimizer.replica == "host" and "replica='host'" in repr(optimizer)
     assert optimizer.local_share == pytest.approx(expected.share[optimizer.hosts[comm.rank], 0])
@@ -176,22 +176,11 @@ def test_states_that_part_inside_a_host_part_no_references(comm: MPI.Intracomm) 
         check_agreed(model, optimizer, comm)
 
 
-def test_hosts_of_one_rank_are_ranks(comm: MPI.Intracomm) -> None:
-    vectors = []
-    for replica in ("rank", "host"):
-        model = network()
-        optimizer = wrap(model, comm, 1, replica=replica, wire="plain", every=2)
-        train(model, optimizer, comm.rank, range(4))
-        assert optimizer.reducer.levels == ("flat" if replica == "rank" else "hosts")
-        vectors.append((optimizer._reference.vector.numpy().tobytes(), flat(model).tobytes()))
-    assert vectors[0] == vectors[1]
-
-
 @pytest.mark.mpi(min_size=3)
 def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
     """Between hosts: within the caps of so many hosts, whatever the ranks of each, and nothing between exchanges."""
     model = network()
-    optimizer = wrap(model, comm, every=2)
+    optimizer = wrap(model, comm, kind="sgd", every=2)  # which measures no ratio
     hosts = np.array(optimizer.hosts)
     between = np.zeros(max(hosts) + 1)
     for window in range(8):
@@ -200,16 +189,24 @@ def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
         assert (
             comm.allreduce(sent.bytes) == 0 < comm.allreduce(sent.control_bytes)
         )  # means are read, not sent
-        optimizer._window.exchanges = 21  # of which none measures the ratio
         train(model, optimizer, comm.rank, range(2 * window + 1, 2 * window + 2))
         mine = np.bincount(hosts, comm.allgather(optimizer.report.bytes_between))
         assert np.mean(mine) <= 4 * step_limit(optimizer.report.k, len(mine))
         between += mine
     assert between.all()
-    optimizer._window.exchanges = 0
-    ratio = optimizer._ratio
-    sizes = comm.allgather(ratio._sum is not None)
-    assert sum(sizes) == max(hosts) + 1  # one rank of each host
+
+
+@pytest.mark.mpi(min_size=3)
+def test_one_rank_of_each_host_measures_the_ratio(comm: MPI.Intracomm) -> None:
+    """In an exchange of nothing else, as gradients are zero."""
+    model = network()
+    optimizer = wrap(model, comm)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert own(optimizer)["ratio"]["measured"] == 1
+    sends = comm.allgather(optimizer.report.bytes > 2 * optimizer.length)
+    assert sends == [rank % 2 == 0 for rank in range(comm.size)]
 
 
 def test_gradients_that_are_summed_already_are_those_of_a_host(comm: MPI.Intracomm) -> None:
@@ -231,7 +228,7 @@ def test_gradients_that_are_summed_already_are_those_of_a_host(comm: MPI.Intraco
         train(model, optimizer, comm.rank, range(9, 11))
 
 
-def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
+def test_ddp_over_a_hosts_ranks_trains_as_a_host(
     comm: MPI.Intracomm, group: Any, recwarn: pytest.WarningsRecorder
 ) -> None:
     hosts = [range(first, min(first + 2, comm.size)) for first in range(0, comm.size, 2)]
@@ -255,7 +252,7 @@ def test_under_ddp_over_a_hosts_ranks_training_is_that_of_a_host(
 
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("settings", [{}, {"replica": "summed", "every": 2}], ids=str)
-def test_a_ddp_over_several_hosts_is_refused_before_the_first_step(
+def test_a_ddp_over_several_hosts_is_refused(
     comm: MPI.Intracomm, group: Any, settings: dict[str, Any], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = network()
@@ -308,35 +305,56 @@ def to_come(states: list[dict[str, Any]], hosts: list[int] | None) -> NDArray[np
     return total / len(hosts)
 
 
-def test_states_move_between_replicas_and_hosts_and_nothing_to_come_is_lost(comm: MPI.Intracomm) -> None:
-    ways: list[dict[str, Any]] = [{"replica": "rank"}, {"per_host": 2}, {"per_host": 3}]
-    for one, other in zip(ways, [*ways[1:], ways[0]], strict=True):
-        model = network()
-        optimizer = wrap(model, comm, **one)
-        train(model, optimizer, comm.rank, range(5))
-        states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
-        expected = to_come(states, optimizer.hosts)
-        assert expected.any() or comm.size == 1
-        with optimizer.agreed():
-            weights = copy.deepcopy(model.state_dict())
-        moved = network(3)
-        loaded = wrap(moved, comm, **other)
-        moved.load_state_dict(weights)
-        if (optimizer.hosts is None) != (loaded.hosts is None):
-            saved = optimizer.replica
-            with pytest.raises(
-                ValueError, match=f"the state is of replica='{saved}'.*pass replica='{saved}'"
-            ):
-                loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
-        elif optimizer.hosts != loaded.hosts:
-            with pytest.raises(ValueError, match=r"on hosts \[.*redistribute with hosts=optimizer.hosts"):
-                loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
-        state = redistribute(lambda r: states[r], comm.size, comm.rank, comm.size, loaded.hosts)  # noqa: B023
-        assert np.allclose(to_come(comm.allgather(state), loaded.hosts), expected, atol=1e-7)
-        loaded.load_state_dict(state)
-        assert torch.equal(loaded._reference.vector, optimizer._reference.vector)
-        train(moved, loaded, comm.rank, range(5, 7))
-        assert len(set(comm.allgather(loaded._reference.vector.numpy().tobytes()))) == 1
+RANKS: dict[str, Any] = {"replica": "rank"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (RANKS, {"per_host": 2}),
+        ({"per_host": 2}, {"per_host": 3}),
+        ({"per_host": 3}, RANKS),
+        *(
+            pytest.param({"per_host": 2}, other, marks=pytest.mark.mpi(min_size=3))
+            for other in (RANKS, {"per_host": 3, "every": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_states_move_between_ranks_and_hosts_and_nothing_is_lost(
+    comm: MPI.Intracomm, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Moments become the mean of those that a replica inherits, whatever each rank has of them before and afterwards."""
+    model, moved = network(), network(3)
+    optimizer = wrap(model, comm, **one)
+    train(model, optimizer, comm.rank, range(5))
+    states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
+    expected = to_come(states, optimizer.hosts)
+    assert expected.any() or comm.size == 1
+    every = dict(zip(optimizer.hosts or range(comm.size), comm.allgather(moments(optimizer)), strict=True))
+    with optimizer.agreed():
+        weights = copy.deepcopy(model.state_dict())
+    loaded = wrap(moved, comm, **other)
+    moved.load_state_dict(weights)
+    refused, saved = "", optimizer.replica
+    if (optimizer.hosts is None) != (loaded.hosts is None):
+        refused = f"the state is of replica='{saved}'.*pass replica='{saved}'"
+    elif optimizer.hosts != loaded.hosts:
+        refused = r"on hosts \[.*redistribute with hosts=optimizer.hosts"
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            loaded.load_state_dict(copy.deepcopy(states[comm.rank]))
+    state = redistribute(states.__getitem__, comm.size, comm.rank, comm.size, loaded.hosts)
+    assert np.allclose(to_come(comm.allgather(state), loaded.hosts), expected, atol=1e-7)
+    loaded.load_state_dict(state)
+    assert torch.equal(reference(loaded), reference(optimizer))
+    now = loaded.hosts or range(comm.size)
+    inherited = inherited_ranks(now[comm.rank], max(now) + 1, len(every)) or range(len(every))
+    mean = torch.stack([every[replica] for replica in inherited]).mean(dim=0)
+    assert torch.allclose(moments(loaded), mean, rtol=1e-5, atol=1e-8) and mean.any()
+    assert on_shard(loaded) or loaded.state[moved[0].weight]["exp_avg"].shape == (30, 20)
+    train(moved, loaded, comm.rank, range(5, 7))
+    assert len(set(references(loaded, comm))) == 1
 
 
 def test_a_dense_warm_up_and_measures_work_between_replicas(comm: MPI.Intracomm) -> None:

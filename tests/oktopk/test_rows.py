@@ -12,7 +12,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from collectives.element_types import ELEMENT_TYPES
-from collectives.transport import NoPeerMemoryError
+from collectives.errors import NoPeerMemoryError
 from oktopk import MissingRanksError, NonFiniteGradientError
 from oktopk.rows import RowSparseAllreduce
 from tests.devices import get, on_gpus, put

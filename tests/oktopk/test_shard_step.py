@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oktopk import DistributedOptimizer, levels
-from oktopk.elastic import inherited_ranks, redistribute
 from oktopk.torch import updates
+from oktopk.torch.reference_parameters import SAMPLES
 from oktopk.torch.shard_step import is_elementwise
 from oktopk.torch.shared_moments import SLICES
 from tests.replicas import OPTIMIZERS, Replicas
-from tests.training import flat, gradients, network, train
+from tests.training import flat, gradients, inputs, network, train
+from tests.updates import moments, on_all, on_shard, reference
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.also(ranks=4), pytest.mark.also(ranks=5)]
 
@@ -55,11 +56,6 @@ class Lion(torch.optim.Optimizer):
                 held.mul_(other).add_(parameter.grad * (1 - other))
 
 
-def on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on each rank steps on all parameters."""
-    monkeypatch.setattr(updates, "is_elementwise", lambda optimizer: False)
-
-
 def make(comm: MPI.Intracomm, per_host: int = 2, kind: Any = "", **settings: Any) -> tuple[nn.Module, Any]:
     model = settings.pop("model", None) or network()
     return model, Replicas(comm, per_host).wrap(model, kind, **settings)
@@ -76,18 +72,6 @@ def elements(optimizer: Any, name: str = "exp_avg") -> int:
     return sum(state[name].numel() for state in optimizer.state.values())
 
 
-def gathered(optimizer: Any, name: str = "exp_avg") -> list[Tensor]:
-    """What the ranks of this host keep of each parameter, flat."""
-    group = optimizer.reducer.group
-    whole = torch.zeros(optimizer.length)
-    mine = torch.cat([optimizer.state[p][name].float().reshape(-1) for p in optimizer._parameters])
-    if optimizer._sharded is None:
-        whole = mine
-    else:
-        group.share_values(mine.numpy(), whole.numpy())
-    return list(whole.split([p.numel() for p in optimizer._parameters]))
-
-
 KINDS: dict[str, Any] = {name: OPTIMIZERS[name] for name in ("adamw foreach", "adam tensor rate", "sgd")}
 KINDS |= {"oktopk adamw": OPTIMIZERS["oktopk adamw"], "lion": Lion}
 KINDS |= {
@@ -96,41 +80,47 @@ KINDS |= {
 }
 
 
+def of_16_bits(dtype: torch.dtype) -> nn.Module:
+    """Of whole vectors of a CPU: torch rounds 16 bits otherwise in the elements that are left at the end of a tensor."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(20, 32, bias=False), nn.Linear(32, 64, bias=False)).to(dtype)
+
+
 @pytest.mark.parametrize(
-    ("per_host", "kind", "settings"),
+    ("per_host", "kind", "dtype", "settings"),
     [
-        *((2, kind, {}) for kind in KINDS),
-        (3, "adamw foreach", {"clip_norm": 0.05, "method": "oktopk"}),
-        (2, "sgd", {"replica": "summed", "local_share": 1.0}),
+        *((2, kind, torch.float32, {}) for kind in KINDS),
+        (3, "adamw foreach", torch.float32, {"clip_norm": 0.05, "method": "oktopk"}),
+        (2, "sgd", torch.float32, {"replica": "summed", "local_share": 1.0}),
+        (2, "sgd", torch.bfloat16, {}),
+        pytest.param(2, "sgd", torch.float16, {}, marks=pytest.mark.long("`make test` has bfloat16")),
     ],
     ids=str,
 )
 def test_steps_on_shards_are_those_on_all_parameters(
-    comm: MPI.Intracomm, per_host: int, kind: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+    comm: MPI.Intracomm, per_host: int, kind: str, dtype: torch.dtype, settings: Any
 ) -> None:
     """Bit for bit; of each number that the optimizer keeps of an element one rank of a host has it."""
-    found = []
-    for _ in range(2):
-        model, optimizer = make(comm, per_host, KINDS[kind], density=0.2, **settings)
+    ends: list[Any] = []
+    for makes in (KINDS[kind], on_all(KINDS[kind])):
+        layers: Any = network() if dtype == torch.float32 else of_16_bits(dtype)
+        model, optimizer = make(comm, per_host, makes, density=0.2, model=layers, **settings)
         rank = optimizer.hosts[comm.rank] if optimizer.replica == "summed" else comm.rank
         for step in range(6):
-            gradients(model, optimizer, rank, step)
+            optimizer.zero_grad()
+            model(inputs(rank, step).to(dtype)).float().square().mean().backward()
             if step in (2, 3):
-                model[3].weight.grad = None
+                layers[-1].weight.grad = None
             optimizer.step()
-        names = sorted(optimizer.state[model[0].weight])
-        kept = [torch.cat(gathered(optimizer, name)) for name in names if name != "step"]
-        found.append((flat(model).tobytes(), optimizer._reference.vector, *kept))
-        for name in names:
-            if name != "step":
-                mine = optimizer.length if len(found) == 2 else optimizer.reducer.group.shard_length
-                assert elements(optimizer, name) == mine
-        assert ("steps on its shard" in repr(optimizer)) == (len(found) == 1)
+        assert on_shard(optimizer) == (not ends)
+        names = sorted({*optimizer.state[layers[0].weight]} - {"step"})
+        size = optimizer.length if ends else optimizer.reducer.group.shard_length
+        assert all(elements(optimizer, name) == size for name in names)
+        assert {state[name].dtype for state in optimizer.state.values() for name in names} == {dtype}
+        kept = [moments(optimizer, name) for name in names]
+        ends.append([torch.from_numpy(flat(model)), reference(optimizer), *kept])
         Replicas(comm, per_host).check_agreed(model, optimizer)
-        on_all(monkeypatch)
-    sharded, whole = found
-    assert sharded[0] == whole[0]
-    assert all(torch.equal(one, other) for one, other in zip(sharded[1:], whole[1:], strict=True))
+    assert len(ends[0]) > 2 and all(map(torch.equal, *ends))
 
 
 class Copies(TorchDispatchMode):
@@ -166,31 +156,6 @@ def test_gradients_that_nothing_has_changed_are_copied_once(
         assert copies.elements == (1 if alone else times) * optimizer.length
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long("`make test` has bfloat16"))],
-    ids=str,
-)
-def test_parameters_of_16_bits_step_on_shards_as_on_all(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Here of whole vectors of a CPU: torch rounds 16 bits otherwise in the elements that are left at the end of a tensor."""
-    found = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        layers = nn.Sequential(nn.Linear(20, 32, bias=False), nn.Linear(32, 64, bias=False))
-        model, optimizer = make(comm, kind="sgd", model=layers.to(dtype))
-        for step in range(5):
-            optimizer.zero_grad()
-            batch = torch.randn(8, 20, generator=torch.Generator().manual_seed(9 * step + comm.rank))
-            model(batch.to(dtype)).float().square().mean().backward()
-            optimizer.step()
-        found.append((flat(model).tobytes(), torch.cat(gathered(optimizer, "momentum_buffer"))))
-        on_all(monkeypatch)
-    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
-    assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {dtype}
-
-
 def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +163,7 @@ def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     monkeypatch.setattr(updates, "SHARED_BY", 1)
     model, optimizer = trained(comm, 1)
     group = optimizer.reducer.group
-    mine = torch.cat([optimizer.state[p]["exp_avg_sq"] for p in optimizer._parameters])
+    mine = torch.cat([optimizer.state[p]["exp_avg_sq"] for p in model.parameters()])
     size = -(-len(mine) // SLICES)
     if group.between is not None:
         held = [each.numpy() for each in group.between.allgather_objects(mine)]
@@ -211,7 +176,7 @@ def test_second_moments_are_averaged_among_the_holders_of_a_shard(
     Replicas(comm, 2).check_agreed(model, optimizer)
 
 
-def test_a_rank_without_memory_for_its_shard_is_an_error_of_all(
+def test_a_rank_without_memory_is_an_error_of_all(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wrapped optimizer keeps what it had."""
@@ -237,53 +202,22 @@ def test_a_rank_without_memory_for_its_shard_is_an_error_of_all(
 # states
 
 
-def states_of(comm: MPI.Intracomm, optimizer: Any) -> list[Any]:
-    every: list[Any] = comm.allgather(copy.deepcopy(optimizer.state_dict()))
-    return every
-
-
-@pytest.mark.parametrize(
-    "to", [{"per_host": 0, "replica": "rank"}, {"per_host": 3}, {"per_host": 3, "every": 2}], ids=str
-)
-def test_redistributed_moments_are_the_mean_of_the_hosts(comm: MPI.Intracomm, to: Any) -> None:
-    """Whatever each rank has of them, before and afterwards."""
-    model, optimizer = trained(comm, 5)
-    mine = gathered(optimizer)
-    hosts = [comm.bcast(mine, root) for root in range(0, comm.size, 2)]
-    states = states_of(comm, optimizer)
-    assert all(not state["state"] for state in states)  # it is under "updates", and no other rank's
-    with optimizer.agreed():
-        weights = copy.deepcopy(model.state_dict())
-    other, loaded = make(comm, **to)
-    other.load_state_dict(weights)
-    ranks = comm.size
-    loaded.load_state_dict(redistribute(states.__getitem__, ranks, comm.rank, ranks, loaded.hosts))
-    now = list(range(ranks)) if loaded.hosts is None else loaded.hosts
-    inherited = inherited_ranks(now[comm.rank], max(now) + 1, len(hosts)) or range(len(hosts))
-    for parameter, found, *parts in zip(other.parameters(), gathered(loaded), *hosts, strict=True):
-        kept = loaded.state[parameter]["exp_avg"]
-        assert loaded._sharded is not None or kept.shape == parameter.shape
-        wanted = torch.stack([parts[host] for host in inherited]).mean(dim=0)
-        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-8) and wanted.any()
-    train(other, loaded, comm.rank, range(5, 7))
-
-
-def test_a_state_of_an_optimizer_alone_is_cut_to_the_shard(comm: MPI.Intracomm) -> None:
+def test_a_plain_optimizers_state_is_cut_to_the_shard(comm: MPI.Intracomm) -> None:
     """One that is loaded, and one that the wrapped optimizer has already."""
     alone = network()
     plain = torch.optim.AdamW(alone.parameters(), lr=1e-3)
     train(alone, plain, 0, range(2))
-    expected = [plain.state[p]["exp_avg"].reshape(-1) for p in alone.parameters()]
+    expected = torch.cat([plain.state[p]["exp_avg"].reshape(-1) for p in alone.parameters()])
     model, optimizer = make(comm)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     _, wrapped = make(comm, model=alone, kind=lambda parameters: plain)
     for each in (optimizer, wrapped):
-        assert all(map(torch.equal, gathered(each), expected))
+        assert torch.equal(moments(each), expected)
         assert elements(each) == each.reducer.group.shard_length
     train(model, optimizer, comm.rank, range(2))
 
 
-def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
+def test_one_ranks_state_on_all_brings_no_moments_of_shards(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
     _model, optimizer = trained(comm, 3)
@@ -299,7 +233,7 @@ def test_of_moments_of_shards_one_ranks_state_on_all_brings_none(
     Replicas(comm, 2).check_agreed(again, loaded)
 
 
-def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
+def test_states_by_torch_have_no_moments_of_shards(
     comm: MPI.Intracomm, recwarn: pytest.WarningsRecorder
 ) -> None:
     """An optimizer without state is set up by a step at a learning rate of 0."""
@@ -316,15 +250,13 @@ def test_what_torch_takes_of_a_state_has_no_moments_of_shards(
     Replicas(comm, 2).check_agreed(model, optimizer)
 
 
-def test_moments_of_another_shard_or_of_one_are_refused(
-    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_of_another_shard_or_of_one_are_refused(comm: MPI.Intracomm) -> None:
     _model, optimizer = trained(comm)
-    states = states_of(comm, optimizer)
+    states = comm.allgather(copy.deepcopy(optimizer.state_dict()))
+    assert all(not state["state"] for state in states)  # it is under "updates", and no other rank's
     with pytest.raises(ValueError, match="another shard|is of rank"):
         optimizer.load_state_dict(states[(comm.rank + 1) % comm.size])
-    on_all(monkeypatch)
-    _, whole = make(comm)
+    _, whole = make(comm, kind=on_all(OPTIMIZERS["adamw"]))
     with pytest.raises(ValueError, match="here each rank steps on all of them: .* else go on with every=1"):
         whole.load_state_dict(states[comm.rank])
 
@@ -338,15 +270,9 @@ def test_what_is_written_past_all_watching_stays(comm: MPI.Intracomm) -> None:
     weight = max(model.parameters(), key=lambda each: each.numel())
     with optimizer.agreed():
         before = weight.detach().clone()
-    places, elements = [], weight.data.view(-1)
-    for place in range(1, len(elements), 7):
-        kept = elements[place].clone()
-        elements[place] += 1
-        if any(comm.allgather(bool(optimizer._reference.written()))):
-            elements[place] = kept
-        else:
-            places.append(place)
+    places = [place for place in range(1, weight.numel(), 7) if place % (weight.numel() // SAMPLES)]
     assert len(places) > 20
+    weight.data.view(-1)[places] += 1
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, comm.rank, range(3, 24))
     with optimizer.agreed():
@@ -451,13 +377,13 @@ def test_what_is_dropped_leaves_the_optimizer_no_shard(comm: MPI.Intracomm) -> N
 
 
 @pytest.mark.parametrize(("per_host", "kind"), [(2, "adamw foreach"), (3, "lion")])
-def test_what_is_closed_goes_on_with_the_moments_of_its_host(
-    comm: MPI.Intracomm, per_host: int, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_closed_optimizers_go_on_with_the_moments_of_their_host(
+    comm: MPI.Intracomm, per_host: int, kind: str
 ) -> None:
     """As where each rank has stepped on all parameters, bit for bit; and it may be wrapped again."""
-    runs = []
-    for _ in range(2):
-        model, optimizer = make(comm, per_host, KINDS[kind])
+    runs: list[Any] = []
+    for makes in (KINDS[kind], on_all(KINDS[kind])):
+        model, optimizer = make(comm, per_host, makes)
         train(model, optimizer, comm.rank, range(2))
         inner = optimizer.inner
         optimizer.close()
@@ -468,7 +394,6 @@ def test_what_is_closed_goes_on_with_the_moments_of_its_host(
             _, again = make(comm, model=model, kind=lambda parameters, inner=inner: inner)
             assert elements(again) == again.reducer.group.shard_length
             again.close()
-        on_all(monkeypatch)
     assert len(runs[0]) > 6 and all(map(torch.equal, *runs))
 
 
@@ -498,6 +423,7 @@ def test_moments_are_dropped_where_one_rank_closes_alone(
 ) -> None:
     """After `timeout`; at once where an error is handled, which may be this rank's alone."""
     monkeypatch.setattr("collectives.limit._ANSWER", 0.5)
+    monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", 0.1)
     with monkeypatch.context() as patch:  # ranks may be slow
         patch.setattr("collectives.limit._debugged", lambda: True)
         model, optimizer = make(comm, timeout=600.0 if handled else 1.0)

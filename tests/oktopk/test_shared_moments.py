@@ -63,7 +63,7 @@ def near(found: torch.Tensor, wanted: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("device", ["cpu", on_torchs_gpu("cuda", id="cuda")])
-def test_all_slices_become_the_mean_with_equal_bits_on_all_ranks(comm: MPI.Intracomm, device: str) -> None:
+def test_all_slices_become_the_mean_with_equal_bits(comm: MPI.Intracomm, device: str) -> None:
     case = Case(comm, device)
     case.moments(0)[3] = 0.0
     wanted = [means(comm, case.moments(number)) for number in range(5)]
@@ -88,7 +88,7 @@ def test_one_slice_leaves_the_others_alone(comm: MPI.Intracomm) -> None:
     assert all(torch.equal(case.moments(number), before[number]) for number in range(1, 5))
 
 
-def test_a_rank_that_has_not_stepped_tells_its_moments_and_keeps_them(comm: MPI.Intracomm) -> None:
+def test_a_rank_that_has_not_stepped_keeps_its_moments(comm: MPI.Intracomm) -> None:
     case = Case(comm)
     own, wanted = case.moments(0).clone(), means(comm, case.moments(0))
     for number in range(FEW):
@@ -97,7 +97,7 @@ def test_a_rank_that_has_not_stepped_tells_its_moments_and_keeps_them(comm: MPI.
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_the_mean_is_by_element_of_what_ranks_have_and_is_finite(comm: MPI.Intracomm, value: float) -> None:
+def test_the_mean_is_of_what_ranks_have_and_finite(comm: MPI.Intracomm, value: float) -> None:
     """Rank 0 has none of the first parameter, and the third one's in another memory format."""
     case = Case(comm)
     total = means(comm, case.moments(0) * float(comm.rank > 0)) * comm.size
@@ -149,7 +149,7 @@ def test_a_step_behind_an_average_applies_what_it_would_without(comm: MPI.Intrac
         case.shared.average(1)
 
 
-def test_a_mean_that_is_not_finite_leaves_the_slice_as_it_is(comm: MPI.Intracomm) -> None:
+def test_a_nonfinite_mean_leaves_the_slice_as_it_is(comm: MPI.Intracomm) -> None:
     case = Case(comm)
     case.moments(4)[:] = torch.finfo(torch.float32).max
     before = case.moments(4).clone()
@@ -171,7 +171,7 @@ def test_hosts_count_by_their_ranks(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=3)
-def test_pieces_are_averaged_among_the_ranks_that_have_the_same_shard(comm: MPI.Intracomm) -> None:
+def test_pieces_are_averaged_among_the_holders_of_a_shard(comm: MPI.Intracomm) -> None:
     """By the ranks of their hosts; a rank without a shard sends and changes nothing."""
     case = Case(comm, levels="hosts", ranks_per_host=2)
     group, begin, pieces = case.reducer.group, 0, []

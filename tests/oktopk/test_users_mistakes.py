@@ -18,8 +18,8 @@ from mpi4py import MPI
 from torch import nn
 
 import oktopk
+from collectives.errors import MissingRanksError
 from collectives.launchers import LauncherError
-from collectives.transport import MissingRanksError
 from oktopk import METHODS, DistributedOptimizer, GradientAllreduce, average_buffers, broadcast_parameters
 from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import of_rank, redistribute
@@ -115,7 +115,7 @@ def test_equal_parameters_are_left_as_they_are_in_silence(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_parameters_that_differ_are_refused_where_they_must_not_be_replaced(comm: MPI.Intracomm) -> None:
+def test_parameters_that_differ_are_refused_without_broadcast(comm: MPI.Intracomm) -> None:
     model = network(seed=comm.rank)
     before = flat(model)
     others = ", ".join(map(str, range(1, comm.size)))
@@ -177,16 +177,14 @@ def test_a_rank_may_be_away_between_steps(comm: MPI.Intracomm) -> None:
     reducer = GradientAllreduce(comm, 100, timeout=LIMIT)
     reducer.step(np.arange(100, dtype=np.float32))
     if comm.rank == 0:
-        time.sleep(LIMIT + 0.5)  # an evaluation, before what has no limit
+        time.sleep(LIMIT + 0.1)  # an evaluation, before what has no limit
     reducer.transport.barrier()
 
 
 @pytest.mark.parametrize(
     ("method", "kind"), [("oktopk", "unfrozen"), ("dense", "added"), ("gtopk", "replaced")]
 )
-def test_a_parameter_that_needs_a_gradient_later_is_an_error_on_all(
-    comm: MPI.Intracomm, method: str, kind: str
-) -> None:
+def test_a_parameter_trained_later_is_an_error_on_all(comm: MPI.Intracomm, method: str, kind: str) -> None:
     model = network()
     model[3].bias.requires_grad_(False)
     optimizer = DistributedOptimizer(sgd(model), comm, method, density=0.05)
@@ -216,7 +214,7 @@ def test_a_parameter_that_needs_a_gradient_later_is_an_error_on_all(
     assert kept is None or np.allclose(residual, kept, atol=1e-4)
 
 
-def test_an_error_of_one_rank_in_a_step_is_raised_by_all(comm: MPI.Intracomm) -> None:
+def test_one_ranks_error_in_a_step_is_raised_by_all(comm: MPI.Intracomm) -> None:
     """The flag that travels is that of a gradient that is not finite: the two must not be mistaken for each other."""
     two_levels: dict[str, Any] = {"levels": "hosts", "ranks_per_host": 2}
     for method, more in [*((method, {}) for method in METHODS), ("oktopk", two_levels)]:
@@ -271,9 +269,7 @@ def test_a_state_of_another_rank_is_refused_on_all(comm: MPI.Intracomm) -> None:
     [{"sends": "updates"}, {"sends": "gradients"}, {"sends": "gradients", "bucket_mb": 0.001}],
     ids=str,
 )
-def test_a_step_warns_if_all_ranks_loaded_rank_0s_state_alone(
-    comm: MPI.Intracomm, settings: dict[str, Any]
-) -> None:
+def test_a_step_warns_if_all_ranks_loaded_one_state(comm: MPI.Intracomm, settings: dict[str, Any]) -> None:
     """As frameworks do that save rank 0's optimizer alone."""
 
     def made() -> tuple[nn.Module, DistributedOptimizer]:
@@ -313,7 +309,7 @@ def test_a_step_warns_if_all_ranks_loaded_rank_0s_state_alone(
             assert len(set(comm.allgather(flat(again).tobytes()))) == 1
 
 
-def test_one_state_of_more_ranks_is_lost_in_a_sentence_that_names_redistribute() -> None:
+def test_one_state_of_more_ranks_names_redistribute() -> None:
     alone: Any = types.SimpleNamespace(size=1, allgather_objects=lambda value: [value])
     said = not_saved_of((0, 4), alone)
     assert "every rank has loaded the state of rank 0 of 4" in said
@@ -407,9 +403,7 @@ CALLED_ALONE = {
     ],
     indirect=["over"],
 )
-def test_a_rank_that_alone_makes_another_call_is_named_with_it(
-    comm: MPI.Intracomm, over: Any, name: str
-) -> None:
+def test_a_rank_that_makes_another_call_is_named_with_it(comm: MPI.Intracomm, over: Any, name: str) -> None:
     for call in CALLED_ALONE[name]:
         made = MADE[name](over, timeout=LIMIT)
         made.step()  # the first one agrees on more than later ones
@@ -478,9 +472,7 @@ def test_ranks_that_close_at_other_times_go_on(comm: MPI.Intracomm, monkeypatch:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("overlap", [True, False])
-def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(
-    comm: MPI.Intracomm, overlap: bool
-) -> None:
+def test_measures_of_buckets_asked_for_by_one_are_refused(comm: MPI.Intracomm, overlap: bool) -> None:
     model = network()
     optimizer = DistributedOptimizer(sgd(model), comm, timeout=LIMIT, bucket_mb=0.001, overlap=overlap)
     backward(model, comm)
@@ -513,7 +505,7 @@ def test_measures_that_one_rank_asks_for_in_buckets_are_refused_on_all(
     ],
     indirect=["over"],
 )
-def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
+def test_ranks_missing_in_a_step_are_named_by_all(
     comm: MPI.Intracomm,
     monkeypatch: pytest.MonkeyPatch,
     after_the_others: Callable[[int], None],
@@ -562,7 +554,7 @@ def test_ranks_that_do_not_come_to_a_step_are_named_by_all(
     ],
     indirect=["over"],
 )
-def test_ranks_that_do_not_come_to_a_construction_are_named_by_all(
+def test_ranks_missing_in_a_construction_are_named_by_all(
     comm: MPI.Intracomm,
     monkeypatch: pytest.MonkeyPatch,
     after_the_others: Callable[[int], None],
@@ -610,5 +602,5 @@ def test_under_a_debugger_a_rank_waits_on(comm: MPI.Intracomm, monkeypatch: pyte
     reducer = GradientAllreduce(comm, 100, timeout=0.1)
     for late in (0, comm.size - 1):
         if comm.rank == late:
-            time.sleep(0.5)
+            time.sleep(0.2)
         assert reducer.step(np.arange(100, dtype=np.float32)).global_nnz

@@ -14,16 +14,11 @@ from torch import nn
 
 from oktopk import NonFiniteGradientError
 from tests.training import flat, network, steady
+from tests.updates import go_on_behind_the_first_exchanges
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
 HOSTS = {"replica": "host", "ranks_per_host": 2}
-
-
-@pytest.fixture(autouse=True)
-def few_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks compare the reference in the first two exchanges, and then in every tenth."""
-    monkeypatch.setattr("oktopk.torch.window._FIRST", 2)
 
 
 def take_steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
@@ -38,10 +33,11 @@ def take_steps(model: nn.Module, optimizer: Any, rank: int, steps: range) -> Non
 def trained(
     comm: MPI.Intracomm, dtype: torch.dtype = torch.float32, steps: int = 4, **settings: Any
 ) -> tuple[nn.Module, Any]:
-    """Past the exchanges in which all ranks compare the reference, and at an exchange's end, but for an odd number of steps."""
+    """Between exchanges in which all ranks compare the reference, and at an exchange's end, but for an odd number of steps."""
     model = network().to(dtype)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = steady(inner, comm, density=0.05, sends="updates", **settings)
+    go_on_behind_the_first_exchanges(optimizer)
     take_steps(model, optimizer, comm.rank, range(steps))
     return model, optimizer
 
@@ -107,7 +103,7 @@ def from_its_state(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("goes_on", [as_it_is, from_its_state])
-def test_a_checkpoint_in_bfloat16_is_loaded_over_weights_that_round_to_it(
+def test_a_bfloat16_checkpoint_is_loaded_over_weights_that_round_alike(
     comm: MPI.Intracomm, goes_on: Callable[[nn.Module, Any], tuple[nn.Module, Any]]
 ) -> None:
     model, optimizer = trained(comm, torch.bfloat16)
@@ -129,7 +125,7 @@ def test_weights_that_are_cut_after_each_step_are_cut_alike(comm: MPI.Intracomm)
         assert alike(model, optimizer, comm)
 
 
-def test_what_is_loaded_before_the_step_that_sets_up_the_state_stays(comm: MPI.Intracomm) -> None:
+def test_what_is_loaded_before_a_state_is_set_up_stays(comm: MPI.Intracomm) -> None:
     model = network()
     optimizer = steady(torch.optim.AdamW(model.parameters(), lr=0.0), comm, density=0.05)
     given = network(9).state_dict()
@@ -139,28 +135,6 @@ def test_what_is_loaded_before_the_step_that_sets_up_the_state_stays(comm: MPI.I
     optimizer.step()  # as torch.distributed.checkpoint.state_dict takes one
     with optimizer.agreed():
         assert torch.equal(model[0].weight, given["0.weight"])
-
-
-@pytest.mark.parametrize(
-    "settings", [{"every": 2}, pytest.param(HOSTS, marks=pytest.mark.mpi(min_size=3))], ids=["rank", "host"]
-)
-def test_a_state_that_is_loaded_within_agreed_goes_on_bit_for_bit(
-    comm: MPI.Intracomm, settings: dict[str, Any]
-) -> None:
-    """As a framework loads one where it evaluated before."""
-    model, optimizer = trained(comm, local_share=0.5, **settings)
-    with optimizer.agreed():
-        weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    take_steps(model, optimizer, comm.rank, range(4, 9))
-    whole = flat(model).tobytes()
-    with optimizer.agreed():
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    take_steps(model, optimizer, comm.rank, range(4, 9))
-    assert flat(model).tobytes() == whole
-    assert alike(model, optimizer, comm)
 
 
 def clamp(model: nn.Module) -> None:
@@ -193,9 +167,7 @@ def test_what_ranks_write_outside_of_agreed_is_warned_of(comm: MPI.Intracomm, th
 
 
 @pytest.mark.parametrize("taken", ["in the step", "before it"])
-def test_what_ranks_write_before_a_step_that_raises_is_warned_of_after_it(
-    comm: MPI.Intracomm, taken: str
-) -> None:
+def test_writes_before_a_step_that_raises_are_warned_of(comm: MPI.Intracomm, taken: str) -> None:
     """Such a step does not compare what the ranks have taken."""
     model, optimizer = trained(comm, steps=6, local_share=0.5)
     clamp(model)
