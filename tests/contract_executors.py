@@ -94,7 +94,7 @@ class LibraryUpdates:
     ) -> None:
         import torch  # here, as ranks import this file for tests without it
 
-        from oktopk.torch.updates import UpdatesOptimizer
+        from oktopk.torch.updates.optimizer import UpdatesOptimizer
 
         self._comm, self._weight = comm, torch.nn.Parameter(torch.zeros(length))
         inner = torch.optim.SGD([self._weight], lr=comm.size)

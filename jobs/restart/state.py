@@ -19,7 +19,7 @@ from jobs.restart.files import BadCheckpointError, Found
 from jobs.train.reduce.reduction import ReducingOptimizer
 from oktopk import MissingRanksError
 from oktopk.elastic import check_redistributed, redistribute
-from oktopk.torch.updates import UpdatesOptimizer
+from oktopk.torch.updates.optimizer import UpdatesOptimizer
 
 RESIDUALS = ("reducer", "tables", "updates")
 """Parts of an optimizer's state that differ from rank to rank, see `oktopk.DistributedOptimizer`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from oktopk.settings import DENSE_ABOVE, Settings
 from oktopk.torch.local_step import is_adaptive
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
-from oktopk.torch.residual_decay import check_power
 
 OKTOPK_FROM = 0.05
 """The last density from which Ok-Topk is the default method of updates."""
@@ -84,8 +84,9 @@ def check_numbers(sends: str, every: Any, local_share: Any, residual_decay: Any)
     number = isinstance(local_share, float | int) and not isinstance(local_share, bool)
     if local_share is not None and not (number and 0 <= local_share <= 1):
         raise ValueError(f"local_share {local_share!r} is not in [0, 1]")
-    if residual_decay is not None:
-        check_power(residual_decay)
+    number = isinstance(residual_decay, float | int) and not isinstance(residual_decay, bool)
+    if residual_decay is not None and not (number and 0 <= residual_decay < math.inf):
+        raise ValueError(f"residual_decay {residual_decay!r} is not a number >= 0")
     if residual_decay and sends == "gradients":
         raise ValueError(
             f"residual_decay={residual_decay!r} is for sends='updates': the residual of gradients loses nothing"

@@ -2,6 +2,6 @@
 
 from oktopk.torch.gradients_optimizer import GradientsOptimizer
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.updates import UpdatesOptimizer
+from oktopk.torch.updates.optimizer import UpdatesOptimizer
 
 __all__ = ["DistributedOptimizer", "GradientsOptimizer", "UpdatesOptimizer"]

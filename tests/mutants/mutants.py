@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "decay-again",
-        "oktopk/torch/residual_decay.py",
+        "oktopk/torch/updates/residual_decay.py",
         "        self.last = self.exchanges\n        return factor",
         "        return factor",
         "what was forgotten already is forgotten again in each exchange",
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     Mutant(
         "replica-ranks",
-        "oktopk/torch/reference_parameters.py",
+        "oktopk/torch/updates/reference_parameters.py",
         "        vector.mul_(group.host.size)\n",
         "",
         "a host counts as one rank",
@@ -294,7 +294,7 @@ MUTANTS = (
     ),
     Mutant(
         "replica-shards",
-        "oktopk/torch/reference_parameters.py",
+        "oktopk/torch/updates/reference_parameters.py",
         "            self.residual.put()\n        torch",
         "            pass\n        torch",
         "what is written within `agreed` stays in the shards of the residual",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oktopk.torch.gradient_norms import GradientNorms
+from oktopk.torch.updates.gradient_norms import GradientNorms
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from oktopk import DistributedOptimizer
 from oktopk.damage import StateError
 from oktopk.torch import AdamW as OurAdamW
 from oktopk.torch import local_step
-from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import SHARED_BY, most_share
+from oktopk.torch.updates.local_share import LocalShare
 from tests.training import flat
 from tests.updates import own, reference, to_come, unsent
 

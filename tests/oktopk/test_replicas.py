@@ -25,7 +25,7 @@ from oktopk import DistributedOptimizer, levels
 from oktopk.elastic import inherited_ranks, of_rank, redistribute
 from oktopk.levels import Layout
 from oktopk.torch import local_step
-from oktopk.torch.shared_moments import SLICES
+from oktopk.torch.updates.shared_moments import SLICES
 from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, gradients, network, steady, train

@@ -15,7 +15,7 @@ from torch import nn
 import oktopk.torch
 from oktopk import DistributedOptimizer
 from oktopk.damage import StateError
-from oktopk.torch.residual_decay import ResidualDecay
+from oktopk.torch.updates.residual_decay import ResidualDecay
 from tests.training import steady
 from tests.updates import own, reference, unsent
 

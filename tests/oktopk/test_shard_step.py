@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oktopk import DistributedOptimizer, levels
-from oktopk.torch import updates
-from oktopk.torch.reference_parameters import SAMPLES
-from oktopk.torch.shard_step import is_elementwise
-from oktopk.torch.shared_moments import SLICES
+from oktopk.torch.updates import optimizer as updates
+from oktopk.torch.updates.reference_parameters import SAMPLES
+from oktopk.torch.updates.shard_step import is_elementwise
+from oktopk.torch.updates.shared_moments import SLICES
 from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, gradients, inputs, network, train
 from tests.updates import moments, on_all, on_shard, reference

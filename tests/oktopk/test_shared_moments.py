@@ -14,7 +14,7 @@ from oktopk import GradientAllreduce
 from oktopk.torch.interop import memory_of
 from oktopk.torch.local_step import SHARED_BY
 from oktopk.torch.replica import Replica
-from oktopk.torch.shared_moments import SLICES, SharedMoments
+from oktopk.torch.updates.shared_moments import SLICES, SharedMoments
 from tests.devices import on_torchs_gpu, torch_device
 from tests.training import network, steady, train
 

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from oktopk import DistributedOptimizer, NonFiniteGradientError
 from oktopk.elastic import of_rank, redistribute
 from oktopk.torch.local_step import betas_of_replica, most_share
-from oktopk.torch.reference_parameters import ReferenceParameters
-from oktopk.torch.updates import UpdatesOptimizer
+from oktopk.torch.updates.optimizer import UpdatesOptimizer
+from oktopk.torch.updates.reference_parameters import ReferenceParameters
 from tests.oracle import masked, top_k
 from tests.replicas import Replicas
 from tests.training import flat, gradients, loss, network, steady, train

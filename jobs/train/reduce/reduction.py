@@ -16,7 +16,7 @@ from jobs.train.reduce.baselines import DdpTraining, DenseTraining, NcclTraining
 from jobs.train.reduce.process_group import WireError, start_process_group
 from oktopk import METHODS, DistributedOptimizer, StepReport
 from oktopk.settings import DEFAULT_BUCKET_MB
-from oktopk.torch.updates import UpdatesOptimizer
+from oktopk.torch.updates.optimizer import UpdatesOptimizer
 
 ReducingOptimizer = DistributedOptimizer | DenseTraining
 """What the loop trains with: its first half of a step reduces, its second applies."""

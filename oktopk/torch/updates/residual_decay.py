@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,10 +74,3 @@ class ResidualDecay:
             raise StateError(
                 f"the decay of the state's residual is of {last} exchanges of {exchanges}, power {power}"
             )
-
-
-def check_power(power: Any) -> None:
-    """Raise ValueError for what is no power of a decay."""
-    number = isinstance(power, float | int) and not isinstance(power, bool)
-    if not (number and 0 <= power < math.inf):
-        raise ValueError(f"residual_decay {power!r} is not a number >= 0")

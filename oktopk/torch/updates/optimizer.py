@@ -23,11 +23,7 @@ from oktopk.settings import DENSE_ABOVE
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
 from oktopk.torch.arguments import levels_of
-from oktopk.torch.gradient_check import GradientCheck
-from oktopk.torch.gradient_norms import GradientNorms, most_norm
 from oktopk.torch.gradients import missing_spans
-from oktopk.torch.host_replica import HostReplica, SummedReplica
-from oktopk.torch.local_share import LocalShare
 from oktopk.torch.local_step import (
     SHARED_BY,
     LocalStep,
@@ -36,15 +32,19 @@ from oktopk.torch.local_step import (
     most_share,
 )
 from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
-from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.replica import Replica
-from oktopk.torch.residual_decay import ADAM_DECAY, ResidualDecay
-from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.shard_step import ShardStep, is_elementwise
-from oktopk.torch.shared_moments import SharedMoments
-from oktopk.torch.step_agreement import UpdatesAgreement
-from oktopk.torch.updates_state import UpdatesState
-from oktopk.torch.window import Window
+from oktopk.torch.updates.gradient_check import GradientCheck
+from oktopk.torch.updates.gradient_norms import GradientNorms, most_norm
+from oktopk.torch.updates.host_replica import HostReplica, SummedReplica
+from oktopk.torch.updates.local_share import LocalShare
+from oktopk.torch.updates.reference_parameters import ReferenceParameters
+from oktopk.torch.updates.residual_decay import ADAM_DECAY, ResidualDecay
+from oktopk.torch.updates.sampled_ratio import SampledRatio
+from oktopk.torch.updates.shard_step import ShardStep, is_elementwise
+from oktopk.torch.updates.shared_moments import SharedMoments
+from oktopk.torch.updates.state import UpdatesState
+from oktopk.torch.updates.step_agreement import UpdatesAgreement
+from oktopk.torch.updates.window import Window
 
 _is_sparse = operator.attrgetter("is_sparse")
 

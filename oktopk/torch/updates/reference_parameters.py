@@ -17,8 +17,8 @@ from oktopk.displacement import Displacement, ShardDisplacement
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.gradients import dense_views, is_dense, missing_spans
 from oktopk.torch.interop import TYPE_NAMES, TensorMemory
-from oktopk.torch.replica_residual import ReplicaResidual
 from oktopk.torch.states import is_whole
+from oktopk.torch.updates.replica_residual import ReplicaResidual
 
 SAMPLES = 16
 """Elements of a parameter that are compared to find what a user has written."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from oktopk.torch.interop import TYPE_NAMES, TensorMemory
-from oktopk.torch.reference_parameters import ReferenceParameters
+from oktopk.torch.updates.reference_parameters import ReferenceParameters
 
 if TYPE_CHECKING:
     from oktopk.cuda.step_check import StepCheck

@@ -17,12 +17,7 @@ from oktopk.damage import StateError, state_errors
 from oktopk.elastic import between_exchanges, of_rank
 from oktopk.torch.adamw import SelectingStep
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.local_share import LocalShare
 from oktopk.torch.optimizer import DistributedOptimizer
-from oktopk.torch.reference_parameters import ReferenceParameters
-from oktopk.torch.residual_decay import ResidualDecay
-from oktopk.torch.sampled_ratio import SampledRatio
-from oktopk.torch.shard_step import ShardStep
 from oktopk.torch.states import (
     NOT_AN_OPTIMIZERS,
     by_number,
@@ -33,8 +28,14 @@ from oktopk.torch.states import (
     names_kept,
     on_host,
 )
-from oktopk.torch.step_agreement import UpdatesAgreement, groups_difference, numbers_of
-from oktopk.torch.window import Window
+from oktopk.torch.step_agreement import groups_difference, numbers_of
+from oktopk.torch.updates.local_share import LocalShare
+from oktopk.torch.updates.reference_parameters import ReferenceParameters
+from oktopk.torch.updates.residual_decay import ResidualDecay
+from oktopk.torch.updates.sampled_ratio import SampledRatio
+from oktopk.torch.updates.shard_step import ShardStep
+from oktopk.torch.updates.step_agreement import UpdatesAgreement
+from oktopk.torch.updates.window import Window
 
 
 class _Agreed(AbstractContextManager[None]):

@@ -20,8 +20,8 @@ from oktopk.allreduce import GradientAllreduce
 from oktopk.regions import equal_boundaries
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.replica import Replica
-from oktopk.torch.shard_step import ShardStep
 from oktopk.torch.shards import local_tensor
+from oktopk.torch.updates.shard_step import ShardStep
 
 SLICES = 100
 """Slices of the elements: each is averaged once in a thousand exchanges, see `updates`."""

@@ -19,9 +19,9 @@ from oktopk.torch.adamw import AdamW
 from oktopk.torch.gradients import dense_views
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.local_step import has_step_hooks
-from oktopk.torch.reference_parameters import ReferenceParameters
 from oktopk.torch.replica import Replica
 from oktopk.torch.states import by_number, is_whole
+from oktopk.torch.updates.reference_parameters import ReferenceParameters
 
 # these make what they keep in their first step
 _TORCHS = "Adam", "AdamW", "RAdam", "Adamax", "SGD", "RMSprop"
