@@ -258,6 +258,11 @@ def group(comm: MPI.Intracomm) -> Iterator[Any]:
     start_process_group(comm, torch.device("cpu"))
     yield torch.distributed.group.WORLD
     stop_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # torch keeps results of operations with their meshes: an equal mesh would get one whose groups are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ HOSTS: dict[str, Any] = {"ranks_per_host": 2, "replica": "host"}
 
 
 @pytest.mark.mpi
+@pytest.mark.also(ranks=4)
 @pytest.mark.also(ranks=1)
 @pytest.mark.parametrize(
     ("kind", "settings", "first", "varies"),
