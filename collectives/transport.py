@@ -212,10 +212,6 @@ class Transport(AgreeingRanks):
         """Wait until every rank has called."""
 
     @abstractmethod
-    def allgather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable value, by rank."""
-
-    @abstractmethod
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:
         """Bitwise or of uint8[m] over the ranks, in place."""
 

@@ -107,7 +107,7 @@ class LocalSelection:
         self.length = length
         self.kernels = kernels
         self.transport = transport
-        self._shard_group = shard_group
+        self.shard_group = shard_group
 
     def select(
         self,
@@ -148,14 +148,14 @@ class LocalSelection:
             exact: cut the list down to the exact top k.
         """
         own_nnz, buffer, layout = packing.nnz, self.buffer(k), (packing.offsets, packing.splits)
-        nnz, flag = self._shard_group.sum_flagged(own_nnz, packing.nonfinite > 0)
+        nnz, flag = self.shard_group.sum_flagged(own_nnz, packing.nonfinite > 0)
         if flag:  # nobody applies this step: learn nothing from it, but start afresh
             self.force_exact()
             nothing = SparseVector(buffer[:0], self.length)
             return Selection(nothing, packing.nonfinite, False, bits_magnitude(bits), flag=True)
         if nnz > 2 * k or (exact and nnz < k and bits > 1):
             own_nnz, bits = self._repack(residual, k, buffer)
-            nnz, _ = self._shard_group.sum_flagged(own_nnz, False)
+            nnz, _ = self.shard_group.sum_flagged(own_nnz, False)
             exact, layout = True, (None, None)
         packed, threshold_bits = buffer[:own_nnz], bits
         if packing.candidates:
@@ -223,14 +223,14 @@ class LocalSelection:
         def histogram(level: int, prefix: int) -> NDArray[np.int64]:
             nonlocal own
             own = self.kernels.magnitude_histogram(values, level, prefix)
-            return self._shard_group.sum(own)
+            return self.shard_group.sum(own)
 
         bits, larger, equal = kth_magnitude(histogram, k)
         return bits, larger, equal, int(own[bits & (len(own) - 1)]) if equal else 0
 
     def _ties(self, wanted: int, equal: int) -> int:
         """How many of this rank's `equal` ties to take so that all shards take `wanted`, the lowest shards first."""
-        return max(0, wanted - self._shard_group.below(equal))
+        return max(0, wanted - self.shard_group.below(equal))
 
     def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
@@ -238,7 +238,7 @@ class LocalSelection:
         Returns (nnz, bits): entries packed here, and the threshold they reach.
         """
         kernels = self.kernels
-        coarse = self._shard_group.sum(kernels.top_histogram(residual, k))
+        coarse = self.shard_group.sum(kernels.top_histogram(residual, k))
         reached = np.cumsum(coarse[::-1])
         if reached[-1] <= 2 * k:
             return kernels.select_at_least(residual, 1, _ALL, buffer), 1

@@ -56,7 +56,7 @@ class Settings:
             residual is exact again when the next step begins, or after `complete`.
         balance_trigger: even out the kept entries when one rank holds more than this times the mean, >= 1. No effect on union,
             whose blocks are equal.
-        bucket_rounds: rounds in flight at once where entries or values go to the ranks that sum them, >= 1.
+        bucket_rounds: rounds of a batch, in flight at once, where entries or values go to the ranks that sum them, >= 1.
         drift_tolerance: between exact steps the global threshold moves when its count is off k by more than this share of k,
             in [0, 0.25].
         average: return the mean over the ranks, else the sum.

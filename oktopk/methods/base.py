@@ -31,8 +31,8 @@ class Method(ABC):
         shard_group: the ranks that hold the shards of what this rank's vector is a shard of.
 
     Attributes:
-        length, transport, kernels, settings: as given, for the `reduce` or `exchange` of a class
-            that is derived.
+        length, transport, kernels, settings, shard_group: as given, for the `reduce` or `exchange`
+            of a class that is derived.
     """
 
     name: ClassVar[str]

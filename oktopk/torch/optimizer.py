@@ -62,7 +62,7 @@ class DistributedOptimizer(SavedOptimizer):
     """Sums what the ranks' optimizers need: their gradients, or, around AdamW, what their optimizers changed.
 
     What it makes is an `oktopk.torch.gradients_optimizer.GradientsOptimizer`, or by default of optimizers with `betas` an
-    `oktopk.torch.updates.optimizer.UpdatesOptimizer`; each says what a step does. Of both:
+    `oktopk.torch.updates.UpdatesOptimizer`; each says what a step does. Of both:
 
     Learning-rate schedulers take either this optimizer or the wrapped one, and `torch.amp.GradScaler` this one. Each step
     compares the parameters with what they were: other values and another memory format are gone on with. The ranks compare the
@@ -103,7 +103,7 @@ class DistributedOptimizer(SavedOptimizer):
         sparse: the parameters with sparse gradients; None: the weights of all modules that make such.
         sends: "gradients": the ranks sum gradients, then each wrapped optimizer steps on the mean. "updates": each wrapped
             optimizer steps on its rank's own gradient, and the ranks sum what it changed; see
-            `oktopk.torch.updates.optimizer.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW,
+            `oktopk.torch.updates.UpdatesOptimizer`. None: updates for optimizers with `betas` (Adam, AdamW,
             Lion), which do not train well on sparse gradients; gradients for all others, for SparseAdam, and where steps are
             dense.
         every: steps between two exchanges of updates, >= 1. "auto", with `settings` and `compute_ms`: 1, or 4 where steps are

@@ -11,3 +11,19 @@
 | host_replica.py, shard_step.py | a host that is one replica, whose ranks step on a shard each |
 | step_agreement.py | what ranks compare in each exchange |
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oktopk.torch.updates.optimizer import UpdatesOptimizer
+
+__all__ = ["UpdatesOptimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public class on first use."""
+    if name == "UpdatesOptimizer":
+        from oktopk.torch.updates.optimizer import UpdatesOptimizer
+
+        return UpdatesOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
