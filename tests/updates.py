@@ -15,7 +15,7 @@ from oktopk.elastic import of_rank
 
 
 def own(optimizer: Any) -> dict[str, Any]:
-    """What its state has of this rank under "updates"."""
+    """What its state has of this rank under "updates". It takes what was written, as saving does."""
     state: dict[str, Any] = of_rank(optimizer.state_dict()["updates"])
     return state
 
@@ -51,6 +51,7 @@ def go_on_behind_the_first_exchanges(optimizer: Any) -> None:
     state = optimizer.state_dict()
     of_rank(state["updates"])["exchanges"] = 20
     optimizer.load_state_dict(state)
+    assert own(optimizer)["exchanges"] == 20
 
 
 def on_shard(optimizer: Any) -> bool:

@@ -264,7 +264,7 @@ def test_equal_entries_are_selected_up_to_k_and_none_is_lost(
             local.append(abs(step.report.local_nnz - min(wanted, nonzeros)) / wanted)
             applied.append(step.report.global_nnz / k - 1)
         # of one entry a threshold that is reused may miss it; in a union other ranks' choices leave this one's residual, too
-        of_union = 0.1 if comm.size <= 4 else 0.2  # the more, the more ranks choose
+        of_union = 0.1 if comm.size <= 4 else 0.2  # 0.144 of clustered entries on eight ranks
         most = max(of_union if method == "union" else 0.05, 0.5 / wanted)
         assert np.mean(comm.allgather(local)) <= most, (length, local)
         if method in ("oktopk", "gtopk"):  # the others apply all that any rank selected

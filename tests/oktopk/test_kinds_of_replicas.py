@@ -399,6 +399,11 @@ def test_an_inf_of_a_gradscaler_skips_its_replica(replicas: Replicas, kind: str)
     assert steps == {4.0 - here - (without and not replicas.per_host)}  # others of the host have gradients
 
 
+def _values(case: Any) -> tuple[str, dict[str, Any]]:
+    kind, settings = case.values
+    return kind, settings
+
+
 def gone_on(replicas: str, every: int, how: str, **settings: Any) -> Any:
     return case(replicas, {"every": every} | settings, how)
 
@@ -415,7 +420,7 @@ def gone_on(replicas: str, every: int, how: str, **settings: Any) -> Any:
         gone_on("ranks", 3, "agreed"),
         gone_on("ranks", 1, "agreed, the optimizer first"),
         gone_on("ranks", 1, "agreed, saved within"),
-        gone_on("ranks", 2, "agreed, loaded within"),
+        gone_on("ranks", 2, "agreed, loaded within one that is running", local_share=0.5),
         gone_on("hosts of 3", 3, "own"),
         gone_on("hosts of 2", 3, "agreed"),
         gone_on("hosts of 2", 1, "agreed, loaded within"),
@@ -432,6 +437,10 @@ def gone_on(replicas: str, every: int, how: str, **settings: Any) -> Any:
             for each in shards({"every": every}, how, long=True)
         ),
         *(pytest.param(*each.values, "own", marks=each.marks) for each in ON_GPUS),
+        *(
+            case(kind.removesuffix(" on GPUs"), more, "own", long=True)
+            for kind, more in map(_values, ON_GPUS)
+        ),
     ],
 )
 def test_training_goes_on_from_a_state_bit_for_bit(
@@ -444,7 +453,11 @@ def test_training_goes_on_from_a_state_bit_for_bit(
     settings = {"clip_norm": 0.0 if replicas.mesh is None else 0.5} | settings
     model = replicas.model()
     optimizer = replicas.wrap(model, **settings)
-    train(model, optimizer, comm.rank, range(5))
+    for step in range(5):
+        gradients(model, optimizer, comm.rank, step)
+        if step == 2 and comm.rank == 0 and "nonfinite" in settings:
+            next(model.parameters()).grad[0, 0] = math.nan
+        optimizer.step()
     if "write" in how:
         with optimizer.agreed(), torch.no_grad():
             model[0].weight.fill_(0.125)
@@ -462,7 +475,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(
     other = replicas.model(3)
     loaded = replicas.wrap(other, **settings)
     if "running" in how:
-        train(other, loaded, comm.rank, range(2))
+        train(other, loaded, comm.rank, range(3))
     train(model, optimizer, comm.rank, range(5, 9))
     if checkpoint:
         saved = {"model": other.state_dict(), "optimizer": loaded}

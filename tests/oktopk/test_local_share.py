@@ -50,7 +50,7 @@ def test_a_share_begins_large_and_falls_with_the_exchanges() -> None:
     assert share.renew([{"lr": 0.1}], 1) == pytest.approx(0.3)
 
 
-def test_a_share_is_one_at_most_or_fixed() -> None:
+def test_a_share_is_at_most_one_and_a_fixed_one_stays() -> None:
     large, given = LocalShare(0.5, varies=True), LocalShare(0.05, varies=False)
     assert large.now == 1.0
     for share, least in ((large, 1.0), (given, 0.05)):
@@ -224,7 +224,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_states_without_a_share_begin_it_anew(comm: MPI.Intracomm) -> None:
+def test_states_without_a_share_begin_it_anew_and_it_grows(comm: MPI.Intracomm) -> None:
     network, optimizer = train(comm, range(4), local_share=0.05)
     weights, state = copy.deepcopy(network.state_dict()), copy.deepcopy(optimizer.state_dict())
     plain = torch.optim.AdamW(network.parameters(), lr=0.001)

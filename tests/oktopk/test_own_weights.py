@@ -167,7 +167,7 @@ def test_a_copy_of_the_start_is_no_weight(comm: MPI.Intracomm) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_all_ranks_refuse_them_alike_but_sams_base_trains(comm: MPI.Intracomm) -> None:
+def test_weights_beside_are_refused_alike_but_sams_base_trains(comm: MPI.Intracomm) -> None:
     def sgd(groups: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=1e-3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -90,7 +91,6 @@ def run(
                 (torch.optim.AdamW, {"method": "oktopk"}, 2.0),
                 (torch.optim.AdamW, {"method": "union"}, 2.0),
                 (torch.optim.SGD, {"method": "oktopk"}, 0.0),
-                (torch.optim.AdamW, {"residual_decay": 0}, 0.0),
                 (torch.optim.AdamW, {"every": 2}, 0.0),
             )
         ),
@@ -101,13 +101,24 @@ def run(
 def test_only_adams_kind_in_each_step_forgets_by_default(
     comm: MPI.Intracomm, over: str, kind: Any, settings: dict[str, Any], power: float
 ) -> None:
-    """Of several replicas; the first exchange leaves the share of the residual that is due."""
+    """Of several replicas; the first and the last exchange leave the share of the residual that is due."""
     ranks, every = MPI.COMM_SELF if over == "alone" else comm, settings.get("every", 1)
     first, kept = (run(ranks, kind, every, **settings | more) for more in ({}, {"residual_decay": 0}))
     assert kept.reducer.residual.any()
     left = kept.reducer.residual * np.float32((29 / 30) ** power)
     assert np.array_equal(first.reducer.residual, left)
-    later = run(ranks, kind, 4, **settings)
+    later, twin = (run(ranks, kind, 4 - every, **settings | more) for more in ({}, {"residual_decay": 0}))
+    of_both = zip(twin.param_groups[0]["params"], later.param_groups[0]["params"], strict=True)
+    for parameter, other in of_both:
+        parameter.data.copy_(other.data)
+    twin.load_state_dict(copy.deepcopy(later.state_dict()))
+    for _ in range(every):
+        for optimizer in (twin, later):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.full_like(parameter, 1.0 + ranks.rank)
+            optimizer.step()
+    due = np.float32(((28 + 4 // every) / (29 + 4 // every)) ** power)
+    assert np.array_equal(later.reducer.residual, twin.reducer.residual * due)
     exchanges, _, saved = own(later)["forgetting"]
     assert (exchanges, saved, later.residual_decay) == (4 // every, power, power)
 

@@ -24,7 +24,7 @@ from oktopk.torch.updates.shard_step import is_elementwise
 from oktopk.torch.updates.shared_moments import SLICES
 from tests.replicas import OPTIMIZERS, Replicas
 from tests.training import flat, gradients, inputs, network, train
-from tests.updates import moments, on_all, on_shard, reference
+from tests.updates import moments, on_all, on_shard, own, reference
 
 pytestmark = [pytest.mark.mpi(min_size=3), pytest.mark.also(ranks=4), pytest.mark.also(ranks=5)]
 
@@ -273,6 +273,7 @@ def test_what_is_written_past_all_watching_stays(comm: MPI.Intracomm) -> None:
     places = [place for place in range(1, weight.numel(), 7) if place % (weight.numel() // SAMPLES)]
     assert len(places) > 20
     weight.data.view(-1)[places] += 1
+    assert not own(optimizer)["marked"]
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, comm.rank, range(3, 24))
     with optimizer.agreed():

@@ -276,7 +276,7 @@ def test_shards_that_are_moved_or_loaded_are_followed(comm: MPI.Intracomm, mesh:
         optimizer.step()
 
 
-def test_closed_optimizers_leave_the_agreed_model(comm: MPI.Intracomm, mesh: Any) -> None:
+def test_closed_optimizers_leave_the_agreed_model_for_another_one(comm: MPI.Intracomm, mesh: Any) -> None:
     model, optimizer = trained(mesh, 3)
     with pytest.raises(ValueError, match=r"a DistributedOptimizer is around this optimizer already"):
         DistributedOptimizer(optimizer.inner, mesh["replicate"].get_group(), density=0.1)

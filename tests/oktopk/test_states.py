@@ -180,7 +180,7 @@ def test_a_state_that_misfits_one_rank_is_refused_on_all(
 
 
 @pytest.mark.parametrize("kind", ["oktopk", "table"])
-def test_no_state_on_one_rank_is_refused_on_all(comm: MPI.Intracomm, kind: str) -> None:
+def test_what_is_no_state_is_refused_on_all_ranks(comm: MPI.Intracomm, kind: str) -> None:
     reducer = made(comm, kind)
     with pytest.raises(ValueError, match="the state is a NoneType|not that of a table"):
         reducer.load_state_dict(None if comm.rank == comm.size - 1 else reducer.state_dict())

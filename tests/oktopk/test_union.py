@@ -80,7 +80,7 @@ def test_chosen_indices_travel_in_the_bytes_of_indices_alone(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("fails", ["support", "sent", "gathered"])
-def test_damage_raises_on_all_ranks_and_names_one(
+def test_damage_raises_on_all_ranks_and_names_its_rank(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     reduced = reducer(comm, "cpu", "int8")

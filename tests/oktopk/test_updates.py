@@ -585,7 +585,7 @@ def test_one_element_that_a_rank_writes_alone_is_found(comm: MPI.Intracomm) -> N
     ],
     ids=str,
 )
-def test_the_optimizer_says_what_is_sent_and_how(
+def test_the_optimizer_decides_what_is_sent_unless_told(
     comm: MPI.Intracomm, kind: str, settings: dict[str, Any], sends: str, method: str, falls: int
 ) -> None:
     """Updates by the method that loses less at the density, which falls at first where Adam's travel in each step."""
