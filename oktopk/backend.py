@@ -141,17 +141,17 @@ class SharedGradients:
         length: elements of the gradient (n).
 
     Attributes:
-        mine: float32[n], this rank's.
+        own: float32[n], this rank's.
     """
 
     def __init__(self, transport: Transport, length: int) -> None:
         self._rows, self._length = SharedVectors(transport, length).rows, length
-        self.mine: Any = self.of_rank(transport.rank)
+        self.own: Any = self.of_rank(transport.rank)
 
     def publish(self, gradient: NDArray[np.float32]) -> None:
-        """Make this rank's gradient what the others read; nothing to copy where it is `mine`."""
-        if not np.may_share_memory(gradient, self.mine):
-            self.mine[:] = gradient
+        """Make this rank's gradient what the others read; nothing to copy where it is `own`."""
+        if not np.may_share_memory(gradient, self.own):
+            self.own[:] = gradient
 
     def of_rank(self, rank: int) -> Any:
         """[n], the gradient of a rank of the host, as this rank maps it."""

@@ -58,16 +58,16 @@ class HostGroup:
             self.host = host
             self.between = transport.split(self.shard)
             self.holders = transport.split(number if self.shard is not None and layout.shards > 1 else None)
-            for made in (self.between, self.holders):
-                if made is not None:
-                    opened.callback(made.close)
+            for part in (self.between, self.holders):
+                if part is not None:
+                    opened.callback(part.close)
             with transport.together():
                 self._shared = backend.shared_gradients(host, layout.length, peer_memory)
                 opened.callback(self._shared.close)
                 out = self.new_shard()
                 self._sum = None if self.shard is None else self._shared.sum_of_shard(layout, self.shard, out)
             opened.pop_all()
-        self.gradient = self._shared.mine
+        self.gradient = self._shared.own
         self._windows = backend.entry_windows(self.host)
         self._limit: tuple[str, float, str] | None = None
 
@@ -104,18 +104,18 @@ class HostGroup:
         """As `GradientAllreduce.mean_in_host`, of `gradient`. Collective."""
         if self.publish(self.gradient, flag, token):
             return None
-        mine = self.new_shard() if self._sum is None else self.sum(at_once=True)
-        mine /= np.float32(self.host.size)
-        self.share_in_place(mine, self.gradient)
+        own = self.new_shard() if self._sum is None else self.sum(at_once=True)
+        own /= np.float32(self.host.size)
+        self.share_in_place(own, self.gradient)
         return () if token is None else self.host.tokens or ()
 
-    def share_in_place(self, mine: Any, whole: Any) -> None:
+    def share_in_place(self, own_shard: Any, whole: Any) -> None:
         """Fill float32[n] with the shards of all ranks of the host, which lie in the memory of their gradients. Collective.
 
         No gradient may be read any more: this rank's shard is written over its place in `gradient`, where no other rank sums.
 
         Args:
-            mine: float32[shard]; empty for a rank that holds no shard.
+            own_shard: float32[shard]; empty for a rank that holds no shard.
             whole: float32[n], or `gradient` itself.
 
         Traffic: two control allreduces of one int64 in the host. Memory traffic: n float32 are read, those of other ranks from
@@ -123,7 +123,7 @@ class HostGroup:
         """
         layout = self.layout
         if self.shard is not None:
-            layout.insert(mine, self.shard, self.gradient)
+            layout.insert(own_shard, self.shard, self.gradient)
         self._meet()
         for shard in range(layout.shards):  # rank r of a host holds shard r
             if shard != self.shard or whole is not self.gradient:
@@ -154,21 +154,21 @@ class HostGroup:
         if self._limit is not None:
             self.host.expect_all(*self._limit)
 
-    def publish_entries(self, mine: SparseVector | None) -> None:
+    def publish_entries(self, selected: SparseVector | None) -> None:
         """Let the other ranks of the host read entries after `share_outcome`, where windows have room for them.
 
         Args:
-            mine: of this rank's shard, in the shard's indices, which stay as they are; None for nothing.
+            selected: of this rank's shard, in the shard's indices, which stay as they are; None for nothing.
         """
-        if self._windows is not None and mine is not None and 0 < mine.nnz <= self._windows.capacity:
-            self.in_whole_indices(SparseVector(self._windows.write(mine.entries), mine.length))
+        if self._windows is not None and selected is not None and 0 < selected.nnz <= self._windows.capacity:
+            self.in_whole_indices(SparseVector(self._windows.write(selected.entries), selected.length))
             self._backend.wait()  # the others read after a collective operation that knows no streams
 
-    def share_entries(self, mine: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
+    def share_entries(self, selected: SparseVector | None, counts: NDArray[np.int64]) -> SparseVector:
         """The update's entries of all shards, with their indices in the whole vector, shard by shard. Collective.
 
         Args:
-            mine: of this rank's shard, in the shard's indices, which may be overwritten; `publish_entries` had them before
+            selected: of this rank's shard, in the shard's indices, which may be overwritten; `publish_entries` had them before
                 `share_outcome`. None for a rank that holds no shard.
             counts: int64[G], entries of each rank of the host.
 
@@ -183,35 +183,35 @@ class HostGroup:
         """
         host, layout = self.host, self.layout
         gathered = host.workspace.entries("gathered", int(counts.sum()))
-        if self._windows is not None and self._make_room(self._windows, mine, int(counts.max())):
+        if self._windows is not None and self._make_room(self._windows, selected, int(counts.max())):
             self._windows.gather(gathered, counts)
         else:
-            own = gathered[:0] if mine is None else self.in_whole_indices(mine).entries
+            own = gathered[:0] if selected is None else self.in_whole_indices(selected).entries
             allgatherv(gathered, counts, host, own)
         return SparseVector(gathered, layout.length)
 
-    def _make_room(self, windows: DeviceEntryWindows, mine: SparseVector | None, most: int) -> bool:
+    def _make_room(self, windows: DeviceEntryWindows, selected: SparseVector | None, most: int) -> bool:
         """Get all ranks' entries into windows, opening larger ones where needed; False where there is no memory. Collective."""
         if most > windows.capacity:
             self._limit_next()
             if not windows.reserve(most):
                 self.host.expect_none()
                 return False
-            self.publish_entries(mine)
+            self.publish_entries(selected)
             self._limit_next()
             self.host.barrier()
         return True
 
-    def share_values(self, mine: Any, whole: Any) -> None:
+    def share_values(self, own_values: Any, whole: Any) -> None:
         """Fill float32[n] with the shards of all ranks of the host. Collective.
 
         Args:
-            mine: float32[shard]; empty for a rank that holds no shard.
+            own_values: float32[shard]; empty for a rank that holds no shard.
         """
         layout, host = self.layout, self.host
         counts = [layout.shard_length(s) if s < layout.shards else 0 for s in range(host.size)]
         gathered = host.allocate(layout.length)
-        allgatherv(gathered, np.array(counts, np.int64), host, mine)
+        allgatherv(gathered, np.array(counts, np.int64), host, own_values)
         at = 0
         for shard in range(layout.shards):
             layout.insert(gathered[at : at + counts[shard]], shard, whole)

@@ -135,8 +135,8 @@ class Placement:
 
     def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
         """float32[n] on the host, the residual, in two levels of the host, equal on its ranks; None where it is zero."""
-        held: NDArray[np.float32] | None = vectors.state_dict()["residual"]
-        return held
+        residual: NDArray[np.float32] | None = vectors.state_dict()["residual"]
+        return residual
 
     def own_part(self, whole: Any) -> Any:
         """The part that this rank holds of float32[n], on host or device; a copy where it is not all."""
@@ -274,17 +274,17 @@ class TwoLevels(Placement):
     def agreed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
         self._transport.barrier()  # names those that do not come
         group, number = self.group, self.group.layout.hosts[self._transport.rank]
-        held: dict[str, Any] = {}
+        of_shard: dict[str, Any] = {}
         learned: dict[str, Any] = {}
-        whom = (group.between, held, f"shard {group.shard}"), (group.holders, learned, f"host {number}")
+        whom = (group.between, of_shard, f"shard {group.shard}"), (group.holders, learned, f"host {number}")
         with self._transport.together(ValueError) as common:
             with Caught() as caught:
-                yield common, held, learned
+                yield common, of_shard, learned
             failed = caught.error
-            for transport, mine, where in whom:
+            for transport, values, where in whom:
                 try:
                     if transport is not None:
-                        transport.agree(mine)
+                        transport.agree(values)
                 except ValueError as error:
                     failed = failed or ValueError(f"among the ranks of {where} {error}")
             if failed is not None:

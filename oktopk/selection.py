@@ -177,11 +177,11 @@ class LocalSelection:
     @staticmethod
     def check_state(state: dict[str, Any]) -> None:
         """Raise StateError where a `state_dict` cannot be loaded."""
-        held = {name: state[name] for name in _STATE}
-        if not (0 < held["slope"] < math.inf):
-            raise StateError(f"slope {held['slope']!r} of the state is not a positive number")
-        if not isinstance(held["needs_exact"], bool):
-            raise StateError(f"needs_exact {held['needs_exact']!r} of the state is not True or False")
+        learned = {name: state[name] for name in _STATE}
+        if not (0 < learned["slope"] < math.inf):
+            raise StateError(f"slope {learned['slope']!r} of the state is not a positive number")
+        if not isinstance(learned["needs_exact"], bool):
+            raise StateError(f"needs_exact {learned['needs_exact']!r} of the state is not True or False")
         check_threshold("local", state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,8 +247,8 @@ class LocalSelection:
             shift, _ = kernels.LEVELS[0]
             edge = max(1, (len(coarse) - 1 - place) << shift)
             return kernels.select_at_least(residual, edge, _ALL, buffer), edge
-        bits, larger, _, mine = self._kth(residual, k)
-        return kernels.select_at_least(residual, bits, self._ties(2 * k - larger, mine), buffer), bits
+        bits, larger, _, equal_here = self._kth(residual, k)
+        return kernels.select_at_least(residual, bits, self._ties(2 * k - larger, equal_here), buffer), bits
 
     def _tighten(
         self, candidates: NDArray[np.void], nnz: int, k: int, lowest: int
@@ -258,11 +258,11 @@ class LocalSelection:
         Args:
             nnz: candidates in all shards.
         """
-        bits, larger, equal, mine = self._kth(candidates, k)
+        bits, larger, equal, equal_here = self._kth(candidates, k)
         self.learn_exact(TIED if equal > most_equal(k) else nnz, k, lowest, bits)
-        ties = self._ties(k - larger, mine)
-        taken = self.transport.kernels.take_at_least(candidates, bits, ties, candidates)
-        return candidates[:taken], bits
+        ties = self._ties(k - larger, equal_here)
+        count = self.transport.kernels.take_at_least(candidates, bits, ties, candidates)
+        return candidates[:count], bits
 
     def _follow(self, nnz: int, k: int, bits: int) -> None:
         """Move the threshold to where this step's count would have been k."""

@@ -192,13 +192,13 @@ class DeviceSharedGradients(SharedGradients):
         self._length, self._stored = length, stored
         _ = kernels.shard_sum_kernels  # compiled before ranks wait for each other
         self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
-        self.mine: Any = self._memory.array(length, stored)
+        self.own: Any = self._memory.array(length, stored)
 
     def publish(self, gradient: Any) -> None:
         device = self._kernels.device
-        if gradient.data.ptr != self.mine.data.ptr:
+        if gradient.data.ptr != self.own.data.ptr:
             with device.stream:
-                self.mine[:] = gradient
+                self.own[:] = gradient
         # MPI knows no streams, and a barrier follows: after it the others read this gradient, and may overwrite the entries that
         # this rank was copying from their windows
         device.synchronize()

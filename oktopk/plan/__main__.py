@@ -114,7 +114,7 @@ def _announce(job: Job, options: argparse.Namespace) -> None:
 
 
 def _links(options: argparse.Namespace) -> Links:
-    given = options.link is not None or options.latency is not None
+    without_document = options.link is not None or options.latency is not None
     if options.links is None:
         if options.link is None or options.latency is None:
             raise LinksError(
@@ -124,7 +124,7 @@ def _links(options: argparse.Namespace) -> Links:
             name = "--accept-slow" if options.on is None else "--on"
             raise LinksError(f"{name} is about a document of oktopk-bench, and none is given")
         return assumed(options.link, options.latency, options.device or "cuda")
-    if given:
+    if without_document:
         raise LinksError("give the document of oktopk-bench or --link and --latency, not both")
     links = read(options.links)
     chosen = links if options.on is None else links.among(options.on.split(","))
@@ -147,13 +147,13 @@ def parameters_of(text: str) -> int:
     """Elements of a model. Raises LinksError where they are no number, or too many."""
     try:
         value = float(text)
-        found = int(value)
+        number = int(value)
     except (ValueError, OverflowError):
         raise LinksError(f"--parameters {text!r} is not a number such as 1.3e9") from None
-    if not 1 <= found <= MAX_LENGTH:
+    if not 1 <= number <= MAX_LENGTH:
         most = f"[1, {MAX_LENGTH}], which one exchange takes"
         raise LinksError(f"--parameters {text} is not in {most}")
-    return found
+    return number
 
 
 def compute_of(milliseconds: float) -> float:
@@ -271,12 +271,12 @@ def _curves(options: argparse.Namespace, job: Job, links: Links, best: Row) -> l
                 lines.setdefault(key, []).append((hosts, job.compute))
             continue
         network = links.network(hosts, job.ranks_per_host)
-        found = dense_rows(there, network)
+        rows = dense_rows(there, network)
         if best.levels == "hosts" or there.ranks <= MOST_FLAT:
             exchange = "grid" if best.grid else "direct"
             settings = [best.method], [best.density], [best.wire], [best.levels], [best.every]
-            found += sparse_rows(there, network, kernels, *settings, exchange=exchange)
-        for row in found:
+            rows += sparse_rows(there, network, kernels, *settings, exchange=exchange)
+        for row in rows:
             lines.setdefault((row.method, row.wire), []).append((hosts, row.seconds))
     label = f"{best.method}, {100 * best.density:g} %, {best.wire}, {best.levels}"
     label += f", every {best.every}" + ", over a grid" * best.grid

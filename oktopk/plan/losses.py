@@ -79,9 +79,9 @@ def nearest_loss(method: str, density: float, every: int, replicas: int) -> str:
     same = [loss for loss in LOSSES if (loss.method, loss.every) == (method, every)]
     densities = sorted({loss.density for loss in same}, key=lambda each: abs(math.log(each / density)))
     for each in densities:
-        found = _of_replicas([loss for loss in same if loss.density == each], replicas)
-        if found is not None:
-            return f"{found} with {100 * each:g} %"
+        loss_there = _of_replicas([loss for loss in same if loss.density == each], replicas)
+        if loss_there is not None:
+            return f"{loss_there} with {100 * each:g} %"
     return ""
 
 

@@ -222,7 +222,7 @@ def rows_of(
     every: Sequence[int],
 ) -> list[Row]:
     """A step's row for each number of steps between exchanges, directly or over a grid."""
-    found = _of_faster_exchange(step, network, kernels)
+    predicted = _of_faster_exchange(step, network, kernels)
     two, density = step.two_levels, step.settings.density
     replicas = job.hosts if two else job.ranks
     mean = mean_seconds(step, network, kernels)  # in every step
@@ -237,17 +237,17 @@ def rows_of(
                 step.wire,
                 "hosts" if two else "flat",
                 steps,
-                job.compute + mean + found.seconds / steps,
-                found.select / steps,
-                mean + (found.seconds - found.select) / steps,
-                found.waited / steps,
+                job.compute + mean + predicted.seconds / steps,
+                predicted.select / steps,
+                mean + (predicted.seconds - predicted.select) / steps,
+                predicted.waited / steps,
                 0.0,
-                found.host_bytes / steps,
+                predicted.host_bytes / steps,
                 memory_of(step),
                 loss,
                 nearest_loss(*settings) if loss == "-" else "",
-                found.extrapolated,
-                found.step.settings.exchange == "grid",
+                predicted.extrapolated,
+                predicted.step.settings.exchange == "grid",
             )
         )
     return rows

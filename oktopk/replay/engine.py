@@ -249,38 +249,38 @@ def _run(  # type: ignore[no-untyped-def]
                     levels[level, 4],
                     levels[level, 5],
                 )
-                mine, theirs = slots[rank] + slot[i], slots[other] + match[i]
+                here, there = slots[rank] + slot[i], slots[other] + match[i]
                 meets = amounts[i] > eager
                 if kind == SEND:
                     spent = overhead + per_byte * amounts[i]
                     overheads[rank] += spent
                     now += spent
                     if len(sent):
-                        sent[mine] = now
+                        sent[here] = now
                     if not meets:
-                        done[mine] = now
-                        _push(times, codes, count, now, ranks + mine)
+                        done[here] = now
+                        _push(times, codes, count, now, ranks + here)
                         count += 1
-                    elif done[theirs] <= -1:
-                        ready = max(now + latency, -1 - done[theirs]) + latency
-                        _push(times, codes, count, ready, ranks + mine)
+                    elif done[there] <= -1:
+                        ready = max(now + latency, -1 - done[there]) + latency
+                        _push(times, codes, count, ready, ranks + here)
                         count += 1
                     else:
-                        done[mine] = -1 - now
-                elif not done[mine] >= 0:
-                    if meets and done[theirs] <= -1:
-                        ready = max(-1 - done[theirs] + latency, now) + latency
-                        _push(times, codes, count, ready, ranks + theirs)
+                        done[here] = -1 - now
+                elif not done[here] >= 0:
+                    if meets and done[there] <= -1:
+                        ready = max(-1 - done[there] + latency, now) + latency
+                        _push(times, codes, count, ready, ranks + there)
                         count += 1
-                    done[mine] = -1 - now
+                    done[here] = -1 - now
             else:
                 if cursor[rank] < 0:
                     cursor[rank] = first[i]
                     entered[rank] = now
                 while cursor[rank] < first[i + 1]:
-                    mine = slots[rank] + slot[waits[cursor[rank]]]
-                    if not done[mine] >= 0:
-                        blocked[rank] = mine
+                    here = slots[rank] + slot[waits[cursor[rank]]]
+                    if not done[here] >= 0:
+                        blocked[rank] = here
                         break
                     cursor[rank] += 1
                 if blocked[rank] >= 0:

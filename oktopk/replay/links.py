@@ -79,12 +79,12 @@ class Links:
         if len(rates) < 2:
             return []
         # of the other pairs: one slow link of two would pull their median down
-        found = []
+        slow = []
         for i, pair in enumerate(self.pairs):
             others = statistics.median(rates[:i] + rates[i + 1 :])
             if pair.bytes_per_second < SLOW * others:
-                found.append(pair)
-        return sorted(found, key=lambda pair: pair.bytes_per_second)
+                slow.append(pair)
+        return sorted(slow, key=lambda pair: pair.bytes_per_second)
 
     def among(self, hosts: Sequence[str]) -> Links:
         """The same of some of the hosts, between which bytes travel at the rate of their slowest pair.
@@ -215,11 +215,11 @@ def _value(values: Any, name: str, kind: type, where: str) -> Any:
         raise ValueError(f"{where} is not an object")
     if name not in values:
         raise ValueError(f"{where} has no {name!r}")
-    found = values[name]
-    numbers = kind is float and isinstance(found, int)
-    if isinstance(found, bool) or not (isinstance(found, kind) or numbers):
+    value = values[name]
+    numbers = kind is float and isinstance(value, int)
+    if isinstance(value, bool) or not (isinstance(value, kind) or numbers):
         raise ValueError(f"{name} of {where} is not {_TYPES[kind]}")
-    return found
+    return value
 
 
 def _present(document: dict[str, Any], name: str) -> bool:
@@ -230,9 +230,9 @@ def _present(document: dict[str, Any], name: str) -> bool:
 
 
 def _number(values: Any, name: str, where: str) -> float:
-    found = _value(values, name, float, where)
+    value = _value(values, name, float, where)
     try:
-        return float(found)
+        return float(value)
     except OverflowError:
         return math.inf
 

@@ -93,8 +93,8 @@ def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = Fal
     Raises:
         ValueError: the step cannot be replayed.
     """
-    made, many = _program(step), step.ranks_per_host
-    alone = of_one_host(made, many) if least or (many == 1 and network.between.o > 0) else made
+    program, many = _program(step), step.ranks_per_host
+    alone = of_one_host(program, many) if least or (many == 1 and network.between.o > 0) else program
     done = replay(alone, network, kernels.rates(network, step.wire))
     by_kind = done.computed.mean(axis=0)
     return Prediction(
@@ -105,7 +105,7 @@ def predict(step: Step, network: Network, kernels: Kernels, *, least: bool = Fal
         float(done.overhead.mean()),
         float(done.waited.mean()),
         float(done.host_bytes.max()),
-        made.sent,
+        program.sent,
         step.among > RECORDED,
     )
 

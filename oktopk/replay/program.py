@@ -210,14 +210,14 @@ def expanded(entries: Sequence[Entry]) -> list[Entry]:
     taken to be Bruck's: ceil(log2 P) rounds, in which an allgather passes on all rows that a rank
     has, an alltoall half of them, and an allreduce one.
     """
-    made: list[Entry] = []
+    messages: list[Entry] = []
     moved: list[int] = []
     for entry in entries:
-        moved.append(len(made))
+        moved.append(len(messages))
         if entry.kind not in CONTROL:
             if entry.waits:
                 entry.waits = tuple(moved[at] for at in entry.waits)
-            made.append(entry)
+            messages.append(entry)
             continue
         size, group = entry.group.size, entry.group
         distance = 1
@@ -225,34 +225,34 @@ def expanded(entries: Sequence[Entry]) -> list[Entry]:
             rows = min(distance, size - distance) if entry.kind == ALLGATHER else 1
             if entry.kind == ALLTOALL:
                 rows = sum(bool(i & distance) for i in range(1, size))
-            at, nbytes = len(made), rows * entry.amount
-            made.append(Entry(RECEIVE, SHIFT, -distance % size, nbytes, group, control=True))
-            made.append(Entry(SEND, SHIFT, distance, nbytes, group, control=True))
-            made.append(Entry(WAIT, RANK, 0, 0, Group(1, 1), (at, at + 1), control=True))
+            at, nbytes = len(messages), rows * entry.amount
+            messages.append(Entry(RECEIVE, SHIFT, -distance % size, nbytes, group, control=True))
+            messages.append(Entry(SEND, SHIFT, distance, nbytes, group, control=True))
+            messages.append(Entry(WAIT, RANK, 0, 0, Group(1, 1), (at, at + 1), control=True))
             distance *= 2
-    return made
+    return messages
 
 
 def merged(ops: Sequence[Op]) -> list[Op]:
     """Operations in which messages to one rank that follow each other directly are one."""
-    made: list[Op] = []
+    joined: list[Op] = []
     moved: list[int] = []
     last = None
     for op in ops:
         if op.kind in (SEND, RECEIVE):
             to = op.kind, op.peer, op.group
             if to == last:
-                made[-1] = made[-1]._replace(amount=made[-1].amount + op.amount)
-                moved.append(len(made) - 1)
+                joined[-1] = joined[-1]._replace(amount=joined[-1].amount + op.amount)
+                moved.append(len(joined) - 1)
                 continue
             last = to
         else:
             last = None
             if op.waits:
                 op = op._replace(waits=tuple(dict.fromkeys(moved[at] for at in op.waits)))
-        made.append(op)
-        moved.append(len(made) - 1)
-    return made
+        joined.append(op)
+        moved.append(len(joined) - 1)
+    return joined
 
 
 def is_shared(step: Step) -> bool:
@@ -343,12 +343,12 @@ def _back(program: Sequence[Entry]) -> list[float]:
     for at, entry in enumerate(program):
         if entry.kind == RECEIVE:
             received[entry.group, entry.rule, entry.argument].append(at)
-    found = [0.0] * len(program)
+    amounts = [0.0] * len(program)
     for at, entry in enumerate(program):
         if entry.kind == SEND:
-            theirs = received.get((entry.group, entry.rule, entry.argument), ())
-            found[at] = sum(program[i].amount for i in theirs if i < ends[at] and at < ends[i])
-    return found
+            matching = received.get((entry.group, entry.rule, entry.argument), ())
+            amounts[at] = sum(program[i].amount for i in matching if i < ends[at] and at < ends[i])
+    return amounts
 
 
 def _matches(

@@ -206,12 +206,12 @@ def _recorded(step: Step, rank: int) -> tuple[Record, Grid | None]:
     method.load_state_dict(_used(method.state_dict(), length, among))
     record.ops.clear()
     plan = Plan(k, step.exact, step.exact, 1 / step.ranks, StageTimer())
-    given: Any = Extent(step.length, 4)
+    gradient: Any = Extent(step.length, 4)
     if step.updates and host is not None:
-        given = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
-    executor.begin(given, plan)
+        gradient = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
+    executor.begin(gradient, plan)
     if step.updates and host is not None:  # as `ReplicaResidual.gather`
-        host.share_in_place(host.new_shard(), given)
+        host.share_in_place(host.new_shard(), gradient)
     return record, transport.grid
 
 
