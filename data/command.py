@@ -14,7 +14,7 @@ _CONTROLS = re.compile(
 
 def escaped(text: str) -> str:
     """A text with control characters and bytes that are no UTF-8 as Python writes them, such as a backslash and x1b."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def escaped_values(value: Any) -> Any:

@@ -42,8 +42,8 @@ def obstacle(path: Path) -> str:
 
 
 def _refuse_obstacle(path: Path) -> None:
-    if found := obstacle(path):
-        raise OSError(f"{path} {found}")
+    if in_the_way := obstacle(path):
+        raise OSError(f"{path} {in_the_way}")
 
 
 def create(path: Path) -> int:

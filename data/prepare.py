@@ -71,24 +71,24 @@ def prepare_an4(source: Path, output: Path, *, partial: bool = False) -> None:
         partial: accept fewer utterances than 948 + 130.
         output: as prepare_cifar10; errors too.
     """
-    found = an4.find_utterances(source)
+    utterances = an4.find_utterances(source)
     for split, count in an4.COUNTS.items():
-        if len(found[split]) != count and not partial:
+        if len(utterances[split]) != count and not partial:
             raise DataError(
-                f"{source}: {len(found[split])} utterances in split {split!r} are not AN4's {count}; "
+                f"{source}: {len(utterances[split])} utterances in split {split!r} are not AN4's {count}; "
                 "--partial accepts fewer"
             )
-    counts = " + ".join(str(len(found[split])) for split in an4.COUNTS)
-    total = sum(each.length for utterances in found.values() for each in utterances)
+    counts = " + ".join(str(len(utterances[split])) for split in an4.COUNTS)
+    total = sum(each.length for of_split in utterances.values() for each in of_split)
     content = f"{counts} utterances of {total} samples"
     write_speech_file(
         output,
         name="an4",
         source=f"CMU AN4, {source.name}, {content}, not compared with the published archive",
-        names={split: [each.name for each in found[split]] for split in found},
-        lengths={split: [each.length for each in found[split]] for split in found},
-        labels={split: [each.labels for each in found[split]] for split in found},
-        samples=lambda split: an4.read_utterances(found[split]),
+        names={split: [each.name for each in utterances[split]] for split in utterances},
+        lengths={split: [each.length for each in utterances[split]] for split in utterances},
+        labels={split: [each.labels for each in utterances[split]] for split in utterances},
+        samples=lambda split: an4.read_utterances(utterances[split]),
     )
 
 

@@ -98,10 +98,10 @@ class Layout:
             # A prepared file never changes in place, and some cluster file systems have no locks.
             with h5py.File(path, "r", locking=False) as file:
                 for name, wanted in (("format", self.format), ("version", self.version)):
-                    found = file.attrs.get(name)
-                    if str(found) != str(wanted):
+                    written = file.attrs.get(name)
+                    if str(written) != str(wanted):
                         raise DataError(
-                            f"{name} {found} is not {wanted}; write the file with python -m data.prepare"
+                            f"{name} {written} is not {wanted}; write the file with python -m data.prepare"
                         )
                 train, test = (self._built(file[split], build) for split in SPLITS)
                 return train, test

@@ -146,13 +146,13 @@ def in_short(groups: Sequence[Group], where: str, only: str = "") -> list[str]:
         "held_out_accuracy": "Ok-Topk gets {:.1%} of the held-out images right, dense {:.1%}; one seed.",
         "step_seconds": f"A step takes {{:.1f}} ms with Ok-Topk {where}, dense {{:.1f}} ms.",
     }
-    found = []
+    lines = []
     for figure, sentence in sentences.items():
         own, other = ours.mean(figure), dense.mean(figure)
         scale = 1e3 if figure == "step_seconds" else 1.0
         if only in ("", figure) and own is not None and other is not None:
-            found.append(sentence.format(scale * own, scale * other))
-    return found
+            lines.append(sentence.format(scale * own, scale * other))
+    return lines
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -69,10 +69,10 @@ def _read_originals() -> NDArray[np.float32]:
 
     Read from scikit-learn's file: each rank would take more than a second of a core to import scikit-learn.
     """
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
         raise ModuleNotFoundError(
             "the digits come with scikit-learn: pip install scikit-learn", name="sklearn"
         )
-    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return np.loadtxt(path, np.float32, delimiter=",")

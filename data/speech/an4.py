@@ -59,7 +59,7 @@ def find_utterances(source: Path) -> dict[str, tuple[Utterance, ...]]:
         raise DataError(
             f"{root / 'etc'}: no such directory; unpack the publisher's archive and name its folder"
         )
-    found = {}
+    utterances = {}
     lists: dict[str, Path] = {}  # recording -> where it is listed
     for split in COUNTS:
         transcripts = _transcripts(root / "etc" / f"an4_{split}.transcription")
@@ -71,8 +71,8 @@ def find_utterances(source: Path) -> dict[str, tuple[Utterance, ...]]:
             if name in lists:
                 raise DataError(f"{listed}: {name} is there more than once, first in {lists[name].name}")
             lists[name] = listed
-        found[split] = tuple(_utterance(root, name, listed, transcripts) for name in names)
-    return found
+        utterances[split] = tuple(_utterance(root, name, listed, transcripts) for name in names)
+    return utterances
 
 
 def read_utterances(utterances: Iterable[Utterance]) -> Iterator[NDArray[np.int16]]:
@@ -134,13 +134,13 @@ def _utterance(root: Path, name: str, listed: Path, transcripts: dict[str, str])
 def _wave_length(path: Path) -> int:
     """Samples of a WAV file; DataError unless 16 kHz, 16 bits, one channel, and whole."""
     with _wave(path) as recording:
-        for found, wanted, what in (
+        for value, wanted, what in (
             (recording.getframerate(), RATE, "Hz"),
             (recording.getnchannels(), 1, "channels"),
             (8 * recording.getsampwidth(), 16, "bits per sample"),
         ):
-            if found != wanted:
-                raise DataError(f"{path}: {found} {what} are not {wanted}")
+            if value != wanted:
+                raise DataError(f"{path}: {value} {what} are not {wanted}")
         length = recording.getnframes()
     if path.stat().st_size < 2 * length:
         raise DataError(

@@ -67,13 +67,13 @@ def read_documents(path: Path) -> Iterator[tuple[str, int]]:
     """
     try:
         with open(path, "rb") as file:
-            start, reported, lines, found = 0, 0, list[str](), False
+            start, reported, lines, any_file = 0, 0, list[str](), False
             for line in file:
                 text = _decoded(line, path, start).strip()
                 start += len(line)
                 if text:
                     lines.append(text)
-                    found = True
+                    any_file = True
                 elif lines:
                     yield " ".join(lines), start - reported
                     reported, lines = start, []
@@ -81,7 +81,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, int]]:
                 yield " ".join(lines), start - reported
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    if not found:
+    if not any_file:
         raise DataError(f"{path}: no text in its {start} bytes")
 
 
@@ -208,10 +208,10 @@ def prepare_text(source: Path, output: Path, recipe: Recipe = Recipe()) -> None:
 def origin(source: Path, recipe: Recipe) -> dict[str, str]:
     """Name and source, in words, of what `prepare_text` writes."""
     files, name = text_files(source), source.resolve().name
-    given = {
+    chosen = {
         key: value for key, value in vars(recipe).items() if value not in (None, "") and value is not False
     }
-    settings = ", ".join(f"{key} {value}" for key, value in given.items())
+    settings = ", ".join(f"{key} {value}" for key, value in chosen.items())
     nbytes = sum(path.stat().st_size for path in files)
     return {"name": name, "source": f"{len(files)} files of {name}, {nbytes} bytes, {settings}"}
 

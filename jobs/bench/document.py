@@ -63,16 +63,16 @@ def document(
         ranks: that were started; module: that they ran, of the bench, or a script.
         commit: for the record where git names none.
     """
-    found = provenance.checkout()
-    if found["commit"] is None and commit:
-        found |= {"commit": commit, "commit_as_told": True}
+    state = provenance.checkout()
+    if state["commit"] is None and commit:
+        state |= {"commit": commit, "commit_as_told": True}
     command = ["mpiexec", "-n", str(ranks), "python", "-m", "mpi4py", "-m", module, *sys.argv[1:]]
     return {
         "format": FORMAT,
         "kind": kind,
         "command": shlex.join(command),
         "date": provenance.now(),
-        **found,
+        **state,
         "machine": provenance.machine(),
         "versions": provenance.versions(),
         "mpi": provenance.mpi_library(),
@@ -90,8 +90,8 @@ class Output:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if found := obstacle(self.path):
-            raise BenchError(f"{self.path} cannot be written: it {found}")
+        if in_the_way := obstacle(self.path):
+            raise BenchError(f"{self.path} cannot be written: it {in_the_way}")
         try:
             os.close(create(draft_of(self.path)))
             draft_of(self.path).unlink()
@@ -102,7 +102,7 @@ class Output:
         text = json.dumps(_plain(content), indent=1, allow_nan=False)
         # a series on one line, so that the file can be read and compared
         text = _SERIES.sub(
-            lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text
+            lambda match: re.sub(r"\s+", " ", match[0]).replace("[ ", "[").replace(" ]", "]"), text
         )
         with replaced(self.path) as draft:
             draft.write_text(text + "\n", encoding="utf-8")
@@ -120,17 +120,17 @@ def read(path: str | Path) -> dict[str, Any]:
         raise BenchError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
         raise BenchError(f"{path} is not a file of the bench: it is not JSON") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise BenchError(f"{path} is not a file of the bench: its format is {found!r}, not {FORMAT!r}")
+    written = content.get("format") if isinstance(content, dict) else None
+    if written != FORMAT:
+        raise BenchError(f"{path} is not a file of the bench: its format is {written!r}, not {FORMAT!r}")
     return content
 
 
 def ordered(stages: Iterable[str]) -> list[str]:
     """Stages as they ran, then what was left of a step."""
-    found = list(stages)
-    last = [name for name in ("finish", "between") if name in found]
-    return [*(name for name in found if name not in last), *last]
+    names = list(stages)
+    last = [name for name in ("finish", "between") if name in names]
+    return [*(name for name in names if name not in last), *last]
 
 
 def _plain(value: Any) -> Any:

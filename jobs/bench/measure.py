@@ -211,7 +211,7 @@ def measure(
     everyone = comm.gather(logs)
     if everyone is None:
         return {}
-    return {name: _combine([theirs[name] for theirs in everyone]) for name in logs}
+    return {name: _combine([logs_of_rank[name] for logs_of_rank in everyone]) for name in logs}
 
 
 def _one_step(
@@ -223,11 +223,11 @@ def _one_step(
     counted: bool,
 ) -> None:
     """One step of one contestant."""
-    given = loaded(reducer, gradient)
+    in_place = loaded(reducer, gradient)
     device.finish()
     comm.Barrier()
     start = time.perf_counter()
-    report = reducer.step(given)
+    report = reducer.step(in_place)
     returned = time.perf_counter()
     device.finish()
     finished = time.perf_counter()

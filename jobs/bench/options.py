@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """A parser that raises BenchError and prints nothing."""
-    made = Parser(
+    command_line = Parser(
         prog="python -m jobs.launch -n RANKS -m jobs.bench",
         description="Time gradient allreduces on the same gradients in one run, and count their words and messages.",
         epilog="examples:\n"
@@ -165,8 +165,10 @@ def parser() -> argparse.ArgumentParser:
     known = {device: ", ".join(names) for device, names in KNOWN.items()}
     for name, text in TEXTS.items():
         how = _READ.get(name, {"metavar": "TEXT"})
-        made.add_argument(OPTIONS[name], dest=name, help=text.format(densest=DENSE_ABOVE, **known), **how)
-    return made
+        command_line.add_argument(
+            OPTIONS[name], dest=name, help=text.format(densest=DENSE_ABOVE, **known), **how
+        )
+    return command_line
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -204,11 +206,11 @@ def parse(words: Sequence[str]) -> Options:
     return replace(options, methods=methods, warmup=warmup, dense_steps=dense_steps)
 
 
-def _checked_methods(given: Sequence[str], device: str) -> tuple[str, ...]:
+def _checked_methods(words_of_option: Sequence[str], device: str) -> tuple[str, ...]:
     known = KNOWN[device]
-    if not given:
+    if not words_of_option:
         return (*METHODS, *(NCCL_ROWS if device == "cuda" else ("mpi",)))
-    names = [name for words in given for name in words.split(",") if name]
+    names = [name for words in words_of_option for name in words.split(",") if name]
     for name in names:
         if name not in known:
             where = f" on --device {device}" if any(name in names for names in KNOWN.values()) else ""

@@ -121,8 +121,8 @@ def script_table(run: Run) -> list[Block]:
     """Milliseconds of a step and what a rank sends in it, by each contestant of a script beside results."""
 
     def number(path: str, method: Run) -> float | None:
-        found = at(method, path)
-        return found if isinstance(found, int | float) else None
+        value = at(method, path)
+        return value if isinstance(value, int | float) else None
 
     columns = [Column("step, ms", NAME)]
     for head, (path, form, scale) in _OF_SCRIPTS.items():

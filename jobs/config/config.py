@@ -95,10 +95,10 @@ def differences(saved: str, own: str, ignored: frozenset[str]) -> list[str]:
         ignored: "section" or "section.key" that may differ.
     """
     there, here = json.loads(saved), json.loads(own)
-    found = []
+    changed = []
     for section in sorted({*there, *here} - ignored):
         a, b = there.get(section, {}), here.get(section, {})
         for key in sorted({*a, *b}):
             if f"{section}.{key}" not in ignored and a.get(key) != b.get(key):
-                found.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
-    return found
+                changed.append(f"{section}.{key}: {a.get(key)!r} there, {b.get(key)!r} here")
+    return changed

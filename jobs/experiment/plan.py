@@ -44,10 +44,10 @@ def plan(experiment: Experiment, options: argparse.Namespace) -> list[Planned]:
     )
     if options.data is not None:
         base = _merged(base, {"data.path": str(options.data)})
-    given = {override.partition("=")[0].strip() for override in options.overrides}
+    overridden = {override.partition("=")[0].strip() for override in options.overrides}
     for unit in ("epochs", "steps"):
         if (length := getattr(options, unit)) is not None:
-            base = shortened(base, unit, length, given)
+            base = shortened(base, unit, length, overridden)
     # what cannot be continued is begun again
     begins_again = not base.get("checkpoint", {}).get("enabled", True)
     every = trials(experiment, options)
@@ -85,11 +85,11 @@ def shortened(
         ConfigError: the configuration counts in the other unit.
     """
     training, schedule = document.get("training", {}), document.get("schedule", {})
-    given = training.get(unit, 0)
-    if not given:
+    planned = training.get(unit, 0)
+    if not planned:
         other = "epochs" if unit == "steps" else "steps"
         raise ConfigError(f"--{unit} {length}: this experiment counts in {other}: give --{other}")
-    share = length / given
+    share = length / planned
     changed: dict[str, Any] = {}
     if schedule.get("unit", "steps") != "run":
         for key in ("warmup", "milestones"):

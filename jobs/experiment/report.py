@@ -68,7 +68,7 @@ def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Gr
     names: dict[str, Figures | str] = {method: Figures(_only(trained, method)) for method in methods}
     waiting = [_waiting_share(group) for group in trained if group.counted[0].complete]
     names["largest"] = Figures(None, waiting_share=max(waiting, default=math.nan))
-    found = [
+    claims = [
         _verdict(target, own)
         for target in experiment.targets
         if target.of == "train"
@@ -83,8 +83,8 @@ def verdicts(experiment: Experiment, trained: Sequence[Group], fast: Sequence[Gr
         nccl = _only(widest, "nccl")
         kind = "" if nccl is None else nccl.runs[0].config["reduction"].get("gradient_type") or "float32"
         names["of_type"] = kind and f" of {kind}"
-        found += [_verdict(target, names) for target in experiment.targets if target.of == "speed"]
-    return found
+        claims += [_verdict(target, names) for target in experiment.targets if target.of == "speed"]
+    return claims
 
 
 def _of_training(target: Target, groups: Sequence[Group], names: Names) -> Iterator[Names]:

@@ -117,10 +117,10 @@ def text(blocks: Iterable[Block]) -> str:
 
 def at(record: Record | None, path: str) -> Any:
     """The value at a path such as "seconds.all.mean"; None where a part of it is missing."""
-    found: Any = record
+    value: Any = record
     for name in path.split("."):
-        found = found.get(name) if hasattr(found, "get") else None
-    return found
+        value = value.get(name) if hasattr(value, "get") else None
+    return value
 
 
 def shown(value: Any, form: Form = "{:,.0f}", scale: float = 1.0, missing: str = MISSING) -> str:

@@ -44,8 +44,8 @@ class Group:
 
     def values(self, figure: str) -> list[float]:
         """A figure of jobs.report.summary.figures, of each counted run that has it."""
-        found = [every.get(figure) for every in self._figures]
-        return [float(value) for value in found if isinstance(value, int | float)]
+        values = [every.get(figure) for every in self._figures]
+        return [float(value) for value in values if isinstance(value, int | float)]
 
     @cached_property
     def _figures(self) -> list[dict[str, Any]]:
@@ -65,8 +65,8 @@ class Group:
     @property
     def figure_names(self) -> list[str]:
         """All figures that are numbers, where they are there."""
-        found = {name: value for run in self._figures for name, value in run.items()}
-        return [name for name, value in found.items() if not isinstance(value, str)]
+        of_runs = {name: value for run in self._figures for name, value in run.items()}
+        return [name for name, value in of_runs.items() if not isinstance(value, str)]
 
     def spread(self, figure: str) -> float | None:
         """Sample standard deviation over the counted runs; None for fewer than two."""
@@ -82,20 +82,20 @@ class Group:
         return self._reached(accuracy, lambda run: run.steps["step"])
 
     def _reached(self, accuracy: float, of: Callable[[Run], NDArray[Any]]) -> list[float]:
-        found = []
+        values = []
         for run in self.counted:
             there = run.evaluations["step"][run.evaluations["accuracy"] >= accuracy][:1]
-            found += run.at_steps(of(run), there).tolist()
-        return found
+            values += run.at_steps(of(run), there).tolist()
+        return values
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Put runs together that differ in their seed alone, in the order of jobs.render.chart.METHODS."""
-    found: dict[str, list[Run]] = {}
+    grouped: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.info.method, run.info.ranks, settings_of(run)], sort_keys=True, default=str)
-        found.setdefault(key, []).append(run)
-    together = sorted(found.values(), key=lambda runs: (order_of(runs[0].info.method), runs[0].info.ranks))
+        grouped.setdefault(key, []).append(run)
+    together = sorted(grouped.values(), key=lambda runs: (order_of(runs[0].info.method), runs[0].info.ranks))
     groups: list[Group] = []
     for label, members in zip(_labels(together), together, strict=True):
         method = members[0].info.method
@@ -142,8 +142,8 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
     """Settings in which groups differ -> the value of each group, None where it has none; "ranks" among them."""
     each = [{"ranks": group.ranks, **settings_of(group.runs[0])} for group in groups]
     names = dict.fromkeys(name for settings in each for name in settings)
-    found = {name: [settings.get(name) for settings in each] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    of_groups = {name: [settings.get(name) for settings in each] for name in names}
+    return {name: values for name, values in of_groups.items() if any(value != values[0] for value in values)}
 
 
 def _labels(together: Sequence[Sequence[Run]]) -> list[str]:

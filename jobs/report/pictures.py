@@ -170,10 +170,10 @@ def sections(groups: Sequence[Group], target: float | None) -> dict[str, list[Ch
     over = (TOKENS if counted else STEPS, TIME, BYTES)
     curves = {"Held-out loss": held_out("loss")} if reads_text(groups) else {}
     curves |= {"Held-out accuracy": held_out("accuracy", target), "Training loss": LOSS}
-    found = {title: [chart(groups, picture, each) for each in over] for title, picture in curves.items()}
-    found["Volume and selection"] = [chart(groups, each) for each in (WORDS, APPLIED, SELECTED)]
-    found["The paper's assumption"] = [chart(groups, each) for each in (XI, FILL_IN)]
-    drawn = {title: [panel for panel in panels if panel.lines] for title, panels in found.items()}
+    charts = {title: [chart(groups, picture, each) for each in over] for title, picture in curves.items()}
+    charts["Volume and selection"] = [chart(groups, each) for each in (WORDS, APPLIED, SELECTED)]
+    charts["The paper's assumption"] = [chart(groups, each) for each in (XI, FILL_IN)]
+    drawn = {title: [panel for panel in panels if panel.lines] for title, panels in charts.items()}
     return {title: panels for title, panels in drawn.items() if panels}
 
 

@@ -223,8 +223,8 @@ def stages_table(groups: Sequence[Group], where: str = "") -> Table:
     """Stages of the reduction's time for each group; groups, where: as steps_table."""
 
     def spent(stage: str, group: Group) -> float | None:
-        found = group.mean(f"stage_{stage}_seconds") or 0.0
-        return found if round(1e3 * found, 2) else None  # it would be shown as 0
+        seconds = group.mean(f"stage_{stage}_seconds") or 0.0
+        return seconds if round(1e3 * seconds, 2) else None  # it would be shown as 0
 
     def cell(stage: str, group: Group) -> str:
         return shown(spent(stage, group), milliseconds)

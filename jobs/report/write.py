@@ -123,8 +123,8 @@ def facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         "Commit": [run.info.commit or "not a checkout" for run in runs],
         "Date": [run.info.started[:10] for run in runs],
     }
-    found = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
-    return [*found, ("Software", software or MISSING)]
+    listed = [(name, "; ".join(dict.fromkeys(values))) for name, values in each.items()]
+    return [*listed, ("Software", software or MISSING)]
 
 
 _RUNS = [
@@ -142,8 +142,8 @@ _RUNS = [
 
 def _differences_table(groups: Sequence[Group]) -> Table:
     def value(row: tuple[str, list[Any]], number: int) -> Cell:
-        found = row[1][number]
-        return Cell(MISSING if found is None else json.dumps(found), wrap=True)
+        setting = row[1][number]
+        return Cell(MISSING if setting is None else json.dumps(setting), wrap=True)
 
     columns = [Column("Setting", lambda row: row[0])]
     columns += [Column(group.label, partial(value, number=i)) for i, group in enumerate(groups)]
@@ -206,7 +206,7 @@ def report(
         problems += unread
     if not (runs["train"] or runs["speed"]):
         raise RunFileError("; ".join(problems) or "no run file was named")
-    groups = {kind: group_runs(found) for kind, found in runs.items()}
+    groups = {kind: group_runs(of_kind) for kind, of_kind in runs.items()}
     shown = groups["train"] or groups["speed"]
     compared = [group for kind in ("train", "speed") for group in groups[kind]]
     remarks = [*notes(groups["train"]), *(f"left out: {problem}" for problem in problems)]
@@ -214,16 +214,16 @@ def report(
     shown_tables = [*first(groups), *tables(groups, target)]
     try:
         (folder / SERIES).mkdir(parents=True, exist_ok=True)
-        for run in (run for found in runs.values() for run in found):
+        for run in (run for of_kind in runs.values() for run in of_kind):
             _write_series(run, folder / SERIES)
-        write_rows([figures(run) for found in runs.values() for run in found], folder / "summary.csv")
+        write_rows([figures(run) for of_kind in runs.values() for run in of_kind], folder / "summary.csv")
         write_rows([method_figures(group, target) for group in compared], folder / "methods.csv")
         for panel in (panel for panels in pictures.values() for panel in panels):
             write_rows(panel.rows(), folder / f"{panel.name}.csv")
         page = render(
             title or "Runs compared",
             groups=shown,
-            besides=[group for found in groups.values() for group in found if group not in shown],
+            besides=[group for of_kind in groups.values() for group in of_kind if group not in shown],
             tables=shown_tables,
             sections=pictures,
             notes=[*remarks, *notes_besides],
@@ -232,18 +232,18 @@ def report(
             draft.write_text(escaped(page), encoding="utf-8")
     except OSError as error:
         raise RunFileError(f"{folder} cannot be written: {error}") from error
-    return Report(shown_tables, remarks, [run for found in runs.values() for run in found])
+    return Report(shown_tables, remarks, [run for of_kind in runs.values() for run in of_kind])
 
 
 def tables(groups: Groups, target: float | None) -> list[Table]:
     """The tables of a report, those with nothing to show left out; target: an accuracy to which times are taken."""
     trained = groups["train"]
-    found = [methods_table(trained, target)] if trained else []
+    parts = [methods_table(trained, target)] if trained else []
     # where the time goes: of runs for that alone, else of those that were trained
-    found += speed_tables(groups["speed"] or trained)
+    parts += speed_tables(groups["speed"] or trained)
     if groups["slow"]:
-        found.append(steps_table(groups["slow"], " over links of 1 Gb/s"))
-    return found
+        parts.append(steps_table(groups["slow"], " over links of 1 Gb/s"))
+    return parts
 
 
 def _write_series(run: Run, folder: Path) -> None:

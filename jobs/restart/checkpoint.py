@@ -215,7 +215,7 @@ class Checkpointer:
         gathered: list[dict[str, Part]] | None = self.comm.gather(written)
         self._forget()
         if gathered is not None:
-            every = {name: part for theirs in gathered for name, part in theirs.items()}
+            every = {name: part for parts in gathered for name, part in parts.items()}
             content = {
                 **self._about,
                 "format": files.FORMAT,

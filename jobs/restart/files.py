@@ -243,10 +243,10 @@ def check_part(path: Path, manifest: Manifest) -> None:
         size = _regular(path).st_size  # else a pipe, or what has grown, would be read for ever
         if size != written.bytes:
             raise BadCheckpointError(f"{path.name} is truncated: {size} of {written.bytes} bytes")
-        found = _measure(path)
+        measured = _measure(path)
     except OSError as error:
         raise BadCheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    if found != written:
+    if measured != written:
         raise BadCheckpointError(f"{path.name} is damaged: its SHA-256 does not fit")
 
 

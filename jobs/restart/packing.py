@@ -40,15 +40,15 @@ class Snapshot:
         Raises:
             TypeError: something in the state is neither data nor a container of it; names where.
         """
-        given: dict[str, Tensor] = {}
-        self.tree = json.dumps(_encode(state, "", given))
+        tensors: dict[str, Tensor] = {}
+        self.tree = json.dumps(_encode(state, "", tensors))
         kept, self.tensors = self.tensors, {}
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             host = kept.get(name)
             if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self.tensors[name] = host.copy_(tensor, non_blocking=tensor.is_cuda)
-        for device in {tensor.device for tensor in given.values() if tensor.is_cuda}:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             self._copying.append(torch.cuda.current_stream(device).record_event())
 
     def wait(self) -> None:

@@ -81,8 +81,8 @@ def find(
         try:
             manifest = decide_on_root(comm, partial(check_manifest, path), bad, BadCheckpointError)
             decide_together(comm, partial(check_parts, path, manifest), bad, BadCheckpointError)
-            found = Found(path, manifest.step, manifest.ranks)
-            used = use(found)
+            candidate = Found(path, manifest.step, manifest.ranks)
+            used = use(candidate)
         except BadCheckpointError as error:
             refused.append(path)
             say(f"checkpoint {path} refused: {error}")
@@ -90,7 +90,7 @@ def find(
         aside = decide_on_root(comm, lambda: list(map(files.set_aside, refused)), (OSError,))
         for before, after in zip(refused, aside, strict=True):
             say(f"checkpoint {before} set aside as {after.name}")
-        return found, used
+        return candidate, used
     if refused:
         raise Refused(
             f"no checkpoint in {folder} can be used, so the run cannot continue: repair or remove them, "
@@ -146,7 +146,7 @@ class Session:
             self._folder,
             self._identity,
             self._say,
-            lambda found: restore(found, model, optimizer, self._comm, seed),
+            lambda checkpoint: restore(checkpoint, model, optimizer, self._comm, seed),
             self._differing,
         )
         if not resumed:
@@ -156,11 +156,11 @@ class Session:
                 )
             seed_generators(seed, self._comm.rank)
             return Progress()
-        found, progress = resumed
-        self._say(f"resumed after step {found.step} from {found.path}")
-        if found.ranks != self._comm.size:
+        checkpoint, progress = resumed
+        self._say(f"resumed after step {checkpoint.step} from {checkpoint.path}")
+        if checkpoint.ranks != self._comm.size:
             self._say(
-                f"{found.ranks} ranks wrote it and {self._comm.size} continue: residuals are redistributed, "
+                f"{checkpoint.ranks} ranks wrote it and {self._comm.size} continue: residuals are redistributed, "
                 "their sum over the ranks is kept"
             )
         return progress

@@ -93,14 +93,14 @@ def differing_run(info: RunInfo, config: Config, free: frozenset[str]) -> list[s
     Data that may lie elsewhere must have the name of their file and, where they are there and the run file knows it, their
     checksum.
     """
-    found = differences(info.config, config.to_json(), free)
+    unlike = differences(info.config, config.to_json(), free)
     there, here = Path(json.loads(info.config).get("data", {}).get("path") or ""), Path(config.data.path)
     checksum = data_checksum(config.data.path)
     if there.name != here.name and "data.path" in free:
-        found.append(f"data: {there.name!r} there, {here.name!r} here")
+        unlike.append(f"data: {there.name!r} there, {here.name!r} here")
     elif checksum and info.data and checksum != info.data:
-        found.append(f"data: checksum {info.data} there, {checksum} here")
-    return found
+        unlike.append(f"data: checksum {info.data} there, {checksum} here")
+    return unlike
 
 
 def _exists(path: Path) -> str:

@@ -75,7 +75,7 @@ def capture(
 
 
 def restore(
-    found: Found, model: nn.Module, optimizer: ReducingOptimizer, comm: MPI.Intracomm, seed: int
+    checkpoint: Found, model: nn.Module, optimizer: ReducingOptimizer, comm: MPI.Intracomm, seed: int
 ) -> Progress:
     """Put a checkpoint into a run that was built as it was; collective.
 
@@ -92,18 +92,18 @@ def restore(
         BadCheckpointError: the checkpoint does not hold the state of this run; on every rank alike. Another one must be restored
             then, as parts of it may be in the run already.
     """
-    rank, heir = comm.rank, comm.rank % found.ranks
+    rank, heir = comm.rank, comm.rank % checkpoint.ranks
     where = f"{files.COMMON} and {files.rank_file(heir)} hold no state of this run"
 
     def saved_residuals(saved_rank: int) -> dict[str, Any]:
-        own = found.own(saved_rank)
+        own = checkpoint.own(saved_rank)
         return {name: own[name] for name in RESIDUALS if name in own}
 
     def read() -> tuple[dict[str, Any], Position]:
         """What a rank can do by itself."""
         with _refusing_what_is_damaged(where):
-            common, own = found.common(), found.own(heir)
-            residuals = redistribute(saved_residuals, found.ranks, rank, comm.size, optimizer.hosts)
+            common, own = checkpoint.common(), checkpoint.own(heir)
+            residuals = redistribute(saved_residuals, checkpoint.ranks, rank, comm.size, optimizer.hosts)
             check_redistributed(residuals)
             state = {**common["optimizer"], **residuals}
             position, saved = Position(**own["position"]), common["model"] | own["buffers"]
@@ -112,10 +112,10 @@ def restore(
             with torch.no_grad():
                 for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                     tensor.copy_(saved[name])
-            if rank < found.ranks:
+            if rank < checkpoint.ranks:
                 _set_random_state(own["random"])
             else:
-                fresh = np.random.SeedSequence([seed, rank, found.step])
+                fresh = np.random.SeedSequence([seed, rank, checkpoint.step])
                 torch.manual_seed(fresh.generate_state(1, np.uint64)[0])
             return state, position
 
@@ -128,7 +128,7 @@ def restore(
     if positions.count(position) < comm.size:
         raise BadCheckpointError(f"the ranks have different positions in the data: {positions}")
     decide_together(comm, load, (BadCheckpointError,), BadCheckpointError)
-    return Progress(found.step, position)
+    return Progress(checkpoint.step, position)
 
 
 @contextmanager

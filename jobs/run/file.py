@@ -297,8 +297,8 @@ def _append(datasets: Mapping[str, h5py.Dataset], columns: Mapping[str, NDArray[
 def check_creatable(path: str | Path, *, overwrite: bool) -> None:
     """Raise RunFileError when a run file could not be created there; creates nothing."""
     path = Path(path)
-    if found := obstacle(path):
-        raise RunFileError(f"run file {path} {found}")
+    if in_the_way := obstacle(path):
+        raise RunFileError(f"run file {path} {in_the_way}")
     if path.exists() and not overwrite:
         raise RunFileError(
             f"run file {path} exists: choose another name (run.file) "

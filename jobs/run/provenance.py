@@ -32,8 +32,8 @@ def checkout() -> dict[str, Any]:
 
 def commit() -> str:
     """The checkout's commit, with "-dirty" where files differ from it; "" where this is no checkout."""
-    found = checkout()
-    return f"{found['commit'] or ''}{'-dirty' if found['dirty'] else ''}"
+    state = checkout()
+    return f"{state['commit'] or ''}{'-dirty' if state['dirty'] else ''}"
 
 
 def job() -> str:

@@ -79,9 +79,9 @@ class RunReader:
         except (OSError, RuntimeError) as error:  # h5py's, of a damaged file
             raise RunFileError(f"{self.path} is not a run file: {error}") from error
         if self._file.attrs.get("format") != FORMAT:
-            found = self._file.attrs.get("format", "none")
+            written = self._file.attrs.get("format", "none")
             self._file.close()
-            raise RunFileError(f"{self.path} is not a run file: its format is {found!r}, not {FORMAT!r}")
+            raise RunFileError(f"{self.path} is not a run file: its format is {written!r}, not {FORMAT!r}")
 
     def _open(self, swmr: bool) -> h5py.File:
         return h5py.File(self.path, "r", swmr=swmr, libver="latest", locking="best-effort")
@@ -175,9 +175,9 @@ def read_record(path: str | Path, done: int) -> RunRecord:
         record = reader.record()
     for group, known in GROUPS.items():
         for name, column in known.items():
-            found = getattr(record, group)[name].dtype
-            if (found.kind == "S") != (np.dtype(column.dtype).kind == "S"):
-                raise ValueError(f"its {group}/{name} is {found}, not {column.dtype}")
+            dtype = getattr(record, group)[name].dtype
+            if (dtype.kind == "S") != (np.dtype(column.dtype).kind == "S"):
+                raise ValueError(f"its {group}/{name} is {dtype}, not {column.dtype}")
     steps, stages = record.steps, record.stages
     if np.any(steps["step"][1:] <= steps["step"][:-1]):
         raise ValueError("its steps do not ascend")

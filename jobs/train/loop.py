@@ -86,7 +86,7 @@ def run_length(config: Config, steps_per_epoch: int, ahead: int = 0) -> int:
     training = config.training
     epochs = training.epochs * steps_per_epoch - ahead
     return min(
-        limit for limit, given in ((training.steps, training.steps), (epochs, training.epochs)) if given
+        limit for limit, asked in ((training.steps, training.steps), (epochs, training.epochs)) if asked
     )
 
 

@@ -153,12 +153,12 @@ def events(
 
     Source: "Trace Event Format".
     """
-    found: list[Event] = []
+    traced: list[Event] = []
 
     def add(step: int, thread: int, span: Span, **more: float) -> None:
         times = {"ts": 1e6 * (span.start - began), "dur": 1e6 * span.seconds}
         what = {"ph": "X", "pid": rank, "tid": thread, "name": span.name, "args": {"step": step, **more}}
-        found.append(what | times)
+        traced.append(what | times)
 
     for number, span in between:
         add(number, 1, span)
@@ -175,7 +175,7 @@ def events(
                 add(number, len(THREADS) + bucket, whole, **{"exposed ms": 1e3 * exposed(step.phases, whole)})
             for stage in stages:
                 add(number, len(THREADS) + bucket, stage)
-    return found
+    return traced
 
 
 def exposed(phases: Sequence[Span], bucket: Span) -> float:

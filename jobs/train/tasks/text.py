@@ -76,10 +76,10 @@ def build_language(config: Config, *, rank: int, size: int) -> Language[Any]:
     kinds: dict[str, tuple[Any, Any]] = {"gpt": (NextToken, NextTokens)}
     kind, cut = kinds.get(config.model.name, (MaskedLanguage, MaskedText))
     make = partial(make_network, config, training)
-    made: Language[Any] = kind(make, cut(training), cut(held_out), config, rank=rank, size=size)
+    language: Language[Any] = kind(make, cut(training), cut(held_out), config, rank=rank, size=size)
     seeds = np.random.SeedSequence([config.training.seed, rank])
     torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-    return made
+    return language
 
 
 def make_network(config: Config, texts: TextSet) -> BERT | GPT:
