@@ -247,8 +247,8 @@ MUTANTS = (
     Mutant(
         "checkpoint-digest",
         "jobs/restart/files.py",
-        "if found != written:",
-        "if not found.sha256:",
+        "if measured != written:",
+        "if not measured.sha256:",
         "the checksum of a checkpoint's part is not checked",
         f"{_ALONE} tests/jobs/restart/test_files.py",
     ),
