@@ -123,9 +123,8 @@ class HookEngine(Engine):
         self._updates: dict[Tensor, Tensor] = {}
         for parameters, update in zip(self._layout, updates, strict=True):
             self._updates |= _pieces(parameters, update)
-        self._copies: dict[
-            int, Tensor
-        ] = {}  # the reducer's bucket -> its gradient, where that is not a buffer of DDP's
+        # the reducer's bucket -> its gradient, where that is not a buffer of DDP's
+        self._copies: dict[int, Tensor] = {}
         self._orders = orders
         self._problem = ""  # of this step, on this rank: the next bucket tells the others
         self._token = 0  # of this step
