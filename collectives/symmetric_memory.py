@@ -115,13 +115,13 @@ class SymmetricMemory:
         """An array of CuPy in this rank's own payload, `at` bytes from its start. It keeps the memory after `close`."""
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first + at))
 
-    def array_of(self, rank: int, shape: int | tuple[int, ...], dtype: Any) -> Any:
+    def array_of(self, rank: int, shape: int | tuple[int, ...], dtype: Any, at: int = 0) -> Any:
         """As `array`, in the payload of any rank. Not to be used after `close`."""
         if rank == self.rank:
-            return self.array(shape, dtype)
+            return self.array(shape, dtype, at)
         nbytes = self.first + self.payload
         memory = cupy.cuda.UnownedMemory(self.bases[rank], nbytes, self, self._device.id)
-        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, self.first))
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, self.first + at))
 
     def abort(self, epoch: int) -> None:
         """End the waiting of all ranks' kernels from this epoch on; this rank must launch none after it. Not collective."""
@@ -234,6 +234,11 @@ def abort_reasons(reasons: Sequence[int], timeout: float) -> str:
     return "; ".join(f"rank {rank} {texts[reason]}" for rank, reason in enumerate(reasons) if reason)
 
 
+def aligned(nbytes: int) -> int:
+    """So many bytes, rounded up to the alignment of a window."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def entries_bytes(count: int) -> int:
     """Bytes of so many entries in a window, rounded up to its alignment."""
-    return -(-count * ENTRY.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return aligned(count * ENTRY.itemsize)

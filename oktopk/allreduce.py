@@ -225,7 +225,7 @@ class GradientAllreduce(Resumable):
             RuntimeError: steps are flat, or gradients are not float32; on every rank alike.
             MissingRanksError: ranks of the host did not come within `Settings.timeout`.
 
-        Traffic: a control allgather and two control allreduces of one int64 in the host. Memory traffic: each rank reads a shard
+        Traffic: a control allgather and a control allreduce of one int64 in the host. Memory traffic: each rank reads a shard
             of all gradients, and the others' shards of the mean, from each other's memory.
         """
         group = self._placement.group_of_means()

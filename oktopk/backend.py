@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.cpu.lanes import LINE
 from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
 from collectives.transport import Transport
@@ -100,19 +101,20 @@ class Backend:
         return None
 
     def shared_gradients(
-        self, transport: Transport, length: int, peer_memory: bool | None
+        self, transport: Transport, length: int, shard: int, peer_memory: bool | None
     ) -> SharedGradients:
-        """Gradients that the ranks of a host read. Collective.
+        """Gradients and shards that the ranks of a host read. Collective.
 
         Args:
             transport: among them.
             length: elements of the gradient (n).
+            shard: elements of the longest shard.
             peer_memory: as `GradientAllreduce` takes it.
 
         Raises:
             RuntimeError, MemoryError: there is no such memory.
         """
-        return SharedGradients(transport, length)
+        return SharedGradients(transport, length, shard)
 
     def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         """Where the ranks of a host read each other's entries; None where these travel as messages. Not collective.
@@ -134,28 +136,30 @@ class Backend:
 
 
 class SharedGradients:
-    """A gradient of every rank of a host, which all of them read.
+    """A gradient and a shard of every rank of a host, which all of them read.
 
     Args:
         transport: among the ranks of the host. Collective: every rank must construct.
         length: elements of the gradient (n).
+        shard: elements of the longest shard.
 
     Attributes:
         own: float32[n], this rank's.
     """
 
-    def __init__(self, transport: Transport, length: int) -> None:
-        self._rows, self._length = SharedVectors(transport, length).rows, length
-        self.own: Any = self.of_rank(transport.rank)
+    def __init__(self, transport: Transport, length: int, shard: int) -> None:
+        self._behind = -(-length // LINE) * LINE
+        self._rows = SharedVectors(transport, self._behind + shard).rows
+        self.own: Any = self._rows[transport.rank, :length]
 
     def publish(self, gradient: NDArray[np.float32]) -> None:
         """Make this rank's gradient what the others read; nothing to copy where it is `own`."""
         if not np.may_share_memory(gradient, self.own):
             self.own[:] = gradient
 
-    def of_rank(self, rank: int) -> Any:
-        """[n], the gradient of a rank of the host, as this rank maps it."""
-        return self._rows[rank, : self._length]
+    def shard_of(self, rank: int, length: int) -> Any:
+        """float32[length], the shard of a rank of the host, as this rank maps it."""
+        return self._rows[rank, self._behind : self._behind + length]
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
         """The sum of a shard of all ranks' gradients in rank order, after a barrier that follows `publish`.

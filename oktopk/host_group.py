@@ -42,7 +42,7 @@ class HostGroup:
         gradient: [n] of the gradient type, where this rank's may be written for steps to read it without a copy. The array keeps
             its memory after `close`.
 
-    Memory: n words of gradient and n/G of sums; on GPUs a window of the update's entries of a shard.
+    Memory: n words of gradient and n/G of a shard; on GPUs a window of the update's entries of a shard.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HostGroup:
     ) -> None:
         number = layout.hosts[transport.rank]
         self.layout, self.shard = layout, layout.shard_of(transport.rank)
-        self._backend = backend
+        self._backend, self._sum, self._being_read = backend, None, False
         with ExitStack() as opened:  # closed where this raises
             host = transport.split(number)
             assert host is not None
@@ -62,10 +62,12 @@ class HostGroup:
                 if part is not None:
                     opened.callback(part.close)
             with transport.together():
-                self._shared = backend.shared_gradients(host, layout.length, peer_memory)
+                longest = layout.shard_length(0)
+                self._shared = backend.shared_gradients(host, layout.length, longest, peer_memory)
                 opened.callback(self._shared.close)
-                out = self.new_shard()
-                self._sum = None if self.shard is None else self._shared.sum_of_shard(layout, self.shard, out)
+                self._part = self._shared.shard_of(host.rank, self.shard_length)
+                if self.shard is not None:
+                    self._sum = self._shared.sum_of_shard(layout, self.shard, self._part)
             opened.pop_all()
         self.gradient = self._shared.own
         self._windows = backend.entry_windows(self.host)
@@ -81,13 +83,14 @@ class HostGroup:
 
         Returns:
             Whether any rank of the host raised its flag. By then every rank has ended the copies of the step before, too, so that
-            entries may be published again.
+            entries and shards may be published again.
         """
         if gradient is None:
             self._backend.wait()  # the copies of the step before
         else:
             self._shared.publish(gradient)
-        # it is also the barrier after which the gradients may be read
+        # it is also the barrier after which the gradients may be read, and shards be overwritten
+        self._being_read = False
         self.host.token = token
         return bool(self.host.allgather_control(np.array([flag], np.int64)).any())
 
@@ -106,29 +109,28 @@ class HostGroup:
             return None
         own = self.new_shard() if self._sum is None else self.sum(at_once=True)
         own /= np.float32(self.host.size)
-        self.share_in_place(own, self.gradient)
+        self.share_shards(own, self.gradient)
         return () if token is None else self.host.tokens or ()
 
-    def share_in_place(self, own_shard: Any, whole: Any) -> None:
-        """Fill float32[n] with the shards of all ranks of the host, which lie in the memory of their gradients. Collective.
-
-        No gradient may be read any more: this rank's shard is written over its place in `gradient`, where no other rank sums.
+    def share_shards(self, own: Any, whole: Any) -> None:
+        """Fill float32[n] with the shards of all ranks of the host. Collective. A GPU may still copy on return.
 
         Args:
-            own_shard: float32[shard]; empty for a rank that holds no shard.
-            whole: float32[n], or `gradient` itself.
+            own: float32[shard], or what `sum` gave; empty for a rank that holds no shard.
+            whole: float32[n], of which other ranks read nothing.
 
-        Traffic: two control allreduces of one int64 in the host. Memory traffic: n float32 are read, those of other ranks from
-            their memory.
+        Traffic: a control allreduce of one int64 in the host; two where `publish` was not called since the last shards were
+            shared. Memory traffic: n float32 are read, those of other ranks from their memory.
         """
-        layout = self.layout
-        if self.shard is not None:
-            layout.insert(own_shard, self.shard, self.gradient)
+        if own is not self._part:
+            if self._being_read:
+                self._meet()
+            self._part[:] = own
         self._meet()
-        for shard in range(layout.shards):  # rank r of a host holds shard r
-            if shard != self.shard or whole is not self.gradient:
-                layout.copy(self._shared.of_rank(shard), shard, whole)
-        self._meet()
+        self._being_read = True
+        for shard in range(self.layout.shards):  # rank r of a host holds shard r
+            part = self._shared.shard_of(shard, self.layout.shard_length(shard))
+            self.layout.insert(part, shard, whole)
 
     def _meet(self) -> None:
         """Wait for this rank's stream, then for all ranks of the host."""

@@ -85,11 +85,6 @@ class Layout:
         for of_part, of_whole in self._pieces(shard, part, whole):
             of_whole[:] = of_part
 
-    def copy(self, source: Any, shard: int, target: Any) -> None:
-        """Copy a shard from where it lies in float32[n] to the same place in another; both of NumPy or both of CuPy."""
-        for values, out in zip(self._places(shard, source), self._places(shard, target), strict=True):
-            out[:] = values
-
     def _pieces(self, shard: int, part: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
         """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""
         blocks, rest = self._places(shard, whole)

@@ -18,7 +18,7 @@ from collectives.cuda.launch import stream_of_priority
 from collectives.cuda.ucx import device_memory_problem
 from collectives.element_types import ELEMENT_TYPES
 from collectives.entry_windows import DeviceEntryWindows
-from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
+from collectives.symmetric_memory import SymmetricMemory, aligned, symmetric_memory_problem
 from collectives.transport import Transport
 from oktopk.backend import Backend, SharedGradients
 from oktopk.cuda.kernels import DeviceKernels
@@ -143,14 +143,14 @@ class DeviceBackend(Backend):
         return partial(P2PLaunches, self.kernels, transport, length, settings) if transport.p2p else None
 
     def shared_gradients(
-        self, transport: Transport, length: int, peer_memory: bool | None
+        self, transport: Transport, length: int, shard: int, peer_memory: bool | None
     ) -> SharedGradients:
         problem = "peer memory is not wanted"
         if peer_memory is not False:
             problem = symmetric_memory_problem(transport, shared_gpus=bool(peer_memory))
         if problem:
             raise RuntimeError(f"the ranks of a host cannot read each other's gradients: {problem}")
-        return DeviceSharedGradients(transport, self.kernels, length, self._stored)
+        return DeviceSharedGradients(transport, self.kernels, length, shard, self._stored)
 
     def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
@@ -175,23 +175,27 @@ def _stream_beside(gpu: int, priority: int, number: int) -> Any:
 
 
 class DeviceSharedGradients(SharedGradients):
-    """A gradient of every rank of a host in its symmetric memory, which kernels of all of them read.
+    """A gradient and a shard of every rank of a host in its symmetric memory, which kernels of all of them read.
 
     Args:
         transport: among the ranks of the host. Collective: every rank must construct.
         kernels: of the gradients' type.
         length: elements of the gradient (n).
+        shard: elements of the longest shard.
         stored: type of its elements.
 
     Raises:
         RuntimeError: a window cannot be allocated or mapped; on every rank of the host alike.
     """
 
-    def __init__(self, transport: Any, kernels: DeviceKernels, length: int, stored: np.dtype[Any]) -> None:
+    def __init__(
+        self, transport: Any, kernels: DeviceKernels, length: int, shard: int, stored: np.dtype[Any]
+    ) -> None:
         self._kernels, self._size = kernels, transport.size
-        self._length, self._stored = length, stored
         _ = kernels.shard_sum_kernels  # compiled before ranks wait for each other
-        self._memory = SymmetricMemory(transport, kernels.device, length * stored.itemsize)
+        self._behind = aligned(length * stored.itemsize)
+        nbytes = self._behind + shard * np.dtype(np.float32).itemsize
+        self._memory = SymmetricMemory(transport, kernels.device, nbytes)
         self.own: Any = self._memory.array(length, stored)
 
     def publish(self, gradient: Any) -> None:
@@ -203,8 +207,8 @@ class DeviceSharedGradients(SharedGradients):
         # this rank was copying from their windows
         device.synchronize()
 
-    def of_rank(self, rank: int) -> Any:
-        return self._memory.array_of(rank, self._length, self._stored)
+    def shard_of(self, rank: int, length: int) -> Any:
+        return self._memory.array_of(rank, length, np.float32, self._behind)
 
     def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
         kernels, memory = self._kernels, self._memory

@@ -118,16 +118,17 @@ def _nothing(gradient: Any) -> None:
     """Gradients have no values that would be copied."""
 
 
+class _OfPeer(Extent):
+    """A shard in the memory of another rank of the host."""
+
+
 class _Layout(Layout):
     """A layout that records what is copied."""
 
     record: Record
 
     def insert(self, part: Any, shard: int, whole: Any) -> None:
-        self.record.compute("vector", self.shard_length(shard))
-
-    def copy(self, source: Any, shard: int, target: Any) -> None:
-        self.record.compute("peer", self.shard_length(shard))
+        self.record.compute("peer" if isinstance(part, _OfPeer) else "vector", len(part))
 
 
 class _Group(HostGroup):
@@ -151,16 +152,19 @@ class _Group(HostGroup):
         self.gradient = cast(Any, Extent(step.length, 4))
         self._windows, self._limit = None, None
         self._backend = cast(Any, backend)
-        whole = Extent(step.length, 4)
-        self._shared: Any = SimpleNamespace(publish=_nothing, of_rank=lambda number: whole)
-        self._sum: Any = whole
+        self._shared: Any = SimpleNamespace(publish=_nothing, shard_of=self._shard_of)
+        self._part, self._being_read = self._shard_of(self.shard, self.shard_length), False
+        self._sum: Any = self._part
         self._record, self._ranks = record, many
 
     def sum(self, at_once: bool) -> Any:
         """The sum reads this shard of every rank's gradient, of the others from their memory."""
         self._record.compute("vector", self.shard_length)
         self._record.compute("peer", self.shard_length * (self._ranks - 1))
-        return self.new_shard()
+        return self._part
+
+    def _shard_of(self, number: int, length: int) -> Extent:
+        return (Extent if number == self.shard else _OfPeer)(length, 4)
 
 
 def record_step(step: Step, rank: int) -> Record:
@@ -211,7 +215,7 @@ def _recorded(step: Step, rank: int) -> tuple[Record, Grid | None]:
         gradient = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
     executor.begin(gradient, plan)
     if step.updates and host is not None:  # as `ReplicaResidual.gather`
-        host.share_in_place(host.new_shard(), gradient)
+        host.share_shards(host.new_shard(), gradient)
     return record, transport.grid
 
 

@@ -105,7 +105,7 @@ def test_a_step_in_two_levels_is_recorded_as_it_runs(
             moved.vector[:] = gradient[: len(moved.vector)]
         report = reducer.step(moved if updates else gradient)
         if updates:
-            group.share_in_place(reducer.residual, whole)
+            group.share_shards(reducer.residual, whole)
         seen = [*recorded]
         if not any(comm.allgather(report.local_exact or (method == "oktopk" and report.global_exact))):
             real = seen

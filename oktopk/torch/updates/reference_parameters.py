@@ -54,8 +54,8 @@ class ReferenceParameters:
         views: of the vector, one a parameter.
         residual: of the replica.
         share: as given, over the ranks of the host in two levels.
-        stepped: where an optimizer steps on this rank's shard alone, what it was shown as and what the last step made of it, for
-            the next displacement; None where the parameters hold what steps have made.
+        stepped: this rank's shard before the last step and after it, where an optimizer steps on a shard alone; else None, as the
+            parameters hold what steps have made.
         followed: how often `look` has found a parameter elsewhere, or laid out otherwise.
         sample: the bits of some elements of each parameter, as `watch` or `show` has left them.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
@@ -277,6 +277,11 @@ class ReferenceParameters:
         whole = torch.empty(len(self.vector), dtype=tensors[0].dtype, device=self.vector.device)
         torch._foreach_copy_(dense_views(whole, self.views), tensors)
         return whole
+
+    def copy_to(self, views: Sequence[Tensor]) -> None:
+        """Copy what the parameters hold to a tensor of its shape each."""
+        self.look()
+        torch._foreach_copy_(list(views), self._tensors)
 
     def watch(self) -> None:
         """Note what the parameters hold: `written` finds what changes from now on."""

@@ -56,11 +56,11 @@ class ReplicaResidual:
     def gather(self) -> None:
         """In two levels copy what the reducers have. Collective among the ranks of the host.
 
-        Traffic: in two levels that of `HostGroup.share_in_place`; in flat steps none.
+        Traffic: in two levels that of `HostGroup.share_shards`; in flat steps none.
         """
         if (group := self._reducer.group) is not None:
             with self._memory.stream_scope():
-                group.share_in_place(self._reducer.residual, self._whole_array)
+                group.share_shards(self._reducer.residual, self._whole_array)
 
     def put(self) -> None:
         """After a write to `vector`: in two levels write this rank's shard to the reducer's."""

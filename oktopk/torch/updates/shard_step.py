@@ -57,10 +57,9 @@ class ShardStep:
         pieces: one a parameter.
         state: the optimizer's; empty until `adopt`.
 
-    Memory: the shard, in the parameters' type; while a step runs a copy of the parameters, and some 16 bytes an element of the
-        shard.
-    Memory traffic: of a step the parameters twice, and some 30 bytes an element of the shard; of gradients that the replica has
-        not left in the buffer, or that were clipped, them and float32[n].
+    Memory: the shard, in the parameters' type; while a step runs some 16 bytes an element of the shard.
+    Memory traffic: of a step the parameters and float32[n], and some 30 bytes an element of the shard; of gradients that the
+        replica has not left in the buffer, or that were clipped, them and float32[n].
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class ShardStep:
         self._inner, self._replica, self._reference, self._memory = inner, replica, reference, memory
         self._parameters = parameters = replica.parameters
         self._layout, self._shard = group.layout, group.shard
-        # no other rank reads it between the mean of the gradients and the exchange
+        # no other rank reads it between the mean of the gradients and the next one
         self._gradients = memory.tensor(reducer.gradient_buffer)
         self._views = dense_views(self._gradients, reference.views)
         device = reference.vector.device
@@ -147,8 +146,9 @@ class ShardStep:
                 torch._foreach_copy_(targets, sources)
             own = self._reference.of_shard(self._gradients).to(self._vector.dtype)
             shown = self._reference.shown_shard()
-            # what the parameters hold, and so what was written where nothing watches
-            self._vector.copy_(self._reference.of_shard(self._reference.flat()))
+            # what the parameters hold, and so what was written where nothing watches; through the buffer, as float32 has them all
+            self._reference.copy_to(self._views)
+            self._vector.copy_(self._reference.of_shard(self._gradients))
         for piece, (begin, end), gradient in zip(self.pieces, self._own, gradients, strict=True):
             piece.grad = None if gradient is None else own[begin:end]
         try:
@@ -184,7 +184,7 @@ class ShardStep:
             ValueError: a problem of some rank, or no memory on its device; on every rank of the host alike.
 
         Memory: what the optimizer keeps of n elements; beside it what it kept of the shard, and 4n/G bytes.
-        Traffic: that of `HostGroup.share_in_place` for each kind of moments, in the memory of gradients; a control allgather of
+        Traffic: that of `HostGroup.share_shards` for each kind of moments, in the memory of gradients; a control allgather of
             their names.
         """
         group, host = self._group, self._group.host
@@ -216,7 +216,7 @@ class ShardStep:
                     begin, end = self._own[number]
                     values[begin:end].copy_(kept[number][name].reshape(-1))
                 with self._memory.stream_scope():
-                    group.share_in_place(self._memory.array(values), group.gradient)
+                    group.share_shards(self._memory.array(values), group.gradient)
                 for number in having:
                     whole[number][name].copy_(self._views[number])
         finally:
