@@ -112,7 +112,7 @@ class HostExecutor:
         if result is None:
             vectors.selected = None if update is None else SparseVector(update.entries[:0], update.length)
         whole = self._of_host(result, update, outcomes)
-        # of the ranks of a host the first holds a shard, and has heard of the other hosts
+        # the first rank of a host always holds a shard, so that its token covers all hosts
         whole.tokens = None if token is None else (group.host.tokens or ())[:1]
         return CompletedStep(whole)
 

@@ -44,7 +44,7 @@ class MessageExecutor:
         out = vectors.update if method.writes_out else None
         residual = vectors.residual if method.sparse or vectors.pending else None
         try:
-            # that of a gradient which is not finite takes a problem along, see `Plan.problem`
+            # one flag for both: a gradient that is not finite, and a problem, whose sentence follows where the flag is up
             flag = is_flagged(gradient) or bool(plan.problem)
             transport.token, transport.tokens = (plan.token if by_message else None), None
             result = method.reduce(gradient, residual, out, plan, flag)

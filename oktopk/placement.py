@@ -105,10 +105,12 @@ class Placement:
         return displacement
 
     def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Any:
-        """What a step takes for a displacement: it, or zeros where it is added to the residual here, with a NaN for its flag.
+        """What a step takes for a displacement: the displacement, if the step's kernels read it.
+
+        Else it is added to the residual now, and the step takes zeros, the first of them NaN if the displacement is flagged.
 
         Args:
-            readable: the step reads it by itself.
+            readable: whether the step's kernels read a displacement.
         """
         vectors.pending = True
         if readable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,6 @@ _FOLLOWED = 0.7  # share of a miss that the next threshold makes up for: misses 
 _ALL = 2**31 - 1
 TIED = 2**31 - 1
 """Instead of a count of candidates: many of them equal the k-th largest magnitude."""
-
-_STATE = ("bits", "slope", "trend", "needs_exact")
-"""Attributes that the next step depends on."""
 
 
 def most_equal(k: int) -> int:
@@ -91,7 +88,10 @@ class LocalSelection:
         slope: -d log(nnz) / d log(threshold).
         trend: bits by which the threshold moves from step to step.
         needs_exact: the next step must be exact.
+        kept: names of the attributes that the next step depends on, which a state has. A class that is derived adds its own.
     """
+
+    kept: ClassVar[tuple[str, ...]] = ("bits", "slope", "trend", "needs_exact")
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class LocalSelection:
         """Make the next step exact. The last pass is not used."""
         self.needs_exact = True
 
-    @staticmethod
-    def check_state(state: dict[str, Any]) -> None:
-        """Raise StateError where a `state_dict` cannot be loaded."""
-        learned = {name: state[name] for name in _STATE}
+    @classmethod
+    def check_state(cls, state: dict[str, Any]) -> None:
+        """Raise StateError, or what `state_errors` takes for one, where a `state_dict` cannot be loaded."""
+        learned = {name: state[name] for name in cls.kept}
         if not (0 < learned["slope"] < math.inf):
             raise StateError(f"slope {learned['slope']!r} of the state is not a positive number")
         if not isinstance(learned["needs_exact"], bool):
@@ -185,10 +185,10 @@ class LocalSelection:
         check_threshold("local", state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _STATE}
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in _STATE:
+        for name in self.kept:
             setattr(self, name, state[name])
 
     def lower_threshold(self) -> int:

@@ -57,7 +57,8 @@ class StepResult:
 
     Attributes:
         update: the sum over the ranks, equal on all of them; None where the whole vector was written, scaled.
-        selected: what this rank sent, by `union` of what all ranks packed: its residual becomes zero there; None for everywhere.
+        selected: the entries that this rank sent, for `union` at every index that any rank packed. They leave the residual. None:
+            all of it.
         errors_stay: the values of `selected` are rounding errors, which the residual becomes instead of zero.
         returned: lists of entries to add to this rank's residual: what was pruned or rounded away on the way.
         rounded: entries to add to it where `update` has an entry too: what this rank rounded away of sums that it passed on.

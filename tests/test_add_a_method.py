@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def test_the_method_of_the_page_loses_nothing_and_ranks_agree(
         if step == 3:
             state = reducer.state_dict()
             reducer = GradientAllreduce(comm, LENGTH, "randomk", density=0.05, average=False)
+            without = copy.deepcopy(state)
+            del without["methods"]["randomk"]["selection"]["seed"]
+            with pytest.raises(ValueError, match="the state is damaged: KeyError 'seed'"):
+                reducer.load_state_dict(without)
             reducer.load_state_dict(state)
 
 

@@ -39,7 +39,7 @@ class Method(ABC):
     sparse: ClassVar[bool] = True
     """Whether it leaves entries behind, so that it needs a residual."""
     writes_out: ClassVar[bool] = True
-    """Whether `reduce` may write to `out`. One that does not gets none, as the last update may still lie there. A method that is
+    """Whether `reduce` may write to `out`. False: `out` is None, as the last step's update may still lie there. A method that is
     derived from such a one, and writes to `out`, sets it to True again."""
     coded: ClassVar[bool] = False
     """Whether its entries may travel in another way than plain."""
@@ -230,7 +230,7 @@ class SparseMethod(Method):
 
     @classmethod
     def check_state(cls, state: dict[str, Any], length: int) -> None:
-        LocalSelection.check_state(state["selection"])
+        cls.selection_type.check_state(state["selection"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"selection": self.selection.state_dict()}

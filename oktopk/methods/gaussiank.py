@@ -30,6 +30,7 @@ class GaussianSelection(LocalSelection):
         correction: exact threshold over fitted threshold, at the last exact step.
     """
 
+    kept = (*LocalSelection.kept, "correction")
     correction = 1.0
 
     def select(
@@ -59,12 +60,11 @@ class GaussianSelection(LocalSelection):
             packed = buffer[:nnz]
         return Selection(SparseVector(packed, self.length), 0, exact, bits_magnitude(bits))
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"correction": self.correction}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.correction = state["correction"]
+    @classmethod
+    def check_state(cls, state: dict[str, Any]) -> None:
+        super().check_state(state)
+        if not 0 < (correction := state["correction"]) < math.inf:
+            raise StateError(f"correction {correction!r} of the state is not a positive number")
 
     def _fit(self, total: float, squares: float, k: int) -> float:
         """The magnitude that k of n draws exceed, if they were Gaussian."""
@@ -85,10 +85,3 @@ class Gaussiank(TopkA):
 
     name = "gaussiank"
     selection_type = GaussianSelection
-
-    @classmethod
-    def check_state(cls, state: dict[str, Any], length: int) -> None:
-        correction = state["selection"]["correction"]
-        if not 0 < correction < math.inf:
-            raise StateError(f"correction {correction!r} of the state is not a positive number")
-        super().check_state(state, length)

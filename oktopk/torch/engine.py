@@ -88,8 +88,8 @@ class Engine:
     Attributes:
         reducer, tables: as given.
         bucketed: the reducer, which the caller starts; of one vector as `OneVector`.
-        before_torch, ready: as `TensorMemory.before_torch` and `after_current`; of one vector, which orders streams by itself,
-            nothing.
+        before_torch, ready: as `TensorMemory.before_torch` and `after_current`. Of one vector they do nothing, as its reducer
+            orders its own stream.
     """
 
     def __init__(

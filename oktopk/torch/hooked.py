@@ -60,8 +60,8 @@ class DdpBucket:
 class HookEngine(Engine):
     """Reduces gradients as a DDP hands them over, and tables behind them.
 
-    The reducer's buckets whose parameters are those of DDP's, in their order, are reduced as these
-    come, where they lie. The first that is not, and all behind it, are copied and start when all have come.
+    While DDP's buckets have the parameters of the reducer's, each is reduced as it comes, where it
+    lies. From the first that has others on, buckets are copied, and start when all have come.
 
     Args:
         comm, method, options: as `BucketedAllreduce`. Collective.
