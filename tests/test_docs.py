@@ -263,8 +263,7 @@ def test_readmes_picture_is_drawn_from_the_figures_beside_it(
         if run.get("commit") in ("4ab67449", "0ccf77d7") and "changed" not in run
     }
     small = [
-        100
-        * (1 - now[f"updates/lr=2e-3/d=.0125/wire=int4{seed}"] / dense[f"dense/lr=2e-3{seed}/b2=0.987"])
+        100 * (1 - now[f"updates/lr=2e-3/d=.0125/wire=int4{seed}"] / dense[f"dense/lr=2e-3{seed}/b2=0.987"])
         for seed in ("", "/seed=1", "/seed=2")
     ]
     large = {run["spec"]: run["held"][-1] for run in runs if run.get("commit") == "b8048023"}

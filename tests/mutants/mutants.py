@@ -286,8 +286,8 @@ MUTANTS = (
     ),
     Mutant(
         "replica-ranks",
-        "oktopk/torch/updates/reference_parameters.py",
-        "        vector.mul_(group.host.size)\n",
+        "oktopk/torch/updates/host_reference.py",
+        "        vector.mul_(self._ranks)\n",
         "",
         "a host counts as one rank",
         f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",

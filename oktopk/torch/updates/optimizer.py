@@ -35,6 +35,7 @@ from oktopk.torch.own_weights import keeps_weights, own_weights_sentence
 from oktopk.torch.replica import Replica
 from oktopk.torch.updates.gradient_check import GradientCheck
 from oktopk.torch.updates.gradient_norms import GradientNorms, most_norm
+from oktopk.torch.updates.host_reference import HostReference
 from oktopk.torch.updates.host_replica import HostReplica, SummedReplica
 from oktopk.torch.updates.local_share import LocalShare
 from oktopk.torch.updates.reference_parameters import ReferenceParameters
@@ -178,7 +179,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         self._local = LocalStep(self.inner, equal_replicas, averages)
         self._replica = self._replica_in_levels()
         self._as_wrapped = self._replica.watched()
-        self._reference = ReferenceParameters(
+        self._reference = (ReferenceParameters if group is None else HostReference)(
             self._parameters, self.reducer, self._memory, self._share.now, self._as_wrapped
         )
         self._check = self._new_check()
@@ -239,13 +240,15 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         Raises:
             ValueError: a rank has no memory for it; on every rank alike.
         """
-        transport, reducer = self.reducer.transport, self.reducer
-        if reducer.group is None or self._replicas == transport.size or self._interval > 1:
+        transport, reference = self.reducer.transport, self._reference
+        if not isinstance(reference, HostReference):
+            return None
+        if self._replicas == transport.size or self._interval > 1:
             return None
         if not all(transport.allgather_objects(is_elementwise(self.inner))):
             return None
         with transport.together():
-            sharded = ShardStep(self.inner, self._replica, reducer, self._memory, self._reference)
+            sharded = ShardStep(self.inner, self._replica, self.reducer, self._memory, reference)
         return sharded
 
     def _new_selecting_step(self) -> SelectingStep | None:
@@ -413,14 +416,14 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
     def _step_wrapped(self) -> None:
         self._window.selected = self._selecting is not None and self._selecting.run()
         if not self._window.selected:
-            self._reference.stepped = self._inner_step()
+            self._inner_step()
 
-    def _inner_step(self) -> tuple[Tensor, Tensor] | None:
-        """The wrapped optimizer's own step. Returns `ReferenceParameters.stepped`."""
+    def _inner_step(self) -> None:
+        """The wrapped optimizer's own step."""
         if self._sharded is not None:
-            return self._sharded.step()
-        self.inner.step()
-        return None
+            self._sharded.step()
+        else:
+            self.inner.step()
 
     # an exchange
 

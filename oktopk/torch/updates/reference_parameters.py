@@ -13,9 +13,9 @@ from torch import Tensor
 from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce
 from oktopk.damage import StateError
-from oktopk.displacement import Displacement, ShardDisplacement
+from oktopk.displacement import Displacement
 from oktopk.torch.as_wrapped import AsWrapped
-from oktopk.torch.gradients import dense_views, is_dense, missing_spans
+from oktopk.torch.gradients import dense_views, is_dense
 from oktopk.torch.interop import TYPE_NAMES, TensorMemory
 from oktopk.torch.states import is_whole
 from oktopk.torch.updates.replica_residual import ReplicaResidual
@@ -34,9 +34,7 @@ class ReferenceParameters:
 
     A rank's own parameters hold round(reference - share · residual), until its optimizer moves them.
 
-    Where the reducer is in two levels, the residual is that of the whole host, equal on its ranks, and so are the parameters that
-    follow from it. Each rank displaces its shard alone: of what its own optimizer made of other shards nothing is taken. The
-    displacement is multiplied by the ranks of the host, so that residual and update are sums over ranks as in flat steps.
+    Of flat steps; `HostReference` is of steps in two levels.
 
     Args:
         parameters: on one device, of one type, each dense in memory (`is_dense`). Of this very list, which is kept, those are
@@ -53,18 +51,16 @@ class ReferenceParameters:
         vector: float32[n], the reference, parameter by parameter in their memory layout.
         views: of the vector, one a parameter.
         residual: of the replica.
-        share: as given, over the ranks of the host in two levels.
-        stepped: this rank's shard before the last step and after it, where an optimizer steps on a shard alone; else None, as the
-            parameters hold what steps have made.
+        share: as given; in two levels over the ranks of the host.
         followed: how often `look` has found a parameter elsewhere, or laid out otherwise.
         sample: the bits of some elements of each parameter, as `watch` or `show` has left them.
         marked: for each parameter that was written to since the last exchange, by number, bool of its shape: what was taken.
 
-    Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more. In
-        two levels 4n for the residual of the host; and in each exchange some 20 bytes an element of the shard, and the parameters
-        once more where the optimizer steps on all of them.
+    Memory: 4n bytes. A byte an element of marked parameters. A parameter that is laid out otherwise than it was, once more.
     Traffic: that of `ReplicaResidual.gather` alone.
     """
+
+    _ranks = 1  # of a replica, over which the residual is a sum
 
     def __init__(
         self,
@@ -74,8 +70,6 @@ class ReferenceParameters:
         share: float,
         as_wrapped: AsWrapped,
     ) -> None:
-        # in two levels the residual is in sums over the ranks of the host
-        self._ranks = 1 if reducer.group is None else reducer.group.host.size
         self._parameters, self.share, self._as_wrapped = parameters, share / self._ranks, as_wrapped
         self._reducer, self._memory = reducer, memory
         self.vector = torch.zeros(reducer.length, dtype=torch.float32, device=parameters[0].device)
@@ -83,9 +77,8 @@ class ReferenceParameters:
         kind, sizes = TYPE_NAMES[parameters[0].dtype], [p.numel() for p in parameters]
         with memory.stream_scope():
             self._displacement = reducer.displacement(sizes, kind, self._array, self.share)
-        self.residual = ReplicaResidual(reducer, memory, sizes, self.vector.device)
+        self.residual = self._new_residual(sizes)
         self.views = dense_views(self.vector, parameters)
-        self.stepped: tuple[Tensor, Tensor] | None = None
         self.marked: dict[int, Tensor] = {}
         # what `reconcile` found: a parameter, places in it, their values, and whether this rank was given them
         self._reconciled: list[tuple[int, Tensor, Tensor, Tensor]] = []
@@ -102,6 +95,10 @@ class ReferenceParameters:
         torch._foreach_copy_(self.views, self._tensors)
         self.watch()
 
+    def _new_residual(self, sizes: Sequence[int]) -> ReplicaResidual:
+        """Of parameters of these sizes."""
+        return ReplicaResidual(self._reducer, self._memory, sizes)
+
     def displacement(self, present: Sequence[int | bool], flagged: bool) -> Displacement:
         """What the parameters have moved since `show`, for the next step of the reducer; of where `look` has found them.
 
@@ -110,43 +107,8 @@ class ReferenceParameters:
             flagged: as `Displacement.flagged`.
         """
         self._displacement.flagged = flagged
-        if isinstance(self._displacement, ShardDisplacement):
-            self._fill(self._displacement, present)
-        else:
-            self._set_pointers(present)
+        self._set_pointers(present)
         return self._displacement
-
-    def _fill(self, displacement: ShardDisplacement, present: Sequence[int | bool]) -> None:
-        """Write this rank's shard of the displacement, times the ranks of its host.
-
-        Each operation is rounded by itself, as in kernels.
-
-        Memory traffic: twice the parameters where the optimizer steps on all of them, and some 60 bytes an element of the shard.
-        """
-        group = self._reducer.group
-        assert group is not None
-        stepped, self.stepped = self.stepped, None
-        if group.shard is None or not any(present):  # the vector is zero
-            return
-        shown, current = stepped or (self.shown_shard(), self.of_shard(self.flat()))
-        vector = self._memory.tensor(displacement.vector)
-        torch.sub(shown.float(), current.float(), out=vector)
-        vector.mul_(group.host.size)
-        absent = missing_spans([view.numel() for view in self.views], present)
-        for begin, end in group.layout.spans_of_shard(absent, group.shard):
-            vector[begin:end] = 0
-
-    def shown_shard(self) -> Tensor:
-        """round(reference - share · residual) of this rank's shard, of the parameters' type. In two levels."""
-        share = self.of_shard(self.residual.vector).mul_(self.share)
-        return self.of_shard(self.vector).sub_(share).to(self._tensors[0].dtype)
-
-    def of_shard(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's shard; empty for a rank that has none. In two levels."""
-        group = self._reducer.group
-        assert group is not None
-        part = whole.new_empty(group.shard_length)
-        return part if group.shard is None else group.layout.extract(whole, group.shard, part)
 
     def subtract_update(self) -> None:
         """reference -= the reducer's update."""

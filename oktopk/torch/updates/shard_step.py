@@ -21,7 +21,7 @@ from oktopk.torch.interop import TensorMemory
 from oktopk.torch.local_step import has_step_hooks
 from oktopk.torch.replica import Replica
 from oktopk.torch.states import by_number, is_whole
-from oktopk.torch.updates.reference_parameters import ReferenceParameters
+from oktopk.torch.updates.host_reference import HostReference
 
 # these make what they keep in their first step
 _TORCHS = "Adam", "AdamW", "RAdam", "Adamax", "SGD", "RMSprop"
@@ -68,7 +68,7 @@ class ShardStep:
         replica: Replica,
         reducer: GradientAllreduce,
         memory: TensorMemory,
-        reference: ReferenceParameters,
+        reference: HostReference,
     ) -> None:
         assert reducer.group is not None
         self._group = group = reducer.group
@@ -135,8 +135,8 @@ class ShardStep:
             for group, whole in zip(groups, before, strict=True):
                 group["params"] = whole
 
-    def step(self) -> tuple[Tensor, Tensor]:
-        """Step on the shard; the parameters stay as they are. Returns `ReferenceParameters.stepped`."""
+    def step(self) -> None:
+        """Step on the shard, and set `HostReference.stepped`; the parameters stay as they are."""
         with torch.no_grad():
             gradients = [parameter.grad for parameter in self._parameters]
             pairs = zip(self._views, gradients, strict=True)
@@ -157,7 +157,7 @@ class ShardStep:
         finally:
             for piece in self.pieces:
                 piece.grad = None
-        return shown, self._vector
+        self._reference.stepped = shown, self._vector
 
     def moved(self) -> list[Tensor]:
         """The pieces that the last step has moved. Waits for a GPU."""
