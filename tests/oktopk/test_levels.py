@@ -337,6 +337,29 @@ def test_ranks_of_a_host_take_their_mean_without_a_message(
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("between", ["nothing", "a mean"])
+def test_what_a_slow_rank_still_copies_is_not_written_over(
+    comm: MPI.Intracomm, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducer = two_levels(comm, "cpu", 2, method="union")
+    group, whole, insert = reducer.group, np.zeros(LENGTH, np.float32), Layout.insert
+    assert group is not None and reducer.gradient_buffer is not None
+    reducer.gradient_buffer[:] = -1
+
+    def late(layout: Layout, *parts: Any) -> None:
+        time.sleep(0.02 * (comm.rank % 2))
+        insert(layout, *parts)
+
+    monkeypatch.setattr(Layout, "insert", late)
+    for step in range(4):
+        group.share_shards(np.full(group.shard_length, step, np.float32), whole)
+        assert (whole == step).all()
+        if between == "a mean":
+            reducer.mean_in_host()
+            assert (reducer.gradient_buffer == -1).all()
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_host", [2, 3])
 def test_entries_of_a_host_travel_as_messages_only_without_memory_for_windows(
     comm: MPI.Intracomm, cuda: str, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch
