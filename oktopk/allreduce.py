@@ -212,7 +212,8 @@ class GradientAllreduce(Resumable):
     def mean_in_host(self, flag: bool = False, token: int | None = None) -> tuple[int, ...] | None:
         """Make `gradient_buffer` the mean of what all ranks of this host have filled it with, equal bit for bit. For two levels.
 
-        No step, and no message to another host. Collective: every rank of the host must call.
+        No step, and no message to another host. Collective: every rank of the host must call. A GPU may
+        still copy on return: what the reducer's stream does next sees the mean.
 
         Args:
             flag: of this rank; where any rank of the host raises it, nothing is summed.

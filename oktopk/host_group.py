@@ -113,7 +113,10 @@ class HostGroup:
         return () if token is None else self.host.tokens or ()
 
     def share_shards(self, own: Any, whole: Any) -> None:
-        """Fill float32[n] with the shards of all ranks of the host. Collective. A GPU may still copy on return.
+        """Fill float32[n] with the shards of all ranks of the host. Collective.
+
+        A GPU may still copy on return, from the memory of the other ranks: they close the group, or wait for this one, before
+        their processes end.
 
         Args:
             own: float32[shard], or what `sum` gave; empty for a rank that holds no shard.

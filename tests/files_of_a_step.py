@@ -1,7 +1,7 @@
 """How many files one regular step runs through, for a reader who follows an entry. `python -m tests.files_of_a_step` prints them.
 
-Each way is a job of two ranks. A file counts where Python calls a function of it, in any thread. Kernels are not seen: neither
-compiled functions nor `.cu` and `.cuh` files.
+Each way is a job of two ranks, hosts one of four. A file counts where Python calls a function of
+it, in any thread. Kernels are not seen: neither compiled functions nor `.cu` and `.cuh` files.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def reduced(device: str) -> Callable[[], Any]:
     return lambda: reducer.step(gradient)
 
 
-def updates() -> Callable[[], Any]:
-    """A step of updates around AdamW, as users wrap it."""
+def wrapped(kind: str, **settings: Any) -> Callable[[], Any]:
+    """A step around an optimizer of torch's, as users wrap it: around AdamW of updates, around SGD of gradients."""
     import torch
     from mpi4py import MPI
 
@@ -67,8 +67,8 @@ def updates() -> Callable[[], Any]:
 
     torch.manual_seed(0)
     model = torch.nn.Linear(200, 100)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = DistributedOptimizer(inner, MPI.COMM_WORLD, density=0.05)
+    inner = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(inner, MPI.COMM_WORLD, density=0.05, **settings)
 
     def step() -> None:
         model(torch.randn(8, 200)).square().mean().backward()
@@ -103,7 +103,9 @@ def hook() -> Callable[[], Any]:
 WAYS: dict[str, Callable[[], Callable[[], Any]]] = {
     "messages, CPU": lambda: reduced("cpu"),
     "peer memory": lambda: reduced("cuda"),
-    "updates, CPU": updates,
+    "around SGD, CPU": lambda: wrapped("SGD"),
+    "updates, CPU": lambda: wrapped("AdamW"),
+    "updates, hosts of two, CPU": lambda: wrapped("AdamW", ranks_per_host=2),
     "DDP's hook, CPU": hook,
 }
 
@@ -129,7 +131,8 @@ def main(arguments: list[str]) -> None:
             from tests.host_cuda import ASKED_FOR
 
             environment[ASKED_FOR] = "1"
-        command = [sys.executable, "-m", "oktopk.launch", "-n", "2", "-m", "tests.files_of_a_step", way]
+        ranks = "4" if "hosts" in way else "2"
+        command = [sys.executable, "-m", "oktopk.launch", "-n", ranks, "-m", "tests.files_of_a_step", way]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 

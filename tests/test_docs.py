@@ -310,6 +310,29 @@ def test_the_seconds_to_dense_trainings_loss_are_those_of_the_files() -> None:
     assert f"[{over[0]:.1f} times sooner]" in (ROOT / "README.md").read_text("utf-8")
 
 
+def test_steps_between_hosts_of_two_gpus_are_those_of_the_file() -> None:
+    lines = (RESULTS / "updates" / "hosts.jsonl").read_text("utf-8").splitlines()
+    runs = [run for run in map(json.loads, lines) if run["device"] == "4 H200, two hosts of two"]
+    over = {"rank": [0.0, 0.0], "host": [0.0, 0.0]}
+    for column, rate in enumerate(("10gbit", "1gbit")):
+        ms = {
+            kind: median(
+                run["step_ms"]
+                for run in runs
+                if run["rate"] == rate
+                and run["steps"] < 100
+                and run["spec"].startswith(kind.partition(" ")[0])
+                and ("replica=rank" in run["spec"]) == ("rank" in kind)
+            )
+            for kind in ("bfloat16", "updates rank", "updates host")
+        }
+        for replica, ratios in over.items():
+            ratios[column] = ms["bfloat16"] / ms[f"updates {replica}"]
+    page = (RESULTS / "updates.md").read_text("utf-8")
+    assert f'| `replica="rank"` | **{over["rank"][0]:.1f}** | **{over["rank"][1]:.0f}** |' in page
+    assert f"as by default | {over['host'][0]:.1f} | {over['host'][1]:.0f} |" in page
+
+
 def above_dense(
     length: int, ranks: int, rule: str, rate: str, seeds: tuple[int, int], ends: float | None = None
 ) -> float:

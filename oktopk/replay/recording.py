@@ -214,7 +214,8 @@ def _recorded(step: Step, rank: int) -> tuple[Record, Grid | None]:
     if step.updates and host is not None:
         gradient = ShardDisplacement(cast(Any, SimpleNamespace(length=step.length)), host.new_shard())
     executor.begin(gradient, plan)
-    if step.updates and host is not None:  # as `ReplicaResidual.gather`
+    if step.updates and host is not None:  # as `HostResidual.gather`
+        record.compute("vector", host.shard_length)  # to where the others read it
         host.share_shards(host.new_shard(), gradient)
     return record, transport.grid
 

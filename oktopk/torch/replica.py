@@ -145,8 +145,8 @@ class Replica:
         """Whether a gradient is as `take_mean` has left it in this step, and the reducer's gradient buffer has it, too."""
         return False
 
-    def clipped(self) -> None:
-        """Gradients are no longer what `take_mean` has left: the library has scaled them, by kernels that count no version."""
+    def buffer_changed(self) -> None:
+        """Gradients are no longer in the buffer: they were scaled, by kernels that count no version, or it was written over."""
 
     def ready(
         self, problem: str, what: str, overflowed: bool, finite: bool, square: float, steps: int

@@ -293,6 +293,14 @@ MUTANTS = (
         f"{_ON_THREE} tests/oktopk/test_replicas.py tests/oktopk/test_kinds_of_replicas.py",
     ),
     Mutant(
+        "shards-read",
+        "oktopk/host_group.py",
+        "            if self._being_read:\n",
+        "            if False:\n",
+        "a shard is written while other ranks of the host still copy it",
+        f"{_ON_THREE} tests/oktopk/test_levels.py -k slow_rank",
+    ),
+    Mutant(
         "replica-shards",
         "oktopk/torch/updates/reference_parameters.py",
         "            self.residual.put()\n        torch",

@@ -62,7 +62,7 @@ class HostReplica(Replica):
     def in_buffer(self, gradient: Tensor) -> bool:
         return id(gradient) in self._left and self._left[id(gradient)] == gradient._version
 
-    def clipped(self) -> None:
+    def buffer_changed(self) -> None:
         self._left.clear()
 
     def _mean(self, problem: bool) -> bool:

@@ -139,8 +139,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
 
     Memory: beside the reducer's 8n bytes, residual and update, 4n for the reference. With hosts of G ranks the reducer has 4n for
         the update, 4n for gradients, and 12n/G for shards of residual, sums and displacement; beside it 4n for the reference, 4n
-        for the host's residual, and while a step runs 4n of scratch, or the parameters' size once more. Where the optimizer steps
-        on a shard, that of its parameters, and while a step runs some 16n/G.
+        for the host's residual, in a dense step 4n of scratch, and the parameters' size where the optimizer steps on all of
+        them. Where it steps on a shard, that of its parameters, and while a step runs some 16n/G.
     Traffic: that of the method, once in `every` steps; no message between. Where elements were written outside of `agreed`, and
         the ranks' references differ by that, two bits an element of these parameters in the next exchange, see
         `ReferenceParameters.reconcile`, which reports leave out. For Adam's kind, in the first 20 exchanges and in
@@ -402,7 +402,7 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             return False
         if self.clip_norm:
             norms.clip(self.clip_norm, ready.norm)
-            replica.clipped()
+            replica.buffer_changed()
         return True
 
     def _step_alone(self) -> None:

@@ -148,6 +148,7 @@ class ShardStep:
             shown = self._reference.shown_shard()
             # what the parameters hold, and so what was written where nothing watches; through the buffer, as float32 has them all
             self._reference.copy_to(self._views)
+            self._replica.buffer_changed()
             self._vector.copy_(self._reference.of_shard(self._gradients))
         for piece, (begin, end), gradient in zip(self.pieces, self._own, gradients, strict=True):
             piece.grad = None if gradient is None else own[begin:end]
