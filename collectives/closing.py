@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collectives.transport import Transport
 
-_OTHERS_CLOSE = 2.0
+OTHERS_CLOSE = 2.0
 """Seconds that a rank waits for the others to close, too."""
 
 
@@ -38,7 +38,7 @@ def announce(transports: Sequence[Transport]) -> None:
     they do not, what MPI holds stays until the end of the process.
     """
     announced = [each.announce_close() for each in transports]
-    give_up = time.monotonic() + _OTHERS_CLOSE
+    give_up = time.monotonic() + OTHERS_CLOSE
     for done in announced:
         while done is not None and not done() and time.monotonic() < give_up:
             time.sleep(1e-3)

@@ -19,7 +19,7 @@ _EARLY = 1.0
 PAUSE = 1e-3
 """Seconds."""
 
-_ANSWER = 5.0
+ANSWER = 5.0
 """Seconds in which every rank that is waiting has looked."""
 
 _ARRIVES = 0.1
@@ -149,7 +149,7 @@ def missing_ranks(limit: Limit, given_up: GivenUp, waited: float | None = None) 
     notes = given_up.notes
     given_up.leave(own_note)
     came, closed = {notes.rank: own_note}, notes.closed()
-    give_up = time.monotonic() + _ANSWER
+    give_up = time.monotonic() + ANSWER
     while len(closed.union(came)) < notes.size and time.monotonic() < give_up:
         came |= notes.collect()
         closed = notes.closed()

@@ -242,7 +242,7 @@ def test_a_rank_that_alone_skips_a_step_raises_as_the_others_do(comm: MPI.Intrac
 def test_a_rank_missed_over_messages_does_not_hold_the_others_in_close(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit.ANSWER", 1.5)
     reducer = reducer_of(comm, timeout=0.5)
     comm.Barrier()
     if comm.rank == 0:  # it comes when the others have closed

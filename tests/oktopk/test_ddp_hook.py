@@ -356,7 +356,7 @@ def test_a_distributed_checkpoint_has_what_a_wrapped_optimizer_keeps(
 def test_a_rank_that_leaves_a_bucket_out_is_told_what_to_do(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5)
+    monkeypatch.setattr("collectives.limit.ANSWER", 1.5)
     group = dist.new_group()
     ddp, state = hooked({"process_group": group}, comm=group, timeout=2.0)
     train(ddp, comm.rank, range(steps))

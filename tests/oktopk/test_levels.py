@@ -446,7 +446,7 @@ def test_a_rank_missing_while_windows_are_opened_is_named_by_all(
     after_the_others: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
+    monkeypatch.setattr("collectives.limit.ANSWER", 10.0)
     reducer = two_levels(comm, cuda, comm.size, timeout=0.5)
     assert reducer.group is not None
     before = getattr(reducer.group._windows, operation)

@@ -72,7 +72,7 @@ def test_a_process_group_forgets_what_ranks_missed_earlier(
     comm: MPI.Intracomm, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name is the same, and its store another."""
-    monkeypatch.setattr("collectives.limit._ANSWER", 0.5)
+    monkeypatch.setattr("collectives.limit.ANSWER", 0.5)
     store = dist.distributed_c10d._get_default_store()
     first, second = dist.PrefixStore("first", store), dist.PrefixStore("second", store)
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: first)

@@ -282,7 +282,7 @@ def test_a_rank_that_does_not_come_is_named_by_all(
 
     come = late
     if device == "cpu":  # kernels have no such clock
-        monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
+        monkeypatch.setattr("collectives.limit.ANSWER", 10.0)
         come = partial(request.getfixturevalue("after_the_others"), 0)
     # kernels on the host are further apart
     peer_memory, limit = (True, 2.0) if device == "cuda" else (None, 0.5)

@@ -431,7 +431,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, over: Any, names: Sequence[str]
 ) -> None:
     """Over gloo the others learn of it when its connections end, else once the limit has passed."""
-    monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", LIMIT)
+    monkeypatch.setattr("collectives.closing.OTHERS_CLOSE", LIMIT)
     for name in names:
         made = MADE[name](over, timeout=2.0)
         with monkeypatch.context() as patch:  # ranks may be slow to load kernels, then they step at once
@@ -457,7 +457,7 @@ def test_a_rank_that_alone_closes_is_named_with_that_call(
 @pytest.mark.mpi(min_size=2)
 def test_ranks_that_close_at_other_times_go_on(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     for waits in (60.0, 0.0):  # for the others, so that all or not all have closed by then
-        monkeypatch.setattr("collectives.closing._OTHERS_CLOSE", waits)
+        monkeypatch.setattr("collectives.closing.OTHERS_CLOSE", waits)
         reducers = [Vectors(comm, [100]) for _ in range(3)]
         for number, reducer in enumerate(reducers):
             reducer.step()
@@ -515,7 +515,7 @@ def test_ranks_missing_in_a_step_are_named_by_all(
     more: dict[str, bool],
     missing: int,
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 10.0 if steps else 1.5)
+    monkeypatch.setattr("collectives.limit.ANSWER", 10.0 if steps else 1.5)
     missing %= comm.size
     made = MADE[name](over, timeout=LIMIT, threshold_interval=2)
     for _ in range(steps):
@@ -562,7 +562,7 @@ def test_ranks_missing_in_a_construction_are_named_by_all(
     what: str,
     comes: str,
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 1.5 if comes == "never" else 10.0)
+    monkeypatch.setattr("collectives.limit.ANSWER", 1.5 if comes == "never" else 10.0)
     model = network()
     first: Any = {"GradientAllreduce": 10, "DistributedOptimizer": sgd(model)}.get(what, model)
     call: Any = getattr(oktopk, what)
@@ -586,7 +586,7 @@ def test_ranks_missing_in_a_construction_are_named_by_all(
 def test_a_state_that_one_rank_does_not_load_names_it(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, after_the_others: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr("collectives.limit._ANSWER", 10.0)
+    monkeypatch.setattr("collectives.limit.ANSWER", 10.0)
     optimizer = DistributedOptimizer(sgd(network()), comm, timeout=LIMIT)
     state = optimizer.state_dict()
     after_the_others(comm.size - 1)
