@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -20,16 +21,24 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives.traffic import step_limit
+from collectives.traffic import Traffic, step_limit
 from oktopk import DistributedOptimizer, levels
 from oktopk.elastic import inherited_ranks, of_rank, redistribute
 from oktopk.levels import Layout
 from oktopk.torch import local_step
+from oktopk.torch.updates import optimizer as updates
 from oktopk.torch.updates.shared_moments import SLICES
 from tests import oracle
 from tests.replicas import ADAMW, SGD, Replicas
 from tests.training import flat, gradients, network, steady, train
-from tests.updates import moments, on_shard, own, reference, references
+from tests.updates import (
+    go_on_behind_the_first_exchanges,
+    moments,
+    on_shard,
+    own,
+    reference,
+    references,
+)
 
 pytestmark = [
     pytest.mark.mpi,
@@ -50,6 +59,24 @@ def wrap(model: nn.Module, comm: Any, per_host: int = 2, **settings: Any) -> Any
 
 def check_agreed(model: nn.Module, optimizer: Any, comm: MPI.Intracomm) -> None:
     Replicas(comm, 2).check_agreed(model, optimizer)
+
+
+def count(transport: Any, sent: list[Traffic], patch: pytest.MonkeyPatch) -> None:
+    """Append to `sent` what the transport sends from now on: what reports take, and objects."""
+    take, gather = transport.take_traffic, transport.allgather_objects
+
+    def taken() -> Traffic:
+        sent.append(take())
+        return sent[-1]
+
+    def gathered(value: Any) -> list[Any]:
+        nbytes = (transport.size - 1) * len(pickle.dumps(value))
+        sent.append(Traffic(control_bytes=nbytes, control_messages=1))
+        objects: list[Any] = gather(value)
+        return objects
+
+    patch.setattr(transport, "take_traffic", taken)
+    patch.setattr(transport, "allgather_objects", gathered)
 
 
 class Oracle:
@@ -194,6 +221,38 @@ def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
         assert np.mean(mine) <= 4 * step_limit(optimizer.report.k, len(mine))
         between += mine
     assert between.all()
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_what_adamw_sends_to_other_hosts_beside_updates_is_bounded(
+    comm: MPI.Intracomm, per_host: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six words to each rank with the same shard; in one exchange of ten a sample and moments."""
+    monkeypatch.setattr(updates, "SHARED_BY", 1)  # so that second moments are averaged
+    for width in (30, 900):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(20, width), nn.Linear(width, 7))
+        optimizer = wrap(model, comm, per_host)
+        train(model, optimizer, comm.rank, range(1))  # in which ranks set up the method together
+        go_on_behind_the_first_exchanges(optimizer)
+        length, group, sent = optimizer.length, optimizer.reducer.group, list[Traffic]()
+        peers = 0 if group.between is None else group.between.size - 1
+        for transport in (optimizer.reducer.transport, group.between):
+            if transport is not None:
+                count(transport, sent, monkeypatch)
+        for exchange in range(20, 25):
+            sent.clear()
+            train(model, optimizer, comm.rank, range(exchange, exchange + 1))
+            total, measured = sum(sent, Traffic()), exchange == 20
+            assert total.bytes_between == optimizer.report.bytes_between
+            payload = np.mean(np.bincount(optimizer.hosts, comm.allgather(total.bytes_between)))
+            sample = math.ceil(length / max(1, length // 4096)) + 2
+            most = 4 * step_limit(optimizer.report.k, max(optimizer.hosts) + 1)
+            assert 0 < payload <= most + 8 * sample * measured
+            assert total.control_messages <= (1 + 2 * measured) * bool(peers)
+            # moments: two numbers before entries, then two and those of the parameters' ranks
+            assert total.control_bytes <= 8 * peers * (3 + (2 + 2 + 4) * measured)
 
 
 @pytest.mark.mpi(min_size=3)
