@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw foreach": lambda p: torch.optim.AdamW(p, **ADAMW, foreach=True),
     "sgd": lambda p: torch.optim.SGD(p, **SGD, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=2e-3),
-    "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3)),
+    "adam tensor rate": lambda p: torch.optim.Adam(p, lr=torch.tensor(2e-3, device="cpu")),
     "oktopk adamw": lambda p: OurAdamW(p, **ADAMW),
     "adamw capturable": lambda p: _capturable(list(p)),
 }
@@ -150,6 +150,7 @@ class Replicas:
     def check_agreed(self, model: nn.Module, optimizer: Any) -> None:
         """References are equal on the ranks that hold a shard, parameters in a host, and the agreed model and ratios on all."""
         comm, state = self.comm, own(optimizer)
+        assert optimizer.reference.device == next(model.parameters()).device
         references = comm.allgather((self.shard, state["reference"].numpy().tobytes()))
         assert len(set(references)) == len({shard for shard, _ in references})
         if self.mesh is None:

@@ -77,6 +77,16 @@ class UpdatesState(DistributedOptimizer):
         return self._share.now
 
     @property
+    def reference(self) -> Tensor:
+        """float32[n] on the parameters' device, to be read: the reference.
+
+        After an exchange it is equal on all ranks, bit for bit. Where ranks shard the model it is
+        of this rank's shards, and equal on ranks that have the same ones. Exchanges change it in
+        place; what users write into parameters does so at the next step, `agreed` or `state_dict`.
+        """
+        return self._reference.vector
+
+    @property
     def replica(self) -> str:
         """What has a reference of its own: "rank", "host", "summed" or "shards"."""
         return self._replica.name
