@@ -16,7 +16,7 @@ from oktopk import DistributedOptimizer
 from oktopk.torch.adamw import AdamW as OurAdamW
 from oktopk.torch.shards import is_sharded, local_tensor
 from tests.training import network, train
-from tests.updates import own, reference
+from tests.updates import on_shard, own, reference
 
 SIZE = MPI.COMM_WORLD.size
 SHARDS = [
@@ -171,12 +171,22 @@ class Balance:
         self.replicas, self.optimizer = replicas, optimizer
         self.before = reference(optimizer).double().numpy()
         self.moved = np.zeros(len(self.before))
-        inner = optimizer.inner.step
+        inner, group = optimizer.inner.step, optimizer.reducer.group
+        on_shards = on_shard(optimizer)
 
         def counted() -> None:
-            was = held(model.parameters()).double()
+            stepped = list(model.parameters())
+            if on_shards:  # whose step moves pieces of the parameters
+                stepped = optimizer.inner.param_groups[0]["params"]
+            was = held(stepped).double()
             inner()
-            self.moved[: len(was)] += (was - held(model.parameters()).double()).numpy()
+            moved = (was - held(stepped).double()).numpy()
+            if not on_shards:
+                self.moved[: len(was)] += moved
+            elif group.shard is not None:
+                whole = np.zeros_like(self.moved)
+                group.layout.insert(moved * group.host.size, group.shard, whole)
+                self.moved += whole
 
         optimizer.inner.step = counted
 
