@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     Mutant(
         "shard-rounding",
-        "oktopk/torch/updates/reference_parameters.py",
+        "oktopk/torch/updates/host_reference.py",
         ".sub_(share).to(self._tensors[0].dtype)",
         ".sub_(share)",
         "what bfloat16 rounds away of parameters counts as a move of the optimizer",
@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "writes-unsaved",
         "oktopk/torch/updates/state.py",
-        "        if self._kept is None:\n            self._take_written()\n        return {\n",
-        "        return {\n",
+        "            self._take_written()\n        with self._lent():\n            state =",
+        "            pass\n        with self._lent():\n            state =",
         "a state lacks what was written into parameters since the last step",
         f"{_ON_THREE} tests/oktopk/test_kinds_of_replicas.py",
     ),

@@ -469,6 +469,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(
         with optimizer.agreed(), torch.no_grad():
             model[0].weight.fill_(0.125)
         model[3].bias.data = model[3].bias.data.clone()
+        model[1].bias.detach().fill_(0.25)
     folder, path, checkpoint = str(comm.bcast(tmp_path)), tmp_path / f"{comm.rank}.pt", "checkpoint" in how
     with nullcontext() if how.startswith("own") else optimizer.agreed():
         weights = {name: value.clone() for name, value in model.state_dict().items()}

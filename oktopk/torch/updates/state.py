@@ -186,7 +186,10 @@ class UpdatesState(DistributedOptimizer):
         """
         return super().state_dict()
 
+    @torch.no_grad()
     def _state(self) -> dict[str, Any]:
+        if self._kept is None:  # before the reducer's residual is saved, of which it takes a part
+            self._take_written()
         with self._lent():
             state = super()._state()
         state["state"] = on_host(state["state"])
@@ -197,10 +200,7 @@ class UpdatesState(DistributedOptimizer):
             state["state"] = {}
         return {**state, "updates": by_rank(own, self.reducer.transport.rank)}
 
-    @torch.no_grad()
     def _own_state(self) -> dict[str, Any]:
-        if self._kept is None:
-            self._take_written()
         return {
             **self._reference.state(self._kept),
             **self._window.state(),
