@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from collectives.cuda.layouts import (
     ABORTED,
@@ -23,7 +23,7 @@ from collectives.cuda.layouts import (
     PROCEED,
 )
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import ENTRY, SparseVector
+from collectives.sparse import ENTRY, Array, SparseVector
 from collectives.tokens import TokenBoard
 from collectives.traffic import WORD_BYTES
 from oktopk.cpu.histograms import LEVELS
@@ -41,8 +41,11 @@ from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.oktopk import OkTopk
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
-from oktopk.step import Plan, StepResult
+from oktopk.step import Gradient, Plan, StepResult
 from oktopk.thresholds import CANDIDATES
+
+if TYPE_CHECKING:
+    from oktopk.cuda.p2p_launches import P2PLaunches
 
 _CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
@@ -66,13 +69,21 @@ class P2PExecutor:
         tokens: of its steps.
     """
 
-    def __init__(self, method: OkTopk, vectors: ErrorFeedback, make_launches: Callable[[int], Any]) -> None:
+    def __init__(
+        self, method: OkTopk, vectors: ErrorFeedback, make_launches: Callable[[int], P2PLaunches]
+    ) -> None:
         self.method, self.vectors, self._make_launches = method, vectors, make_launches
-        self.launches: Any = None
+        self.launches: P2PLaunches | None = None
         self.tokens = TokenBoard(method.transport)
         self._aborted = ""  # why no step can follow
 
-    def begin(self, gradient: Any, plan: Plan) -> _P2PStep:
+    @property
+    def laid_out(self) -> P2PLaunches:
+        """`launches`, in a step."""
+        assert self.launches is not None
+        return self.launches
+
+    def begin(self, gradient: Gradient, plan: Plan) -> _P2PStep:
         method, local, threshold = self.method, self.method.selection, self.method.threshold
         with self.launching():
             self._lay_out_for(plan.k)
@@ -127,12 +138,13 @@ class P2PExecutor:
         sent = 0, 0
         if packing is not None:
             at = packing.offsets
+            assert at is not None
             messages = sum(other != rank and at[other] < at[other + 1] for other in range(others + 1))
             sent = ENTRY.itemsize * (packing.nnz - at[rank + 1] + at[rank]), messages
             traffic.count_control(WORD_BYTES * others * (others + 4))
-        outcome = Outcome.read(self.launches.decided.read(epoch))
+        outcome = Outcome.read(self.laid_out.decided.read(epoch))
         if outcome.stop == ABORTED:
-            self._aborted = _ABORTED.format(self.launches.why_aborted(outcome.counts))
+            self._aborted = _ABORTED.format(self.laid_out.why_aborted(outcome.counts))
             raise RuntimeError(self._aborted)
         if outcome.stop not in STOPPED_BEFORE_SUMS:
             traffic.count(*sent)
@@ -152,10 +164,10 @@ class P2PExecutor:
         else:
             method.threshold.follow(outcome.bits, _CANDIDATE_BITS[outcome.nearest])
         result = method.result(
-            selection, SparseVector(self.launches.gathered[: outcome.total], method.length)
+            selection, SparseVector(self.laid_out.gathered[: outcome.total], method.length)
         )
         self.vectors.applied(result)
-        self.launches.time_stages(step.plan.timer)
+        self.laid_out.time_stages(step.plan.timer)
         return result
 
     def abort(self, epoch: int) -> None:
@@ -209,8 +221,8 @@ class _P2PStep:
 
     executor: P2PExecutor
     plan: Plan
-    gradient: Any
-    boundaries: Any
+    gradient: Gradient
+    boundaries: Array
     bits: int
     flags: int
     exact: bool
@@ -221,7 +233,7 @@ class _P2PStep:
         """Put its kernels on the stream, see `P2PLaunches.launch`."""
         threshold = self.executor.method.threshold
         bits = self.bits, threshold.lowest if self.exact else threshold.expected
-        self.epoch = self.executor.launches.launch(
+        self.epoch = self.executor.laid_out.launch(
             self.gradient, self.executor.vectors, self.boundaries, bits, self.flags,
             exact=self.exact, timed=self.plan.timer.detailed, selected=selected,
         )  # fmt: skip
@@ -241,7 +253,7 @@ class _P2PStep:
     def _packing(self) -> Packing:
         """What the last launch selected; waits for that alone, which comes long before the outcome."""
         executor = self.executor
-        return packing_of(executor.launches.selected.read(self.epoch), executor.method.transport.size)
+        return packing_of(executor.laid_out.selected.read(self.epoch), executor.method.transport.size)
 
     def _selection(self, packing: Packing) -> Selection:
         """The selection of a launch, made right where the kernels could not; learns from it."""
@@ -275,7 +287,7 @@ class _Waited(_P2PStep):
                 action = next_action(outcome, exact=exact, deferred=False)
         if action is Action.GO_EXACT:
             with executor.launching():
-                self.epoch = executor.launches.launch_exact(executor.method.threshold.lowest)
+                self.epoch = executor.laid_out.launch_exact(executor.method.threshold.lowest)
             exact, outcome = True, executor.outcome(self.epoch, True)
             action = next_action(outcome, exact=True, deferred=False)
         result = None
@@ -296,7 +308,7 @@ class _Waited(_P2PStep):
                 raise FlaggedRanksError(outcome.flagged)
             if action is Action.GATHER:
                 result = method.keep_and_gather(
-                    executor.launches.lists(), selection, replace(plan, exact=exact)
+                    executor.laid_out.lists(), selection, replace(plan, exact=exact)
                 )
             else:
                 result = method.exchange(selection, vectors.update, plan)

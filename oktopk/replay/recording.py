@@ -114,7 +114,7 @@ class Step:
         return ""
 
 
-def _nothing(gradient: Any) -> None:
+def _nothing(gradient: object) -> None:
     """Gradients have no values that would be copied."""
 
 
@@ -123,10 +123,10 @@ class _Layout(Layout):
 
     record: Record
 
-    def insert(self, part: Any, shard: int, whole: Any) -> None:
+    def insert(self, part: object, shard: int, whole: object) -> None:
         self.record.compute("vector", self.shard_length(shard))
 
-    def copy(self, source: Any, shard: int, target: Any) -> None:
+    def copy(self, source: object, shard: int, target: object) -> None:
         self.record.compute("peer", self.shard_length(shard))
 
 
