@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
-from collectives.sparse import ENTRY, SparseVector, slices
+from collectives.sparse import ENTRY, Entries, SparseVector, slices
 from collectives.traffic import WORD_BYTES
 from collectives.transport import Transport
 
@@ -99,7 +99,7 @@ def needs_balancing(counts: NDArray[np.int64], trigger: float) -> bool:
 
 
 def balance_and_allgatherv(
-    kept: NDArray[np.void],
+    kept: Entries,
     counts: NDArray[np.int64],
     length: int,
     transport: Transport,
@@ -178,12 +178,12 @@ def _ranges(
 
 
 def _redistribute(
-    kept: NDArray[np.void],
+    kept: Entries,
     counts: NDArray[np.int64],
     splits: NDArray[np.int64],
-    gathered: NDArray[np.void],
+    gathered: Entries,
     transport: Transport,
-) -> NDArray[np.void]:
+) -> Entries:
     """Move entries so that rank r holds gathered[splits[r]:splits[r + 1]], which is returned; before it held block r."""
     rank, size = transport.rank, transport.size
     ends = counts.cumsum()
@@ -218,18 +218,18 @@ class GatheredRegions:
         boundaries: int64[P + 1]; region r is [boundaries[r], boundaries[r + 1]).
     """
 
-    entries: NDArray[np.void]
+    entries: Entries
     offsets: NDArray[np.int64]
     dense: NDArray[np.bool_]
     boundaries: NDArray[np.int64]
 
-    def block(self, region: int) -> NDArray[np.void]:
+    def block(self, region: int) -> Entries:
         """ENTRY[...] of one region."""
         return self.entries[self.offsets[region] : self.offsets[region + 1]]
 
 
 def allgather_regions(
-    sums: NDArray[np.void], counts: NDArray[np.int64], boundaries: NDArray[np.int64], transport: Transport
+    sums: Entries, counts: NDArray[np.int64], boundaries: NDArray[np.int64], transport: Transport
 ) -> GatheredRegions:
     """Deliver every rank's region to all ranks.
 

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse import ENTRY
+from collectives.sparse import ENTRY, Entries, Kernels
 from collectives.traffic import WORD_BYTES
 from collectives.workspace import Workspace
 
@@ -124,7 +124,7 @@ class Codec:
         """Bytes of `count` entries with indices in [lower, upper); a multiple of 8, at most 8·count."""
         return count * ENTRY.itemsize
 
-    def buffer(self, name: str, entries: Any, size: int) -> Any:
+    def buffer(self, name: str, entries: Entries, size: int) -> Entries:
         """ENTRY[size] for the wire arrays of these entries: scratch of that name, or the entries themselves."""
         return entries
 
@@ -138,7 +138,7 @@ class Codec:
         """
         return self
 
-    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+    def encode(self, entries: Entries, lower: int, upper: int, wire: Entries, dest: int) -> None:
         """Fill the wire array of a list for a rank, or for all.
 
         Args:
@@ -146,12 +146,12 @@ class Codec:
             dest: the own rank for all.
         """
 
-    def keep(self, entries: Any, out: Any) -> None:
+    def keep(self, entries: Entries, out: Entries) -> None:
         """Copy entries that stay on this rank."""
         out[:] = entries
 
     def decode(
-        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
+        self, wire: Any, lower: int, upper: int, out: Entries, source: int, gathered: bool = False
     ) -> None:
         """Fill `out`, ENTRY[count], from the wire array that a rank encoded. Does not wait for a device.
 
@@ -162,7 +162,7 @@ class Codec:
             gathered: in an allgatherv.
         """
 
-    def cut_errors(self, kept: Any, decoded: Any) -> None:
+    def cut_errors(self, kept: Entries, decoded: Entries) -> None:
         """kept.value -= decoded.value, elementwise; of a codec that rounds."""
 
     def check_gathered(self) -> None:
@@ -210,7 +210,7 @@ class CodedEntries(Codec):
     def __init__(
         self,
         name: str,
-        kernels: Any,
+        kernels: Kernels,
         workspace: Workspace,
         ranks: int,
         names: Sequence[int] | None = None,
@@ -233,26 +233,26 @@ class CodedEntries(Codec):
     def wire_bytes(self, count: int, lower: int, upper: int) -> int:
         return WORD_BYTES * wire_layout(self._bits, count, lower, upper).words
 
-    def buffer(self, name: str, entries: Any, size: int) -> Any:
+    def buffer(self, name: str, entries: Entries, size: int) -> Entries:
         return self._workspace.entries(name, size)
 
     def start(self) -> None:
         if self._whole:
             self._report[:, :_GATHERED] = self._report[:, NONFINITE:] = 0
 
-    def encode(self, entries: Any, lower: int, upper: int, wire: Any, dest: int) -> None:
+    def encode(self, entries: Entries, lower: int, upper: int, wire: Entries, dest: int) -> None:
         if len(entries):
             layout = wire_layout(self._bits, len(entries), lower, upper)
             report = self._report[self._places[dest]]
             self._kernels.encode_entries(entries, wire, layout, self.rounds, report)
 
-    def keep(self, entries: Any, out: Any) -> None:
+    def keep(self, entries: Entries, out: Entries) -> None:
         out[:] = entries
         if self.rounds:
             self._kernels.cut_values(entries, out)
 
     def decode(
-        self, wire: Any, lower: int, upper: int, out: Any, source: int, gathered: bool = False
+        self, wire: Any, lower: int, upper: int, out: Entries, source: int, gathered: bool = False
     ) -> None:
         layout = wire_layout(self._bits, len(out), lower, upper)
         at, source = _GATHERED if gathered else DAMAGED, self._places[source]
@@ -263,7 +263,7 @@ class CodedEntries(Codec):
         if not fits:  # a device may still replace it by what is wrong with `whole`
             self._report[source, at] = _WIDTH
 
-    def cut_errors(self, kept: Any, decoded: Any) -> None:
+    def cut_errors(self, kept: Entries, decoded: Entries) -> None:
         self._kernels.cut_values(kept, decoded)
 
     def check_gathered(self) -> None:
@@ -304,7 +304,7 @@ class CodedIndices(CodedEntries):
     def __init__(
         self,
         values: Codec,
-        kernels: Any,
+        kernels: Kernels,
         workspace: Workspace,
         ranks: int,
         names: Sequence[int] | None = None,

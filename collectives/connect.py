@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collectives.limit import Limit
     from collectives.process_group import ProcessGroup
 
-    Communicator: TypeAlias = MPI.Intracomm | ProcessGroup | HostTransport
+Communicator: TypeAlias = "MPI.Intracomm | ProcessGroup | HostTransport"
 
 INSTALL_MPI = "load the site's MPI module, or pip install 'oktopk[mpi]'"
 

@@ -5,9 +5,7 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication o
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from collectives.sparse import Vector
 from collectives.transport import PersistentRound, Round, Transport
 
 
@@ -43,12 +41,12 @@ class DenseAllreduce:
 
     on_device = False
 
-    def __init__(self, vector: NDArray[np.float32], transport: Transport) -> None:
+    def __init__(self, vector: Vector, transport: Transport) -> None:
         self.vector = vector
         self._transport = transport
         self._scratch = transport.allocate((len(vector) + 1) // 2)
         # a round, then `incoming` added to `kept`; both may be empty
-        self._reduce_steps: list[tuple[PersistentRound, NDArray[np.float32], NDArray[np.float32]]] = []
+        self._reduce_steps: list[tuple[PersistentRound, Vector, Vector]] = []
         self._gather_steps: list[PersistentRound] = []
         self._owned = vector[:0]
         rank, size = transport.rank, transport.size
@@ -110,11 +108,9 @@ class DenseAllreduce:
             distance *= 2
         self._owned = self.vector[start:stop]
 
-    def _add_sum_step(self, partner: int, outgoing: NDArray[np.float32], kept: NDArray[np.float32]) -> None:
+    def _add_sum_step(self, partner: int, outgoing: Vector, kept: Vector) -> None:
         incoming = self._scratch[: len(kept)]
         self._reduce_steps.append((self._round(partner, outgoing, incoming), kept, incoming))
 
-    def _round(
-        self, partner: int, outgoing: NDArray[np.float32], incoming: NDArray[np.float32]
-    ) -> PersistentRound:
+    def _round(self, partner: int, outgoing: Vector, incoming: Vector) -> PersistentRound:
         return self._transport.persistent(Round(partner, outgoing, partner, incoming))

@@ -13,6 +13,7 @@ from collectives.cuda.kernels import DeviceKernels
 from collectives.cuda.layouts import MOST_DENSE_RANKS
 from collectives.errors import NoPeerMemoryError
 from collectives.host_transport import HostTransport
+from collectives.sparse import Vector
 from collectives.symmetric_memory import SymmetricMemory, symmetric_memory_problem
 
 
@@ -25,14 +26,17 @@ class DeviceTransport(HostTransport):
         more: further arguments of the transport that this class is mixed into.
     """
 
-    def __init__(self, comm: Any, device: Device, *more: Any) -> None:
+    kernels: DeviceKernels
+    workspace: DeviceWorkspace
+
+    def __init__(self, comm: Any, device: Device, *more: object) -> None:
         library: Any = super()
         library.__init__(comm, *more)
         self.device = device
         self.workspace = DeviceWorkspace(device)
         self.kernels = DeviceKernels(device)
 
-    def dense_allreduce(self, vector: Any, timeout: float) -> Any:
+    def dense_allreduce(self, vector: Vector, timeout: float) -> Any:
         self.dense_problem = ""
         if self.p2p and 1 < self.size <= MOST_DENSE_RANKS:
             try:
@@ -43,7 +47,7 @@ class DeviceTransport(HostTransport):
                     warnings.warn(f"dense sums go by messages: {error}", stacklevel=2)
         return super().dense_allreduce(vector, timeout)
 
-    def allocate(self, length: int) -> Any:
+    def allocate(self, length: int) -> Vector:
         return self.device.allocate(length, np.float32)
 
     def _like_this(self, comm: Any) -> HostTransport:

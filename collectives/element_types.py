@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class ElementType(NamedTuple):
@@ -40,14 +41,14 @@ NAMES = {each.dtype: each.name for each in ELEMENT_TYPES.values()}
 """The name of the type that an array of NumPy or CuPy holds, by the array's dtype."""
 
 
-def widen(values: Any, element_type: str) -> Any:
+def widen(values: NDArray[Any], element_type: str) -> NDArray[np.float32]:
     """Elements of a type as float32; those of float32 as they are."""
     if element_type == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 
-def narrow(values: Any, element_type: str) -> Any:
+def narrow(values: NDArray[np.float32], element_type: str) -> NDArray[Any]:
     """float32 rounded to a type, to nearest even; a NaN stays one."""
     if element_type == "bfloat16":
         bits = values.view(np.uint32)

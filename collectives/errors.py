@@ -90,7 +90,7 @@ class Caught:
     def __enter__(self) -> Caught:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, *ignored: object) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, *ignored: object) -> bool:
         if isinstance(error, Exception) and not isinstance(error, MissingRanksError):
             self.error = error
         return self.error is not None
@@ -119,7 +119,7 @@ class AgreeingRanks(ABC):
     ranks: list[int]
 
     @abstractmethod
-    def allgather_objects(self, value: Any) -> list[Any]:
+    def allgather_objects(self, value: object) -> list[Any]:
         """Every rank's picklable value, by rank."""
 
     @contextmanager

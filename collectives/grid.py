@@ -11,7 +11,7 @@ it sends to the ranks of a row, the last rank of each such column to those of an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -119,7 +119,7 @@ def reduce_over_grid(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    offsets: NDArray[np.int64] | None = None,
+    offsets: Sequence[int] | NDArray[np.int64] | None = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
     codec: Codec = PLAIN,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from collectives.errors import EVERY_RANK_CALLS, MissingRanksError
 
@@ -25,7 +25,7 @@ ANSWER = 5.0
 _ARRIVES = 0.1
 """Seconds in which a note that was left long ago arrives: a library may find it only when it has looked several times."""
 
-_ABANDONED: list[Any] = []
+_ABANDONED: list[object] = []
 """Operations that were given up, with their arrays: the library may still write to them."""
 
 

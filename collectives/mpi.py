@@ -79,7 +79,7 @@ class MpiNotes:
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._comm, self._tag = comm, tag
-        self._left: list[Any] = []  # MPI may still read them
+        self._left: list[object] = []  # MPI may still read them
 
     def leave(self, note: Note) -> None:
         packed = np.array([note], _NOTE)
@@ -138,7 +138,7 @@ class MpiTransport(HostTransport):
         self._count(array.nbytes, dest)
         return [self.comm.Isend(self._mpi_buffer(array), dest, _PAYLOAD)]
 
-    def receive(self, array: NDArray[Any], source: int) -> list[Any]:
+    def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
         return [self.comm.Irecv(self._mpi_buffer(array), source, _PAYLOAD)] if array.size else []
 
     def receive_counted(self, array: NDArray[Any], source: int) -> int:
@@ -146,7 +146,7 @@ class MpiTransport(HostTransport):
         self.comm.Recv(self._mpi_buffer(array), source, _PAYLOAD, status)
         return status.Get_count(MPI.BYTE) // array.itemsize
 
-    def wait(self, requests: list[Any]) -> None:
+    def wait(self, requests: list[MPI.Request]) -> None:
         MPI.Request.Waitall(requests)
 
     def persistent(self, exchange: Round) -> PersistentRound:
@@ -187,7 +187,7 @@ class MpiTransport(HostTransport):
         kept = requests, calls
         return lambda seconds: MPI.Request.Testall(kept[0])
 
-    def _allgather_objects(self, value: Any) -> list[Any]:
+    def _allgather_objects(self, value: object) -> list[Any]:
         return self.comm.allgather(value)
 
     def allreduce_or(self, bits: NDArray[np.uint8]) -> None:

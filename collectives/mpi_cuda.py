@@ -11,6 +11,7 @@ from collectives.cuda.device import Device, address_of
 from collectives.cuda.environment import SEE_ITS_STATE, first_line, gpu_problem
 from collectives.device_transport import DeviceTransport
 from collectives.mpi import MpiTransport, on_this_host
+from collectives.sparse import Array
 from collectives.staging import StagedTransport
 
 
@@ -21,7 +22,7 @@ class CudaMpiTransport(DeviceTransport, MpiTransport):
     last wait.
     """
 
-    def _mpi_buffer(self, array: Any) -> Any:
+    def _mpi_buffer(self, array: Array) -> Any:
         self._synchronize()
         return [MPI.buffer.fromaddress(address_of(array), array.nbytes), MPI.BYTE]
 

@@ -345,7 +345,7 @@ class ProcessGroupTransport(HostTransport):
         self.comm.whole.gave_up = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
-    def _allgather_objects(self, value: Any) -> list[Any]:
+    def _allgather_objects(self, value: object) -> list[Any]:
         packed = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.empty((self.size, 1), np.int64)
         self._run("allgather", np.array([packed.size], np.int64), sizes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from collectives.cuda.device import Device, address_of
+from collectives.cuda.device import CuArray, Device, address_of
 from collectives.cuda.rows import DeviceRowKernels
+from collectives.sparse import Array
 from collectives.symmetric_memory import GrowingMemory, SymmetricMemory
 from collectives.table_rows import Rows
 from collectives.transport import Transport
@@ -46,8 +45,8 @@ class DeviceRowWindows:
         transport: Transport,
         device: Device,
         kernels: DeviceRowKernels,
-        row_type: Any,
-        element_type: Any,
+        row_type: DTypeLike,
+        element_type: DTypeLike,
         width: int,
     ) -> None:
         self._transport, self._device, self._kernels = transport, device, kernels
@@ -60,7 +59,7 @@ class DeviceRowWindows:
         self._slots: list[Rows] = []  # of this rank, each for so many rows
         self._windows = GrowingMemory(transport, device, "rows of the GPUs of a host")
 
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+    def coalesce(self, rows: Array, values: Array, length: int, scale: float) -> tuple[Rows, int]:
         """As that of the kernels; with room for the sums they lie where `publish` puts them, until the second one after it."""
         return self._kernels.coalesce(rows, values, length, scale, self._next)
 
@@ -135,7 +134,7 @@ class DeviceRowWindows:
                 first += count
         return every
 
-    def _copy(self, target: Any, first: int, source: int, count: int, row_bytes: int) -> None:
+    def _copy(self, target: CuArray, first: int, source: int, count: int, row_bytes: int) -> None:
         self._device.copy(address_of(target) + first * row_bytes, source, count * row_bytes)
 
     def _slot_at(self, at: int) -> Rows:

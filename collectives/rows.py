@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv, even_order, needs_balancing
 from collectives.errors import FlaggedRanksError
+from collectives.sparse import Array
 from collectives.table_rows import Rows
 from collectives.transport import Round, Transport
 
@@ -189,7 +190,7 @@ def _gather_messages(
     return every
 
 
-def _points(rows: Any, transport: Transport, kernels: HostRowKernels) -> NDArray[np.int64]:
+def _points(rows: Array, transport: Transport, kernels: HostRowKernels) -> NDArray[np.int64]:
     """int64[1 + _POINTS]: how many ascending rows there are, and some of them, evenly spaced, at other places on each rank."""
     points = np.zeros(1 + _POINTS, np.int64)
     points[0] = len(rows)
@@ -224,6 +225,6 @@ def balanced_boundaries(points: NDArray[np.int64], length: int) -> NDArray[np.in
     return boundaries
 
 
-def _flat(values: Any) -> Any:
+def _flat(values: Array) -> Array:
     """[m, width] as [m * width]."""
     return values.reshape(-1)

@@ -1,15 +1,27 @@
-"""Sparse vectors in coordinate form, in the layout that travels on the wire."""
+"""Sparse vectors in coordinate form, in the layout that travels on the wire; types of arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 ENTRY = np.dtype([("index", "<i4"), ("value", "<f4")])
 """One COO entry: 8 bytes, so that one message carries indices and values."""
+
+Array: TypeAlias = NDArray[Any]
+"""Of NumPy or CuPy, which has NumPy's interface and no types. An `NDArray` is on the host."""
+
+Vector: TypeAlias = NDArray[np.float32]
+"""An `Array` of float32[n]."""
+
+Entries: TypeAlias = NDArray[np.void]
+"""ENTRY[nnz]; on a GPU a `collectives.cuda.device.DeviceEntries`, with the slices of an array."""
+
+Kernels: TypeAlias = Any
+"""The module `cpu.kernels`, or for a GPU a `cuda.kernels.DeviceKernels` with its functions."""
 
 MAX_LENGTH = 2**31 - 1
 """Largest vector that an int32 index addresses."""
@@ -24,7 +36,7 @@ class SparseVector:
         length: elements of the dense vector (n).
     """
 
-    entries: NDArray[np.void]
+    entries: Entries
     length: int
 
     @property
@@ -91,7 +103,7 @@ def check_length(length: int) -> None:
         )
 
 
-def slices(entries: Any, sizes: list[int]) -> list[Any]:
+def slices(entries: Entries, sizes: list[int]) -> list[Entries]:
     """Consecutive slices of so many entries each."""
     cut, start = [], 0
     for size in sizes:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
+from collectives.cpu.kernels import CountedSums
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import ENTRY, SparseVector, slices
+from collectives.sparse import ENTRY, Entries, SparseVector, slices
 from collectives.transport import Round, Transport
 
 
@@ -31,7 +31,7 @@ class RegionLists:
             their rounding errors, which belong to its residual where they are applied. None where it summed none.
     """
 
-    pool: NDArray[np.void]
+    pool: Entries
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     lower: int
@@ -41,25 +41,25 @@ class RegionLists:
     overflowed: bool = False
     passed: SparseVector | None = None
 
-    def sums(self, threshold_bits: int = 1) -> NDArray[np.void]:
+    def sums(self, threshold_bits: int = 1) -> Entries:
         """ENTRY[nnz] of the region's sums with at least that magnitude, ascending; valid until the next call.
 
         May be called again with another threshold: the lists stay.
         """
         return self.checked_sums(threshold_bits)[0]
 
-    def checked_sums(self, threshold_bits: int = 1) -> tuple[NDArray[np.void], int]:
+    def checked_sums(self, threshold_bits: int = 1) -> tuple[Entries, int]:
         """As `sums`, and how many of the region's sums are Inf or NaN."""
         out = self._out()
         nnz, nonfinite = self.sum_into(out, threshold_bits)
         return out[:nnz], nonfinite
 
-    def counted(self, expected_bits: int, offsets: NDArray[np.int64]) -> Any:
+    def counted(self, expected_bits: int, offsets: NDArray[np.int64]) -> CountedSums:
         """The sums, counted at candidate thresholds; see `counted_sums` of the kernels. Valid until the next call."""
         lists = self.pool, self.begins, self.ends, self.lower, self.upper
         return self.transport.kernels.counted_sums(*lists, expected_bits, offsets, self._out())
 
-    def sum_into(self, out: NDArray[np.void], threshold_bits: int) -> tuple[int, int]:
+    def sum_into(self, out: Entries, threshold_bits: int) -> tuple[int, int]:
         """Write the sums to `out`, ENTRY[most_sums + 1], elsewhere in the pool perhaps; see `sum_sorted_lists` of the kernels."""
         lists = self.pool, self.begins, self.ends, self.lower, self.upper
         return self.transport.kernels.sum_sorted_lists(*lists, threshold_bits, out)
@@ -80,7 +80,7 @@ class RegionLists:
             lists = self.pool, self.begins, self.ends, self.lower, self.upper
             self.transport.kernels.lay_out_sums(*lists)
 
-    def _out(self) -> NDArray[np.void]:
+    def _out(self) -> Entries:
         return self.transport.workspace.entries("region sums", self.most_sums + 1)
 
 
@@ -89,7 +89,7 @@ def split_and_reduce(
     boundaries: NDArray[np.int64],
     transport: Transport,
     flag: bool = False,
-    offsets: NDArray[np.int64] | None = None,
+    offsets: Sequence[int] | NDArray[np.int64] | None = None,
     bucket_rounds: int = 8,
     rotate: bool = True,
     codec: Codec = PLAIN,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
 from collectives.codec import DAMAGED, NONFINITE, CodedEntries, WireLayout
-from collectives.sparse import slices
+from collectives.sparse import Entries, slices
 from collectives.split_and_reduce import other_rank
 from collectives.transport import Round, Transport
 from collectives.workspace import Workspace
@@ -60,17 +60,17 @@ class CodedValues(CodedEntries):
     ) -> None:
         super().__init__(name, kernels, workspace, ranks, names, _BITS[name])
 
-    def encode_values(self, entries: Any, wire: Any, dest: int) -> None:
+    def encode_values(self, entries: Entries, wire: Entries, dest: int) -> None:
         """Fill the wire array of a list; where the wire rounds, the values become their errors."""
         if len(entries):
             layout = values_layout(self.name, len(entries))
             self._kernels.encode_values(entries, wire, layout, self.rounds, self._report[dest])
 
-    def add_values(self, wire: Any, out: Any, source: int) -> None:
+    def add_values(self, wire: Entries, out: Entries, source: int) -> None:
         """Add what a rank encoded to ENTRY[count]. Does not wait for a device; see `damaged`."""
         self._decode_values(wire, out, True, self._report[source, DAMAGED : DAMAGED + 1])
 
-    def write_values(self, wire: Any, out: Any, source: int) -> None:
+    def write_values(self, wire: Entries, out: Entries, source: int) -> None:
         """Write what a rank encoded to the values of ENTRY[count]. Does not wait for a device."""
         self._decode_values(wire, out, False, self._report[source, NONFINITE : NONFINITE + 1])
 
@@ -85,13 +85,13 @@ class CodedValues(CodedEntries):
 
 
 def sum_values(
-    own: NDArray[np.void],
-    sums: NDArray[np.void],
+    own: Entries,
+    sums: Entries,
     transport: Transport,
     codec: CodedValues,
     bucket_rounds: int = 8,
     rotate: bool = True,
-) -> NDArray[np.void]:
+) -> Entries:
     """Sum this rank's values and the others'. Collective.
 
     Every rank sums a block, in rotation order (own, r-1, r-2, ...), and all gather the blocks, so

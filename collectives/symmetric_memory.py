@@ -12,8 +12,9 @@ from typing import Any
 
 import cupy
 import numpy as np
+from numpy.typing import DTypeLike
 
-from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.device import CuArray, Device, DeviceEntries
 from collectives.cuda.environment import device_memory
 from collectives.cuda.layouts import DIFFERS, MISSING, MOST_PEERS, RAISED, WindowHead
 from collectives.errors import Caught, NoPeerMemoryError, refuse
@@ -21,7 +22,7 @@ from collectives.sparse import ENTRY
 from collectives.transport import Transport
 
 # windows that other ranks may map: freed by `close` alone, never by the garbage collector of one rank
-_EXPORTED: set[Any] = set()
+_EXPORTED: set[cupy.cuda.Memory] = set()
 _GRANULE = (
     2 << 20
 )  # bytes: an IPC handle exports a whole allocation, and smaller ones share an allocation with other data
@@ -111,11 +112,11 @@ class SymmetricMemory:
         """ENTRY[count] of this rank's own window, `at` bytes from its start."""
         return DeviceEntries(self._device, self._memory.ptr + at, count, self._memory)
 
-    def array(self, shape: int | tuple[int, ...], dtype: Any, at: int = 0) -> Any:
+    def array(self, shape: int | tuple[int, ...], dtype: DTypeLike, at: int = 0) -> CuArray:
         """An array of CuPy in this rank's own payload, `at` bytes from its start. It keeps the memory after `close`."""
         return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(self._memory, self.first + at))
 
-    def array_of(self, rank: int, shape: int | tuple[int, ...], dtype: Any, at: int = 0) -> Any:
+    def array_of(self, rank: int, shape: int | tuple[int, ...], dtype: DTypeLike, at: int = 0) -> CuArray:
         """As `array`, in the payload of any rank. Not to be used after `close`."""
         if rank == self.rank:
             return self.array(shape, dtype, at)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from collectives.sparse import MAX_LENGTH
+from collectives.sparse import MAX_LENGTH, Array
 
 MOST_ON_GPU = (1 << 31) - 1
 """Rows at most that a GPU adds up at a time."""
@@ -25,19 +24,19 @@ class Rows:
         values: [m, width] of the table's type; row j is that of rows[j].
     """
 
-    rows: Any
-    values: Any
+    rows: Array
+    values: Array
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-def row_type(length: int) -> Any:
+def row_type(length: int) -> type[np.int32 | np.int64]:
     """Of the row ids of a table of so many rows."""
     return np.int32 if length <= MAX_LENGTH else np.int64
 
 
-def check_rows(rows: Any, length: int) -> None:
+def check_rows(rows: Array, length: int) -> None:
     """Raise ValueError where one of some row ids is not in a table of so many rows."""
     low, high = int(rows.min()), int(rows.max())
     if not 0 <= low <= high < length:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.errors import EVERY_RANK_CALLS, AgreeingRanks
+from collectives.sparse import Array, Kernels, Vector
 from collectives.traffic import Traffic
 from collectives.workspace import Workspace
 
@@ -27,9 +28,9 @@ class Round:
     """
 
     dest: int
-    outgoing: NDArray[Any]
+    outgoing: Array
     source: int
-    incoming: NDArray[Any]
+    incoming: Array
 
 
 class PersistentRound:
@@ -79,7 +80,7 @@ class Transport(AgreeingRanks):
     library: str
     rank: int
     size: int
-    kernels: Any
+    kernels: Kernels
     workspace: Workspace
     traffic: Traffic
     p2p: bool = False
@@ -108,7 +109,7 @@ class Transport(AgreeingRanks):
         return "gradients are on the host"
 
     @abstractmethod
-    def dense_allreduce(self, vector: NDArray[np.float32], timeout: float) -> Any:
+    def dense_allreduce(self, vector: Vector, timeout: float) -> Any:
         """What sums one fixed vector over the ranks in place, as `collectives.dense_allreduce.DenseAllreduce`. Collective.
 
         Args:
@@ -117,7 +118,7 @@ class Transport(AgreeingRanks):
         """
 
     @abstractmethod
-    def allocate(self, length: int) -> NDArray[np.float32]:
+    def allocate(self, length: int) -> Vector:
         """float32[length] where this transport's arrays live, contents undefined."""
 
     def take_traffic(self) -> Traffic:
@@ -128,17 +129,17 @@ class Transport(AgreeingRanks):
     # messages, counted
 
     @abstractmethod
-    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
+    def send(self, array: Array, dest: int, even_if_empty: bool = False) -> list[Any]:
         """Start a counted send; returns its requests. The array must not change until they were waited for.
 
         An empty array is sent only with `even_if_empty`, for a receiver that cannot know that it is empty.
         """
 
-    def send_all(self, messages: Sequence[tuple[NDArray[Any], int]]) -> list[Any]:
+    def send_all(self, messages: Sequence[tuple[Array, int]]) -> list[Any]:
         """Start a send for each (array, dest), as `send`."""
         return [request for array, dest in messages for request in self.send(array, dest)]
 
-    def prepare_sends(self, arrays: Sequence[NDArray[Any]]) -> None:
+    def prepare_sends(self, arrays: Sequence[Array]) -> None:
         """Begin what sends of these arrays need beforehand, so that it goes on behind what comes between.
 
         The very arrays may then be given to `send` or `send_all` before anything else is prepared, and must not change until that
@@ -146,11 +147,11 @@ class Transport(AgreeingRanks):
         """
 
     @abstractmethod
-    def receive(self, array: NDArray[Any], source: int) -> list[Any]:
+    def receive(self, array: Array, source: int) -> list[Any]:
         """Start a receive of exactly `array`; returns its requests, none for an empty array."""
 
     @abstractmethod
-    def receive_counted(self, array: NDArray[Any], source: int) -> int:
+    def receive_counted(self, array: Array, source: int) -> int:
         """Receive at most `array`; returns the number of its elements that arrived."""
 
     @abstractmethod
@@ -216,7 +217,7 @@ class Transport(AgreeingRanks):
         """Bitwise or of uint8[m] over the ranks, in place."""
 
     @abstractmethod
-    def broadcast(self, array: NDArray[Any], root: int) -> None:
+    def broadcast(self, array: Array, root: int) -> None:
         """Fill a contiguous host array with that of rank `root`, in place."""
 
     # how long ranks wait for each other

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from collectives.sparse import Entries
 from collectives.transport import Transport
 
 
@@ -23,7 +21,7 @@ def parent_and_children(rank: int, size: int) -> tuple[int | None, list[int]]:
     return (rank - distance if rank else None), children
 
 
-def broadcast(entries: NDArray[np.void], count: int, transport: Transport) -> int:
+def broadcast(entries: Entries, count: int, transport: Transport) -> int:
     """Copy rank 0's list to all ranks, in place.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.sparse import ENTRY
+from collectives.sparse import ENTRY, Entries
 
 
 class Workspace:
@@ -18,7 +18,7 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[str, Any] = {}
 
-    def entries(self, name: str, count: int) -> Any:
+    def entries(self, name: str, count: int) -> Entries:
         """ENTRY[count], contents undefined; valid until the same name is asked for again."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < count:
@@ -36,5 +36,5 @@ class Workspace:
         """Bytes held."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def _allocate(self, count: int) -> Any:
+    def _allocate(self, count: int) -> Any:  # DeviceEntries on a GPU
         return np.empty(count, ENTRY)

@@ -38,11 +38,12 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 # -n reports every name that nothing documents. Other projects' names are not looked up: builds need no network.
-# Communicator is one of two of them, which docstrings name.
-OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Communicator"
+# TYPES are names for two or more of them.
+OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Future"
+TYPES = "Communicator|Array|Vector|Entries|Kernels|Stream|Ready"
 # what BackwardBuckets and sums of rows are made of, which no reader makes; and another name of DenseAllreduce
 INNER = "DeviceRowWindows|GradientsInPlace|BucketLayout|BucketReducer|TensorMemory|PeerAllreduce"
-nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{INNER}")]
+nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{TYPES}|{INNER}")]
 BEFORE: dict[str, list[str]] = {}
 """Name -> docstring, before napoleon."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeVar
 
 from collectives.closing import announce, closes
+from collectives.connect import Communicator
+from collectives.sparse import Vector
 from collectives.transport import Transport
+from oktopk.backend import Stream
 from oktopk.construction import Parts
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.devices import GRADIENT_TYPES
@@ -19,9 +19,6 @@ from oktopk.results import StepReport
 from oktopk.state import Resumable
 from oktopk.step import Spans
 from oktopk.steps import NonFiniteGradientError
-
-if TYPE_CHECKING:
-    from collectives.connect import Communicator
 
 __all__ = ["GradientAllreduce", "NonFiniteGradientError"]
 _Displacement = TypeVar("_Displacement", bound=Displacement)
@@ -71,16 +68,16 @@ class GradientAllreduce(Resumable):
         *,
         device: str = "cpu",
         gradient_type: str = "float32",
-        stream: Any = None,
+        stream: Stream | None = None,
         peer_memory: bool | None = None,
-        update: Any = None,
+        update: Vector | None = None,
         **settings: Any,
     ) -> None:
         own = comm, length, method, device, gradient_type, stream, peer_memory, update
         super().__init__(Parts(*own, GradientAllreduce, settings))
 
     @property
-    def update(self) -> NDArray[np.float32]:
+    def update(self) -> Vector:
         """float32[n], the last step's result: the mean over the ranks, or the sum. Valid until the next step.
 
         Read-only on the CPU. To change it in place, on a GPU too, take `writable_update`.
@@ -88,7 +85,7 @@ class GradientAllreduce(Resumable):
         return self.backend.read_only(self._vectors.update)
 
     @property
-    def writable_update(self) -> NDArray[np.float32]:
+    def writable_update(self) -> Vector:
         """float32[n], the memory of `update`. Call `forget_support` after writing to it, or old entries stay in later updates."""
         return self._vectors.update
 
@@ -113,7 +110,7 @@ class GradientAllreduce(Resumable):
         return self._placement.shards
 
     @property
-    def gradient_buffer(self) -> NDArray[np.float32] | None:
+    def gradient_buffer(self) -> Vector | None:
         """[n] of the gradient type, to be filled and given to `step`, which then copies nothing. None in flat steps.
 
         After `close` an array that was taken before still has its memory, which no step reads.
@@ -142,11 +139,10 @@ class GradientAllreduce(Resumable):
         self.meet("gradient_tensors")
         with self.backend.stream_scope(), self.transport.together(ValueError):
             self._check_sizes(sizes, element_type)
-            tensors: GradientTensors = self.backend.kernels.gradient_tensors(sizes, element_type)
-        return tensors
+            return self.backend.kernels.gradient_tensors(sizes, element_type)
 
     def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+        self, sizes: Sequence[int], element_type: str, reference: Vector, share: float
     ) -> ParameterDisplacement:
         """What parameters move from round(reference - share · residual), as the gradient of all steps to come. Collective.
 
@@ -237,7 +233,7 @@ class GradientAllreduce(Resumable):
 
     def step(
         self,
-        gradient: NDArray[np.float32] | GradientTensors | Displacement,
+        gradient: Vector | GradientTensors | Displacement,
         *,
         measure: bool = False,
         problem: str = "",
@@ -284,7 +280,7 @@ class GradientAllreduce(Resumable):
 
     def begin(
         self,
-        gradient: NDArray[np.float32] | GradientTensors,
+        gradient: Vector | GradientTensors,
         *,
         problem: str = "",
         absent: Spans = (),
@@ -306,7 +302,7 @@ class GradientAllreduce(Resumable):
         """
         return self._take(gradient, problem, absent, token, measure=False, wait=False)
 
-    def subtract_update(self, vector: Any) -> None:
+    def subtract_update(self, vector: Vector) -> None:
         """vector -= update, of a step that has ended: by the applied entries, where the step knows them. No traffic.
 
         Args:

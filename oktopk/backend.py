@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from collectives.cpu.lanes import LINE
 from collectives.host_transport import HostTransport
 from collectives.shared_vectors import SharedVectors
+from collectives.sparse import Array, Entries, Kernels, Vector
 from collectives.transport import Transport
 from oktopk.cpu import kernels
 from oktopk.cpu.update import STREAMED, SparseUpdate
@@ -20,7 +21,17 @@ from oktopk.levels import Layout
 from oktopk.settings import Settings
 
 if TYPE_CHECKING:
+    import cupy
+
     from collectives.entry_windows import DeviceEntryWindows
+    from oktopk.cpu.accumulate import ShardSum
+    from oktopk.cuda.shard_sum import DeviceShardSum
+    from oktopk.step import Gradient
+
+Stream: TypeAlias = "cupy.cuda.Stream"
+
+Ready: TypeAlias = "Callable[[Stream], None] | None"
+"""Called before arrays are read that another stream filled, with the stream that reads them."""
 
 
 class Backend:
@@ -32,25 +43,25 @@ class Backend:
         stream: that kernels run on; None on the host.
     """
 
-    kernels: Any = kernels
+    kernels: Kernels = kernels
     nvtx: Any = None
-    stream: Any = None
+    stream: Stream | None = None
 
     def connect(self, host: HostTransport) -> Transport:
         """The transport for arrays of this backend, made of a host transport, which it replaces. Collective."""
         return host
 
-    def zeros(self, length: int) -> Any:
+    def zeros(self, length: int) -> Vector:
         """float32[length] of zeros. Its pages are touched here, not in the first step."""
         vector = np.empty(length, np.float32)
         vector.fill(0)
         return vector
 
-    def sparse_update(self, vector: Any) -> SparseUpdate | None:
+    def sparse_update(self, vector: Vector) -> SparseUpdate | None:
         """What replaces the entries of float32[n], zero now; None: kernels clear the last entries, and write the new ones."""
         return SparseUpdate(vector) if vector.nbytes >= STREAMED else None
 
-    def validate(self, gradient: Any, length: int) -> Any:
+    def validate(self, gradient: Gradient, length: int) -> Gradient:
         """Check the caller's gradient, an array of this backend, a displacement or, on a GPU, a tensor list; returns it as it is.
 
         Raises:
@@ -68,29 +79,29 @@ class Backend:
             raise ValueError("gradient is not contiguous")
         return gradient
 
-    def stream_scope(self) -> AbstractContextManager[Any]:
+    def stream_scope(self) -> AbstractContextManager[object]:
         """Enter the device and stream that kernels run on."""
         return nullcontext()
 
-    def to_host(self, array: Any) -> NDArray[np.float32]:
+    def to_host(self, array: Vector) -> NDArray[np.float32]:
         """A copy on the host."""
         return array.copy()
 
-    def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
+    def copy_from_host(self, target: Vector, array: NDArray[np.float32]) -> None:
         """Fill an array of this backend."""
         target[:] = array
 
-    def read_only(self, array: Any) -> Any:
+    def read_only(self, array: Vector) -> Vector:
         """The array, not to be written to; CuPy has no such arrays."""
         view = array.view()
         view.flags.writeable = False
         return view
 
-    def share_memory(self, one: Any, other: Any) -> bool:
+    def share_memory(self, one: Gradient, other: Vector) -> bool:
         """Whether two contiguous arrays have memory in common; False for a list of tensors, where it is not known."""
         return not isinstance(one, Displacement) and np.may_share_memory(one, other)
 
-    def indices(self, entries: Any) -> NDArray[np.int32]:
+    def indices(self, entries: Entries) -> NDArray[np.int32]:
         """int32[nnz] on the host: the indices of ENTRY[nnz]."""
         return np.asarray(entries["index"])
 
@@ -124,7 +135,7 @@ class Backend:
         """
         return None
 
-    def stream_beside(self, number: int) -> Any:
+    def stream_beside(self, number: int) -> Stream | None:
         """Another stream of this priority, one for each number; None on the host."""
         return None
 
@@ -150,18 +161,18 @@ class SharedGradients:
     def __init__(self, transport: Transport, length: int, shard: int) -> None:
         self._behind = -(-length // LINE) * LINE
         self._rows = SharedVectors(transport, self._behind + shard).rows
-        self.own: Any = self._rows[transport.rank, :length]
+        self.own: Array = self._rows[transport.rank, :length]
 
-    def publish(self, gradient: NDArray[np.float32]) -> None:
+    def publish(self, gradient: Array) -> None:
         """Make this rank's gradient what the others read; nothing to copy where it is `own`."""
         if not np.may_share_memory(gradient, self.own):
             self.own[:] = gradient
 
-    def shard_of(self, rank: int, length: int) -> Any:
+    def shard_of(self, rank: int, length: int) -> Vector:
         """float32[length], the shard of a rank of the host, as this rank maps it."""
         return self._rows[rank, self._behind : self._behind + length]
 
-    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> Any:
+    def sum_of_shard(self, layout: Layout, shard: int, out: Vector) -> ShardSum | DeviceShardSum:
         """The sum of a shard of all ranks' gradients in rank order, after a barrier that follows `publish`.
 
         Args:

@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.closing import announce, closes
-from collectives.connect import connect
+from collectives.connect import Communicator, connect
 from collectives.errors import EVERY_RANK_CALLS, refuse
 from collectives.limit import Limit
+from collectives.sparse import Array, Vector
 from collectives.transport import Transport
 from oktopk.allreduce import GradientAllreduce, NonFiniteGradientError
+from oktopk.backend import Ready
+from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed
 from oktopk.results import StageTimer, StepReport, add_up, report_of_buckets
@@ -73,11 +76,11 @@ class BucketedAllreduce:
 
     def __init__(
         self,
-        comm: Any,
+        comm: Communicator | None,
         lengths: Sequence[int],
         method: str = "oktopk",
         *,
-        updates: Sequence[Any] | None = None,
+        updates: Sequence[Vector | None] | None = None,
         advice: str = "",
         **options: Any,
     ) -> None:
@@ -156,7 +159,7 @@ class BucketedAllreduce:
         return self.reducers[0].levels
 
     @property
-    def updates(self) -> list[NDArray[np.float32]]:
+    def updates(self) -> list[Vector]:
         """As `GradientAllreduce.writable_update`, of each bucket."""
         return [reducer.writable_update for reducer in self.reducers]
 
@@ -170,7 +173,7 @@ class BucketedAllreduce:
         return self.can_read_tensors and self.reducers[number].reads_tensors()
 
     def start(
-        self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any
+        self, gradient: Array | GradientTensors, ready: Ready = None, **beside: Any
     ) -> Future[StepReport]:
         """Reduce the next bucket. Collective, in one order on all ranks; see `submit` for other calls.
 
@@ -256,18 +259,14 @@ class BucketedAllreduce:
         return None
 
     @staticmethod
-    def _take(
-        reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
-    ) -> StepReport:
+    def _take(reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Ready) -> StepReport:
         """Take or begin the step of a bucket, once the gradient is ready."""
         if ready is not None:
             with reducer.backend.stream_scope():  # a default stream is of the GPU that is the current one
                 ready(reducer.backend.stream)
         return step()
 
-    def _reduce(
-        self, reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Callable[[Any], None] | None
-    ) -> StepReport:
+    def _reduce(self, reducer: GradientAllreduce, step: Callable[[], StepReport], ready: Ready) -> StepReport:
         """Take the step of a bucket in its thread."""
         try:
             return self._take(reducer, step, ready)
@@ -344,7 +343,7 @@ class BucketedAllreduce:
         if reducer.backend.stream is not other.backend.stream:
             reducer.backend.follow(other.backend)
 
-    def step(self, gradients: Sequence[Any], problem: str = "") -> StepReport:
+    def step(self, gradients: Sequence[Array | GradientTensors], problem: str = "") -> StepReport:
         """Start the buckets that were not started, and `finish`. Collective: every rank must call.
 
         Args:

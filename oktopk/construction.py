@@ -6,21 +6,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from collectives.connect import communicator, connect
+from collectives.connect import Communicator, communicator, connect
 from collectives.limit import Limit
-from collectives.sparse import check_length
+from collectives.sparse import Vector, check_length
 from collectives.transport import Transport
+from oktopk.backend import Stream
 from oktopk.devices import make_backend
 from oktopk.host_group import HostGroup
 from oktopk.levels import Layout, levels_taken
 from oktopk.methods import METHODS, Method
 from oktopk.placement import Placement, TwoLevels
 from oktopk.settings import DENSE_ABOVE, Settings, check_names, exchange_taken, timeout_of, wire_taken
-
-if TYPE_CHECKING:
-    from collectives.connect import Communicator
 
 
 class Parts:
@@ -42,10 +40,10 @@ class Parts:
         method: str,
         device: str,
         gradient_type: str,
-        stream: Any,
+        stream: Stream | None,
         peer_memory: bool | None,
-        update: Any,
-        taker: Callable[..., Any],
+        update: Vector | None,
+        taker: Callable[..., object],
         keywords: Mapping[str, Any],
     ) -> None:
         self.length, self.method = length, method

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from collectives.cpu.compiled import load
 from collectives.cuda.environment import gpu_problem, is_cuda_error, kernel_problem
-from oktopk.backend import Backend
+from oktopk.backend import Backend, Stream
 
 GRADIENT_TYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 """device -> gradient types it takes."""
 
 
-def make_backend(device: str, gradient_type: str, stream: Any) -> Backend:
+def make_backend(device: str, gradient_type: str, stream: Stream | None) -> Backend:
     """The backend of a device by name; talks to no other rank.
 
     Args:

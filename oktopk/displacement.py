@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from collectives.sparse import Vector
 
 
 class Displacement(ABC):
@@ -26,7 +27,7 @@ class Displacement(ABC):
     flagged: bool = False
 
 
-def is_flagged(gradient: Any) -> bool:
+def is_flagged(gradient: object) -> bool:
     """Whether a gradient is a `Displacement` that counts as not finite."""
     return isinstance(gradient, Displacement) and gradient.flagged
 
@@ -50,7 +51,7 @@ class ParameterDisplacement(Displacement):
         """Set the share of the next `show`, and of the steps behind it; to be called between a step and `show`."""
 
     @abstractmethod
-    def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
+    def show(self, residual: Vector, factors: Sequence[float] | None = None) -> None:
         """reference := factor · reference, then parameters := round(reference - share · residual), in one pass.
 
         Args:
@@ -76,7 +77,7 @@ class ShardDisplacement(ParameterDisplacement):
     Memory traffic: as a part of a step 16n/G bytes for a shard of n/G elements.
     """
 
-    def __init__(self, whole: ParameterDisplacement, vector: Any) -> None:
+    def __init__(self, whole: ParameterDisplacement, vector: Vector) -> None:
         self.length, self.vector = whole.length, vector
         self.nonfinite = False
         self._whole = whole
@@ -87,7 +88,7 @@ class ShardDisplacement(ParameterDisplacement):
     def set_share(self, share: float) -> None:
         self._whole.set_share(share)
 
-    def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
+    def show(self, residual: Vector, factors: Sequence[float] | None = None) -> None:
         self._whole.show(residual, factors)
 
 

@@ -34,7 +34,7 @@ def inherited_ranks(rank: int, ranks: int, saved_ranks: int) -> range:
     return range(rank, saved_ranks, ranks)
 
 
-def of_rank(state: Any) -> Any:
+def of_rank(state: object) -> Any:
     """A rank's own state without the key that has its rank; what has no such key, as of `redistribute`, is returned as it is.
 
     Of `OkTopkState.state_dict()`, and of "reducer" and "tables" in `DistributedOptimizer.state_dict()`, which are
@@ -98,7 +98,7 @@ def redistribute(
         return {**reader.first, "problem": str(error)}
 
 
-def saved_rank(state: Any) -> tuple[int, int] | None:
+def saved_rank(state: object) -> tuple[int, int] | None:
     """The rank that a `DistributedOptimizer`'s state is of, and how many there were; None where it does not tell."""
     if not isinstance(state, dict) or not isinstance(reducer := of_rank(state.get("reducer")), dict):
         return None
@@ -124,7 +124,7 @@ def without_residual(
     return {**state, **nothing, "rank": rank, "ranks": ranks, "hosts": None if hosts is None else list(hosts)}
 
 
-def check_redistributed(state: Any) -> None:
+def check_redistributed(state: object) -> None:
     """Raise StateError for what `redistribute` found wrong with the states that it read on this rank."""
     if isinstance(state, dict) and state.get("problem"):
         raise StateError(str(state["problem"]))
@@ -353,8 +353,7 @@ def _whole_moments(
     first = read(holder[0])
     sharding = first["updates"].get("sharding")
     if not sharding or hosts is None:
-        kept: dict[Any, Any] = first["state"]
-        return kept
+        return first["state"]
     layout, whole = Layout(tuple(hosts), length), {n: dict(values) for n, values in first["state"].items()}
     for shard, saved in enumerate(holder):
         state = read(saved)["state"]
@@ -374,8 +373,7 @@ def _of_bucket(read: Callable[[int], dict[str, Any]], number: str) -> Callable[[
 
     def read_bucket(rank: int) -> dict[str, Any]:
         state = read(rank)
-        bucket: dict[str, Any] = state.get("reducer", state)["buckets"][number]
-        return bucket
+        return state.get("reducer", state)["buckets"][number]
 
     return read_bucket
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse import SparseVector
+from collectives.sparse import SparseVector, Vector
 from oktopk.backend import Backend
 from oktopk.settings import Settings
 from oktopk.step import Spans, StepResult
@@ -42,21 +42,21 @@ class ErrorFeedback:
         settings: Settings,
         sparse: bool,
         carried: int | None = None,
-        update: Any = None,
+        update: Vector | None = None,
     ) -> None:
         self._backend, self._kernels = backend, backend.kernels
         self._length = length
         self._carried = shard = length if carried is None else carried
-        self.update: NDArray[np.float32] = backend.zeros(length) if update is None else update
-        self.residual: NDArray[np.float32] | None = backend.zeros(shard) if sparse else None
+        self.update = backend.zeros(length) if update is None else update
+        self.residual: Vector | None = backend.zeros(shard) if sparse else None
         # in two levels the entries of an update come shard by shard, out of order
         self._sparse_update = backend.sparse_update(self.update) if sparse and carried is None else None
         self.support: SparseVector | None = SparseVector.empty(length)
         self.selected: SparseVector | None = None
         self.pending = False
-        self._saved: Any = backend.zeros(shard) if sparse and settings.nonfinite == "skip" else None
+        self._saved = backend.zeros(shard) if sparse and settings.nonfinite == "skip" else None
         self._withheld: Spans = ()
-        self._aside: list[Any] = []  # a copy of each span of the residual
+        self._aside: list[Vector] = []  # a copy of each span of the residual
         self._was_pending = False  # when they were put aside
         self._added = False  # entries that this rank had not selected, since then
 
@@ -84,7 +84,7 @@ class ErrorFeedback:
         self.pending = self.pending or (self._was_pending and bool(self._withheld))
         self._withheld, self._aside, self._added = (), [], False
 
-    def _residual_and_copy(self) -> list[Any]:
+    def _residual_and_copy(self) -> list[Vector]:
         """The vectors that a step may change or be undone from."""
         return [vector for vector in (self.residual, self._saved) if vector is not None]
 
@@ -186,7 +186,7 @@ class ErrorFeedback:
         self.pending = state["residual"] is not None
         self.residual = self._loaded(self.residual, state["residual"])
 
-    def _loaded(self, vector: Any, loaded: NDArray[np.float32] | None) -> Any:
+    def _loaded(self, vector: Vector | None, loaded: NDArray[np.float32] | None) -> Vector | None:
         """The vector with what is loaded in it, zero if nothing is; memory is taken only where there was none."""
         if loaded is None:
             if vector is not None:
@@ -197,7 +197,7 @@ class ErrorFeedback:
         self._backend.copy_from_host(vector, loaded)
         return vector
 
-    def _clear_applied(self, vector: NDArray[np.float32], result: StepResult) -> None:
+    def _clear_applied(self, vector: Vector, result: StepResult) -> None:
         """Zero what this rank sent and what counts as applied, or make it the rounding error."""
         assert result.selected is not None
         if result.only_applied:

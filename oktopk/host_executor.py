@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from oktopk.displacement import ShardDisplacement
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.host_group import HostGroup
 from oktopk.methods.base import Method
-from oktopk.step import CompletedStep, Plan, Spans, StepResult
+from oktopk.step import Addend, CompletedStep, Gradient, Plan, Spans, StepResult
 
 _MOST_KEPT = 64
 
@@ -51,7 +50,7 @@ class HostExecutor:
         if group.between is not None:
             method.prepare(self._out)
 
-    def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+    def begin(self, gradient: Gradient, plan: Plan) -> CompletedStep:
         try:
             return self._begin(gradient, plan)
         except FlaggedRanksError:  # the update is zero
@@ -62,7 +61,7 @@ class HostExecutor:
             self._vectors.clear_update()
             raise
 
-    def _begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+    def _begin(self, gradient: Gradient, plan: Plan) -> CompletedStep:
         method, vectors, group = self._method, self._vectors, self._group
         displacement = gradient if isinstance(gradient, ShardDisplacement) else None
         if method.hides_work and group.between is not None:
@@ -158,7 +157,7 @@ class HostExecutor:
             rounding=(0.0, 0.0) if result is None else result.rounding,
         )
 
-    def _reduce(self, summed: Any, plan: Plan, flag: bool) -> StepResult | None:
+    def _reduce(self, summed: Addend, plan: Plan, flag: bool) -> StepResult | None:
         """The step of this rank's shard; None where nothing of the step may be applied.
 
         Args:
@@ -175,7 +174,7 @@ class HostExecutor:
             self._damage = str(error)
         return None
 
-    def _flagged(self, gradient: Any, plan: Plan) -> FlaggedRanksError:
+    def _flagged(self, gradient: Gradient, plan: Plan) -> FlaggedRanksError:
         """The error of a step that no rank applies; names the ranks whose own gradients are not finite. Collective.
 
         Raises:

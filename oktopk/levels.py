@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.sparse import Vector
 from oktopk.step import Spans
 
 BLOCK = 1 << 16
@@ -73,26 +74,26 @@ class Layout:
         return elements + (elements // self.block * (self.shards - 1) + shard) * self.block
 
     def extract(self, whole: Any, shard: int, part: Any = None) -> Any:
-        """A copy of a shard of float32[n], in float32[shard] where `part` is given; both of NumPy or both of CuPy."""
+        """A copy of a shard of float32[n], in `part` if any; all of NumPy, of CuPy or of torch."""
         if part is None:
             part = np.empty(self.shard_length(shard), np.float32)
         for of_part, of_whole in self._pieces(shard, part, whole):
             of_part[:] = of_whole
         return part
 
-    def insert(self, part: Any, shard: int, whole: Any) -> None:
+    def insert(self, part: Vector, shard: int, whole: Vector) -> None:
         """Write a shard to where it lies in float32[n]; both of NumPy or both of CuPy."""
         for of_part, of_whole in self._pieces(shard, part, whole):
             of_whole[:] = of_part
 
-    def _pieces(self, shard: int, part: Any, whole: Any) -> Iterator[tuple[Any, Any]]:
+    def _pieces(self, shard: int, part: Vector, whole: Vector) -> Iterator[tuple[Vector, Vector]]:
         """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""
         blocks, rest = self._places(shard, whole)
         first = len(part) - len(rest)
         yield part[:first].reshape(blocks.shape), blocks
         yield part[first:], rest
 
-    def _places(self, shard: int, whole: Any) -> tuple[Any, Any]:
+    def _places(self, shard: int, whole: Vector) -> tuple[Vector, Vector]:
         """Views of float32[n] that together are a shard: [cycles, block], and what lies behind the last whole cycle."""
         cycles = self.length // (self.block * self.shards)
         first = cycles * self.block * self.shards

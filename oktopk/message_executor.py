@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from collectives.codec import PLAIN
 from collectives.errors import FlaggedRanksError
 from collectives.tokens import TokenBoard
 from oktopk.displacement import is_flagged
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.base import Method
-from oktopk.step import CompletedStep, Plan
+from oktopk.step import CompletedStep, Gradient, Plan
 
 
 class MessageExecutor:
@@ -30,7 +28,7 @@ class MessageExecutor:
         self.check, self.close = method.check, method.close
         method.prepare(vectors.update)
 
-    def begin(self, gradient: Any, plan: Plan) -> CompletedStep:
+    def begin(self, gradient: Gradient, plan: Plan) -> CompletedStep:
         method, vectors, transport = self._method, self._vectors, self._method.transport
         by_message = method.sends_control
         if not by_message:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.sparse import SparseVector
+from collectives.sparse import Array, SparseVector, Vector
 from collectives.transport import Transport
 from oktopk.backend import Backend
 from oktopk.results import Measures
@@ -43,12 +43,7 @@ class Sampler:
         self._gradient_norm = math.nan
         self._seconds = 0.0
 
-    def before(
-        self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        entered: NDArray[np.float32],
-    ) -> None:
+    def before(self, gradient: Array, residual: Vector | None, entered: Vector) -> None:
         """Sum the step's input over the ranks. Collective.
 
         Args:
@@ -57,7 +52,7 @@ class Sampler:
             entered: the gradient, or what an optimizer changed since then.
         """
 
-        def total(vector: NDArray[np.float32], added: NDArray[np.float32] | None) -> None:
+        def total(vector: Vector, added: Vector | None) -> None:
             """The sum over the ranks of vector + added, into the sampler's."""
             self._backend.kernels.accumulate(vector, added, self._vector)
             self._backend.wait()
@@ -74,7 +69,7 @@ class Sampler:
 
     def after(
         self,
-        update: NDArray[np.float32],
+        update: Vector,
         selected: SparseVector,
         k: int,
         to_sum: float,

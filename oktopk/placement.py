@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from collectives.errors import Caught
 from collectives.grid import Grid, connect_grid
-from collectives.sparse import SparseVector
+from collectives.sparse import Array, SparseVector, Vector
 from collectives.traffic import Traffic
 from collectives.transport import Transport
 from oktopk.backend import Backend
@@ -24,7 +24,7 @@ from oktopk.message_executor import MessageExecutor
 from oktopk.methods import Method
 from oktopk.methods.oktopk import OkTopk
 from oktopk.settings import Settings
-from oktopk.step import Executor, Spans
+from oktopk.step import Executor, Gradient, Spans
 from oktopk.thresholds import NOTHING
 
 
@@ -48,7 +48,7 @@ class Placement:
     levels = "flat"
     group: HostGroup | None = None
     hosts: list[int] | None = None
-    gradient_buffer: Any = None
+    gradient_buffer: Array | None = None
     p2p_problem = ""
     _grid: Grid | None = None
 
@@ -70,7 +70,7 @@ class Placement:
         for transport in (self._transport, self.among, *of_grid):
             transport.workspace.forget()
 
-    def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
+    def vectors(self, settings: Settings, sparse: bool, update: Vector | None) -> ErrorFeedback:
         """The update of the whole vector, and the residual of what this rank holds. As `ErrorFeedback`."""
         return ErrorFeedback(self._backend, self._length, settings, sparse, update=update)
 
@@ -91,20 +91,16 @@ class Placement:
         vectors.withhold(absent)
 
     def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+        self, sizes: Sequence[int], element_type: str, reference: Vector, share: float
     ) -> ParameterDisplacement:
         """As `GradientAllreduce.displacement`."""
-        displacement: ParameterDisplacement = self._backend.kernels.displacement(
-            sizes, element_type, reference, share
-        )
-        return displacement
+        return self._backend.kernels.displacement(sizes, element_type, reference, share)
 
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         """As `GradientAllreduce.adamw_displacement`."""
-        displacement: AdamWDisplacement = self._backend.kernels.adamw_displacement(sizes, element_type)
-        return displacement
+        return self._backend.kernels.adamw_displacement(sizes, element_type)
 
-    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Any:
+    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Gradient:
         """What a step takes for a displacement: the displacement, if the step's kernels read it.
 
         Else it is added to the residual now, and the step takes zeros, the first of them NaN if the displacement is flagged.
@@ -121,26 +117,27 @@ class Placement:
             zeros[:1] = np.nan
         return zeros
 
-    def _add(self, displacement: Displacement | NDArray[np.float32], vectors: ErrorFeedback) -> bool:
+    def _add(self, displacement: Displacement | Vector, vectors: ErrorFeedback) -> bool:
         """Add to the residual what is finite; whether something was not."""
         kernels = self._backend.kernels
         nothing = self._transport.workspace.entries("nothing", 1 + kernels.BLOCK)
         return bool(kernels.accumulate_select(displacement, vectors.residual, NOTHING, nothing).nonfinite > 0)
 
-    def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Any, Any]:
+    def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Array, Vector | None]:
         """What this rank adds to a step, as two vectors of n elements; None for a residual of zero."""
         return gradient, vectors.residual
 
-    def selected(self, vectors: ErrorFeedback, method: Method) -> tuple[Any, Any]:
+    def selected(
+        self, vectors: ErrorFeedback, method: Method
+    ) -> tuple[SparseVector | None, NDArray[np.int64] | None]:
         """What this rank selected in the last step, in the whole vector, and its regions, or None. Call it once a step."""
         return vectors.selected, method.boundaries
 
     def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
         """float32[n] on the host, the residual, in two levels of the host, equal on its ranks; None where it is zero."""
-        residual: NDArray[np.float32] | None = vectors.state_dict()["residual"]
-        return residual
+        return vectors.state_dict()["residual"]
 
-    def own_part(self, whole: Any) -> Any:
+    def own_part(self, whole: Vector) -> Vector:
         """The part that this rank holds of float32[n], on host or device; a copy where it is not all."""
         return whole
 
@@ -214,7 +211,7 @@ class TwoLevels(Placement):
             if transport is not None:
                 transport.workspace.forget()
 
-    def vectors(self, settings: Settings, sparse: bool, update: Any) -> ErrorFeedback:
+    def vectors(self, settings: Settings, sparse: bool, update: Vector | None) -> ErrorFeedback:
         return ErrorFeedback(self._backend, self._length, settings, sparse, self.carried, update)
 
     def method(self, kind: type[Method], settings: Settings) -> Method:
@@ -228,7 +225,7 @@ class TwoLevels(Placement):
         pass
 
     def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+        self, sizes: Sequence[int], element_type: str, reference: Vector, share: float
     ) -> ParameterDisplacement:
         whole = super().displacement(sizes, element_type, reference, share)
         return ShardDisplacement(whole, self.group.new_shard())
@@ -236,7 +233,7 @@ class TwoLevels(Placement):
     def adamw_displacement(self, sizes: Sequence[int], element_type: str) -> AdamWDisplacement:
         raise ValueError("AdamW in the pass that selects is for flat steps")
 
-    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Any:
+    def displaced(self, displacement: Any, vectors: ErrorFeedback, readable: bool) -> Gradient:
         vectors.pending = True
         vectors.put_back()
         displacement.nonfinite = displacement.flagged
@@ -245,7 +242,7 @@ class TwoLevels(Placement):
             displacement.vector.fill(0)
         return displacement
 
-    def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Any, Any]:
+    def measured(self, gradient: Any, vectors: ErrorFeedback) -> tuple[Array, Vector | None]:
         group, residual = self.group, None
         if vectors.residual is not None:
             residual = self._backend.zeros(self._length)
@@ -255,8 +252,10 @@ class TwoLevels(Placement):
             gradient = self._backend.zeros(self._length)
         return gradient, residual
 
-    def selected(self, vectors: ErrorFeedback, method: Method) -> tuple[Any, Any]:
-        selected: SparseVector | None = vectors.selected
+    def selected(
+        self, vectors: ErrorFeedback, method: Method
+    ) -> tuple[SparseVector | None, NDArray[np.int64] | None]:
+        selected = vectors.selected
         return None if selected is None else self.group.in_whole_indices(selected), None
 
     def whole_residual(self, vectors: ErrorFeedback) -> NDArray[np.float32] | None:
@@ -267,7 +266,7 @@ class TwoLevels(Placement):
         self.group.share_values(vectors.residual, whole)
         return self._backend.to_host(whole)
 
-    def own_part(self, whole: Any) -> Any:
+    def own_part(self, whole: Vector) -> Vector:
         part = whole[: self.carried].copy()
         shard = self.group.shard
         return part if shard is None else self.group.layout.extract(whole, shard, part)

@@ -86,7 +86,7 @@ class Regions:
             self.splits = equal_boundaries(self._length, self._transport.size)[1:-1]
 
     @staticmethod
-    def agreed_state(state: dict[str, Any]) -> Any:
+    def agreed_state(state: dict[str, Any]) -> tuple[list[int] | None, bool]:
         """What of a `state_dict` must be equal on all ranks, as a plain value."""
         boundaries = state["boundaries"]
         return None if boundaries is None else [int(b) for b in boundaries], state["splits"] is None

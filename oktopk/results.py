@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Stage:
 
     __slots__ = ("_ends", "_name", "_nvtx", "_timer")
 
-    def __init__(self, timer: StageTimer, nvtx: Any, name: str, ends: bool) -> None:
+    def __init__(self, timer: StageTimer, nvtx: ModuleType | None, name: str, ends: bool) -> None:
         self._timer, self._nvtx, self._name, self._ends = timer, nvtx, name, ends
 
     def __enter__(self) -> None:
@@ -236,7 +236,7 @@ class StageTimer:
 
     __slots__ = ("_last", "_nvtx", "detailed", "seconds", "spans")
 
-    def __init__(self, detailed: bool = False, nvtx: Any = None) -> None:
+    def __init__(self, detailed: bool = False, nvtx: ModuleType | None = None) -> None:
         self.detailed = detailed
         self.seconds: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []

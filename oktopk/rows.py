@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from collectives.closing import announce, closes
-from collectives.connect import connect
+from collectives.connect import Communicator, connect
 from collectives.cpu.compiled import load
 from collectives.cpu.rows import HostRowKernels
 from collectives.element_types import ELEMENT_TYPES
 from collectives.errors import EVERY_RANK_CALLS, FlaggedRanksError, refuse
 from collectives.limit import Limit
 from collectives.rows import row_sparse_allreduce
+from collectives.sparse import Array
 from collectives.table_rows import LONGEST_ON_GPU, Rows, row_type
 from collectives.transport import Transport
 from oktopk.allreduce import NonFiniteGradientError
+from oktopk.backend import Stream
 from oktopk.damage import StateError, state_errors
 from oktopk.devices import make_backend
 from oktopk.settings import Settings, timeout_of
 
 if TYPE_CHECKING:
-    from collectives.connect import Communicator
     from collectives.row_windows import DeviceRowWindows
 
 
@@ -105,7 +106,7 @@ class RowSparseAllreduce:
         average: bool = True,
         nonfinite: Literal["raise", "skip"] = "raise",
         device: str = "cpu",
-        stream: Any = None,
+        stream: Stream | None = None,
         timeout: float = Settings.timeout,
         peer_memory: bool | None = None,
     ) -> None:
@@ -133,7 +134,7 @@ class RowSparseAllreduce:
                 self._use_gpu(stream, peer_memory)
             opened.pop_all()
 
-    def _use_gpu(self, stream: Any, peer_memory: bool | None) -> None:
+    def _use_gpu(self, stream: Stream | None, peer_memory: bool | None) -> None:
         """Put kernels, transport and windows on the current GPU. Collective."""
         host: Any = self.transport
         with host.together(ValueError):
@@ -152,7 +153,7 @@ class RowSparseAllreduce:
             types = row_type(self.length), ELEMENT_TYPES[self.element_type].dtype
             self.windows = DeviceRowWindows(self.transport, backend.device, kernels, *types, self.width)
 
-    def step(self, rows: Any, values: Any, problem: str = "") -> RowReport:
+    def step(self, rows: Array, values: Array, problem: str = "") -> RowReport:
         """Sum one gradient; the result is in `sum`. Collective: every rank must call, with no rows where it touched none.
 
         Args:
@@ -169,7 +170,7 @@ class RowSparseAllreduce:
         with self._scope():
             return self._step(rows, values, problem)
 
-    def _step(self, rows: Any, values: Any, problem: str) -> RowReport:
+    def _step(self, rows: Array, values: Array, problem: str) -> RowReport:
         began = time.perf_counter()
         local, nonfinite = self._empty(), 0
         into: HostRowKernels | DeviceRowWindows = self.kernels if self.windows is None else self.windows
@@ -225,7 +226,7 @@ class RowSparseAllreduce:
         empty, kind = self.kernels.arrays.empty, ELEMENT_TYPES[self.element_type].dtype
         return Rows(empty(0, row_type(self.length)), empty((0, self.width), kind))
 
-    def _check_given(self, rows: Any, values: Any) -> None:
+    def _check_given(self, rows: Array, values: Array) -> None:
         """Raise ValueError where a step cannot take what it was given."""
         kind, array = ELEMENT_TYPES[self.element_type].dtype, self.kernels.arrays.ndarray
         for name, argument in (("rows", rows), ("values", values)):
@@ -284,7 +285,7 @@ class RowSparseAllreduce:
         self.transport.close()
 
 
-def _check(length: Any, width: Any, element_type: Any, device: Any) -> None:
+def _check(length: int, width: int, element_type: str, device: str) -> None:
     """Raise ValueError where an argument of `RowSparseAllreduce` is out of range."""
     for name, value in (("length", length), ("width", width)):
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

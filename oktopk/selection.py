@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
-from collectives.sparse import SparseVector
+from collectives.sparse import Entries, Kernels, SparseVector, Vector
 from collectives.transport import Transport
-from oktopk.cpu.kernels import Packing
+from oktopk.cpu.accumulate import TIED, Packing
 from oktopk.damage import StateError
 from oktopk.settings import selection_cap
 from oktopk.shard_group import WHOLE, ShardGroup
+from oktopk.step import Addend
 from oktopk.thresholds import MISS, NOTHING, OCTAVE, check_threshold, kth_magnitude, learned_trend
 
 _MARGIN = 1.3  # an exact step packs about this times k and finds the k-th largest among them
@@ -24,8 +25,6 @@ _SLOPES = (0.5, 32.0)  # plausible range of -d log(nnz) / d log(threshold)
 _FARTHEST = OCTAVE // 3  # bits that the threshold moves after one step, at most: a quarter of its magnitude
 _FOLLOWED = 0.7  # share of a miss that the next threshold makes up for: misses are partly noise
 _ALL = 2**31 - 1
-TIED = 2**31 - 1
-"""Instead of a count of candidates: many of them equal the k-th largest magnitude."""
 
 
 def most_equal(k: int) -> int:
@@ -51,8 +50,8 @@ class Selection:
     nonfinite: int
     exact: bool
     threshold: float
-    offsets: Any = None
-    splits: Any = None
+    offsets: Sequence[int] | NDArray[np.int64] | None = None
+    splits: NDArray[np.int64] | None = None
     flag: bool = False
 
     @property
@@ -96,7 +95,7 @@ class LocalSelection:
     def __init__(
         self,
         length: int,
-        kernels: ModuleType,
+        kernels: Kernels,
         transport: Transport,
         shard_group: ShardGroup = WHOLE,
     ) -> None:
@@ -111,8 +110,8 @@ class LocalSelection:
 
     def select(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32],
+        gradient: Addend,
+        residual: Vector,
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,
@@ -132,12 +131,17 @@ class LocalSelection:
         packing = self.kernels.accumulate_select(gradient, residual, bits, self.buffer(k), boundaries)
         return self.finish(packing, residual, k, bits, exact)
 
-    def buffer(self, k: int) -> NDArray[np.void]:
+    def buffer(self, k: int) -> Entries:
         """ENTRY[2k + a block], where what is selected is packed."""
         return self.transport.workspace.entries("packed", 2 * k + self.kernels.BLOCK)
 
     def finish(
-        self, packing: Packing, residual: NDArray[np.float32], k: int, bits: int, exact: bool
+        self,
+        packing: Packing,
+        residual: Vector,
+        k: int,
+        bits: int,
+        exact: bool,
     ) -> Selection:
         """Repack or tighten what the pass packed where the count asks for it, and learn the next threshold.
 
@@ -216,7 +220,7 @@ class LocalSelection:
             self.trend = learned_trend(self.trend, bits - self.bits)
         self.bits = max(1, min(bits + self.trend, NOTHING - 1))
 
-    def _kth(self, values: NDArray[Any], k: int) -> tuple[int, int, int, int]:
+    def _kth(self, values: Vector | Entries, k: int) -> tuple[int, int, int, int]:
         """As `kth_magnitude` over all shards, and how many of this rank's own equal the k-th magnitude."""
         own = np.zeros(1, np.int64)
 
@@ -232,7 +236,7 @@ class LocalSelection:
         """How many of this rank's `equal` ties to take so that all shards take `wanted`, the lowest shards first."""
         return max(0, wanted - self.shard_group.below(equal))
 
-    def _repack(self, residual: NDArray[np.float32], k: int, buffer: NDArray[np.void]) -> tuple[int, int]:
+    def _repack(self, residual: Vector, k: int, buffer: Entries) -> tuple[int, int]:
         """Pack a superset of the top k that fits the buffer, by a histogram of the whole vector.
 
         Returns (nnz, bits): entries packed here, and the threshold they reach.
@@ -250,9 +254,7 @@ class LocalSelection:
         bits, larger, _, equal_here = self._kth(residual, k)
         return kernels.select_at_least(residual, bits, self._ties(2 * k - larger, equal_here), buffer), bits
 
-    def _tighten(
-        self, candidates: NDArray[np.void], nnz: int, k: int, lowest: int
-    ) -> tuple[NDArray[np.void], int]:
+    def _tighten(self, candidates: Entries, nnz: int, k: int, lowest: int) -> tuple[Entries, int]:
         """Cut a list that holds the top k down to it, in O(nnz); of equal magnitudes the lowest indices stay.
 
         Args:

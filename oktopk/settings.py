@@ -244,7 +244,7 @@ def exchange_taken(wanted: Exchange) -> Exchange:
     return "direct" if wanted == "auto" else wanted
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A NumPy scalar as a Python number, a float32 as the shortest decimal that it prints as."""
     if isinstance(value, np.floating):
         return float(str(value))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import EXACT_WIRES, WIRES
+from collectives.sparse import Vector
 from oktopk.damage import StateError, state_errors
 from oktopk.elastic import check_redistributed
 from oktopk.methods import METHODS
@@ -36,7 +37,7 @@ class Resumable(Steps):
     """Of "wire" and "exchange" those of which a loaded state may have any, which steps then take."""
 
     @property
-    def residual(self) -> NDArray[np.float32] | None:
+    def residual(self) -> Vector | None:
         """float32[n], what was not applied; None where no step leaves anything behind.
 
         In two levels float32[shard], of the host's sum; `gathered_residual` puts the shards together.
@@ -168,7 +169,7 @@ class Resumable(Steps):
                 vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.drop_update()
 
-    def add_to_residual(self, vector: Any) -> None:
+    def add_to_residual(self, vector: Vector) -> None:
         """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.
 
         Args:
@@ -177,12 +178,13 @@ class Resumable(Steps):
         self.complete()
         with self.backend.stream_scope():
             self._vectors.put_back()
+            assert self._vectors.residual is not None
             self._vectors.residual += vector
             self._vectors.pending = True
 
 
 @state_errors()
-def check_state(state: Any, loader: Resumable) -> None:
+def check_state(state: object, loader: Resumable) -> None:
     """Raise StateError where a state cannot be loaded. Talks to no other rank.
 
     Args:

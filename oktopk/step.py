@@ -9,13 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from collectives.sparse import SparseVector
+from collectives.sparse import Array, SparseVector
 from oktopk.results import StageTimer
+
+if TYPE_CHECKING:
+    from oktopk.cpu.accumulate import ShardSum
+    from oktopk.cuda.multi_tensor import ComposedGradient, GradientTensors
+    from oktopk.displacement import Displacement
 
 Spans = tuple[tuple[int, int], ...]
 """(begin, end) of elements of a vector, ascending and disjoint."""
+
+Gradient: TypeAlias = "Array | GradientTensors | Displacement"
+"""Of one rank, as `GradientAllreduce.step` takes it; an array is [n] of the gradient type."""
+
+Addend: TypeAlias = "Gradient | ShardSum | ComposedGradient"
+"""What a step adds to the residual: the gradient of a rank, or a shard of the sum of a host's."""
 
 
 @dataclass(slots=True)
@@ -128,7 +139,7 @@ class CompletedStep:
 class Executor(Protocol):
     """Runs the steps of one method."""
 
-    def begin(self, gradient: Any, plan: Plan) -> StepHandle:
+    def begin(self, gradient: Gradient, plan: Plan) -> StepHandle:
         """Start everything of a step that needs no answer from the host. Collective: every rank must call, with the same plan.
 
         Args:

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from collectives.errors import EVERY_RANK_CALLS, FlaggedRanksError
+from collectives.sparse import Vector
 from collectives.traffic import Traffic
 from oktopk.construction import Parts
 from oktopk.cuda.multi_tensor import GradientTensors
@@ -17,11 +17,12 @@ from oktopk.methods import METHODS, Method
 from oktopk.metrics import Sampler
 from oktopk.results import StageTimer, StepReport
 from oktopk.settings import DENSE_ABOVE, entries_kept
-from oktopk.step import CompletedStep, Executor, Plan, Spans, StepHandle, StepResult
+from oktopk.step import CompletedStep, Executor, Gradient, Plan, Spans, StepHandle, StepResult
 
 _SAME_STEPS = (
     "Every rank must take the same number of steps, with a gradient of zero where it has no batch left"
 )
+_Beside = tuple[str, Spans, int | None, bool]  # problem, absent, token, displaced
 _TRUSTED = 8  # deferrable steps in a row before one is deferred
 
 
@@ -134,7 +135,7 @@ class Steps:
             self._vectors.support = None
 
     def _take(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
+        self, gradient: Gradient, problem: str, absent: Spans, token: int | None, *, measure: bool, wait: bool
     ) -> StepReport:
         displaced = isinstance(gradient, Displacement)
         if isinstance(gradient, GradientTensors) and not (displaced or self.reads_tensors(measure)):
@@ -150,14 +151,14 @@ class Steps:
             beside = problem, absent, token, displaced
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
                 earlier = None
-                if displaced:
+                if isinstance(accepted, Displacement):
                     method = self._method_at(self.steps)[0]
                     earlier = self._earlier(accepted) if measure and method.sparse else None
                     readable = method.reads_displacements and not measure
                     accepted = self._placement.displaced(accepted, self._vectors, readable)
                 if measure:
-                    return self._measured_step(accepted, earlier, *beside)
-                report = self._begin(accepted, *beside, may_defer=True)
+                    return self._measured_step(accepted, earlier, beside)
+                report = self._begin(accepted, beside, may_defer=True)
                 handle = None if self._open is None else self._open[1]
                 if isinstance(handle, CompletedStep) or (wait and self.awaited):
                     self._complete()
@@ -220,15 +221,13 @@ class Steps:
         begun, self._open = self._open, None
         self._end(*begun)
 
-    def _earlier(self, displacement: Displacement) -> Any:
+    def _earlier(self, displacement: Displacement) -> Vector:
         """A copy of this rank's residual, to which a displacement is about to be added."""
         self._vectors.put_back()
         residual = self._placement.measured(displacement, self._vectors)[1]
         return self.backend.zeros(self.length) if residual is None else residual.copy()
 
-    def _measured_step(
-        self, gradient: Any, earlier: Any, problem: str, absent: Spans, token: int | None, displaced: bool
-    ) -> StepReport:
+    def _measured_step(self, gradient: Gradient, earlier: Vector | None, beside: _Beside) -> StepReport:
         """One step, which is waited for. earlier: the residual before a displacement was added to it; None for a gradient."""
         method, k = self._method_at(self.steps)
         if method.sparse:
@@ -238,12 +237,14 @@ class Steps:
                     sampler = Sampler(self.length, self.backend, self.transport)
                 self._sampler = sampler
             added, residual = self._placement.measured(gradient, self._vectors)
-            self._sampler.before(added, residual, added if earlier is None else residual - earlier)
-        report = self._begin(gradient, problem, absent, token, displaced, may_defer=False)
+            entered = added if earlier is None or residual is None else residual - earlier
+            self._sampler.before(added, residual, entered)
+        report = self._begin(gradient, beside, may_defer=False)
         self._complete()
         if method.sparse and self._sampler is not None and not report.skipped:
             to_sum = float(self.transport.size) if self.settings.average else 1.0
             selected, boundaries = self._placement.selected(self._vectors, method)
+            assert selected is not None
             report.measures = self._sampler.after(self._vectors.update, selected, k, to_sum, boundaries)
         return report
 
@@ -252,10 +253,9 @@ class Steps:
         sparse, interval = self._sparse_steps, self.settings.boundary_interval
         return sparse % interval == 0 or (sparse < interval and sparse.bit_count() == 1)
 
-    def _begin(
-        self, gradient: Any, problem: str, absent: Spans, token: int | None, displaced: bool, may_defer: bool
-    ) -> StepReport:
+    def _begin(self, gradient: Gradient, beside: _Beside, may_defer: bool) -> StepReport:
         settings, step = self.settings, self.steps
+        problem, absent, token, displaced = beside
         timer = StageTimer(self.time_stages, self.backend.nvtx)
         method, k = self._method_at(step)
         changed = k != self._last_k

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import neg
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import bits_magnitude
 from collectives.errors import FlaggedRanksError
+from collectives.sparse import Kernels
 from collectives.split_and_reduce import RegionLists
 from oktopk.cpu.histograms import INFINITE_DIGIT, LEVELS
 from oktopk.damage import StateError
@@ -164,7 +164,7 @@ class GlobalThreshold:
 
     def __init__(
         self,
-        kernels: ModuleType,
+        kernels: Kernels,
         drift_tolerance: float,
         shard_group: ShardGroup = WHOLE,
     ) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from collectives.cpu.compiled import FLOAT, compiled
 from collectives.element_types import NAMES, narrow, widen
+from collectives.sparse import Array
 from collectives.table_rows import Rows, check_rows, row_type
 
 _BLOCK = 1 << 18
@@ -62,7 +63,7 @@ class HostRowKernels:
 
     arrays: Any = np
 
-    def coalesce(self, rows: Any, values: Any, length: int, scale: float) -> tuple[Rows, int]:
+    def coalesce(self, rows: Array, values: Array, length: int, scale: float) -> tuple[Rows, int]:
         """Sort rows by their id, and add up equal ones, in the order in which they are given, in float32.
 
         Args:
@@ -81,28 +82,28 @@ class HostRowKernels:
             check_rows(rows, length)
         return _add_up(rows.astype(row_type(length), copy=False), values, scale)
 
-    def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+    def merge(self, rows: Array, values: Array, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
         """As `coalesce`, of lists one after the other, each of which ascends strictly, from firsts[0], firsts[1], ... on."""
         return _add_up(rows, values, scale)  # sorts what lies in order in linear time
 
-    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def at(self, rows: Array, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64, on the host: the rows at these places."""
         return rows[places].astype(np.int64)
 
-    def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    def offsets(self, rows: Array, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of ascending rows are below each boundary."""
         return np.searchsorted(rows, boundaries).astype(np.int64)
 
-    def empty(self, count: int, like: Any) -> Any:
+    def empty(self, count: int, like: Array) -> Array:
         """[count] or [count, width] of the type of `like`, contents undefined."""
         return np.empty((count, *like.shape[1:]), like.dtype)
 
-    def copy(self, target: Any, source: Any) -> None:
+    def copy(self, target: Array, source: Array) -> None:
         """Copy an array to another of the same shape; on a GPU before anything that a transport sends after it."""
         target[...] = source
 
 
-def _add_up(rows: Any, values: Any, scale: float) -> tuple[Rows, int]:
+def _add_up(rows: Array, values: Array, scale: float) -> tuple[Rows, int]:
     """As `coalesce`, of rows that are in the table."""
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]

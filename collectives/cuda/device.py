@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import time
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import cupy
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from collectives.cuda.environment import device_memory, pinned_memory
 from collectives.cuda.launch import Kernel, stream_of_priority, stream_priority
@@ -24,6 +24,8 @@ from collectives.workspace import Workspace
 _SPINS, _NAP = 50_000, 2e-5  # polls (some milliseconds), then seconds of sleep between two polls
 _RUNNING = 600  # cudaErrorNotReady
 _NO_REPORT: tuple[Any, NDArray[np.uint32]] = None, np.empty(0, np.uint32)
+
+CuArray: TypeAlias = "cupy.ndarray"
 
 
 class DeviceEntries:
@@ -38,7 +40,7 @@ class DeviceEntries:
     itemsize = ENTRY.itemsize
     dtype = ENTRY
 
-    def __init__(self, device: Device, pointer: int, size: int, owner: Any) -> None:
+    def __init__(self, device: Device, pointer: int, size: int, owner: object) -> None:
         self._device = device
         self._owner = owner  # keeps the memory alive
         self.pointer = pointer
@@ -90,7 +92,7 @@ class Device:
         gpu: as a context, within which it is the current one.
     """
 
-    def __init__(self, stream: Any = None) -> None:
+    def __init__(self, stream: cupy.cuda.Stream | None = None) -> None:
         self.gpu = cupy.cuda.Device(cupy.cuda.Device().id)
         self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()
@@ -100,12 +102,12 @@ class Device:
         """Whether work was put on the stream since the last wait for it."""
         self._reports: dict[str, tuple[Any, NDArray[np.uint32]]] = {}
         self._viewed: set[str] = set()
-        self._memory: dict[str, Any] = {}
+        self._memory: dict[str, cupy.ndarray] = {}
         # (Scan, blocks that it is large enough for, memory)
-        self._scans: dict[str, tuple[Any, int, Any]] = {}
+        self._scans: dict[str, tuple[Scan, int, cupy.ndarray]] = {}
         self.epoch = 0
         """Of the last signals and look-backs."""
-        self._tables: dict[bytes, Any] = {}
+        self._tables: dict[bytes, cupy.ndarray] = {}
 
     @cached_property
     def priority(self) -> int:
@@ -113,18 +115,18 @@ class Device:
         return stream_priority(self._stream)
 
     @cached_property
-    def capturing(self) -> Any:
+    def capturing(self) -> cupy.cuda.Stream:
         """A stream to capture graphs on, whose kernels keep its priority: that of `stream`."""
         with self.gpu:
             return stream_of_priority(self.priority)
 
-    def allocate(self, count: int, dtype: Any) -> Any:
+    def allocate(self, count: int, dtype: DTypeLike) -> CuArray:
         """cupy array [count] of plain cudaMalloc memory, contents undefined."""
         nbytes = max(1, count) * np.dtype(dtype).itemsize
         with self.gpu:
             return cupy.ndarray((count,), dtype, memptr=cupy.cuda.MemoryPointer(device_memory(nbytes), 0))
 
-    def scratch(self, name: str, count: int, dtype: Any) -> Any:
+    def scratch(self, name: str, count: int, dtype: DTypeLike) -> CuArray:
         """cupy array [>= count] that outlives the call, zeroed when allocated."""
         array = self._memory.get(name)
         if array is None or array.size < count:
@@ -163,7 +165,7 @@ class Device:
         """The address of a report."""
         return int(self._reports[name][0].ptr)
 
-    def scan(self, name: str, tiles: int) -> Any:
+    def scan(self, name: str, tiles: int) -> Scan:
         """Scan for a launch of so many blocks: the look-back state of compact.cuh."""
         scan, room, _ = self._scans.get(name, (None, 0, None))
         if scan is None or room < tiles or scan.epoch >= 2**29:
@@ -208,10 +210,10 @@ class Device:
         """uint8[nbytes] of page-locked host memory; this and the next two are the `Copies` of `collectives.staging`."""
         return np.frombuffer(pinned_memory(nbytes), np.uint8, nbytes)
 
-    def copy_out(self, host: NDArray[np.uint8], array: Any) -> None:
+    def copy_out(self, host: NDArray[np.uint8], array: CuArray | DeviceEntries) -> None:
         self._copy(host.ctypes.data, address_of(array), len(host), cupy.cuda.runtime.memcpyDeviceToHost)
 
-    def copy_in(self, array: Any, host: NDArray[np.uint8]) -> None:
+    def copy_in(self, array: CuArray | DeviceEntries, host: NDArray[np.uint8]) -> None:
         self._copy(address_of(array), host.ctypes.data, len(host), cupy.cuda.runtime.memcpyHostToDevice)
 
     def _copy(self, dest: int, source: int, nbytes: int, kind: int) -> None:
@@ -283,6 +285,6 @@ class DeviceWorkspace(Workspace):
         self._buffers[name] = entries
 
 
-def address_of(array: Any) -> int:
+def address_of(array: CuArray | DeviceEntries) -> int:
     """Device address of a cupy array or of entries."""
     return int(array.pointer if isinstance(array, DeviceEntries) else array.data.ptr)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import CountedSums
-from collectives.cuda.device import Device, DeviceEntries
+from collectives.cuda.device import CuArray, Device, DeviceEntries
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import (
     COMPACT_THREADS,
@@ -89,7 +89,7 @@ class DeviceKernels:
         shared = {"state": self.sums_state, "report": device.address("sums")}
         self._sum_tiles = [kernel.prepare(**shared) for kernel in self.sum_kernels]
         # begins and ends of the lists that the launches are prepared for
-        self._laid_out: tuple[Any, Any] | None = None
+        self._laid_out: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._sums: DeviceEntries
 
     def collect_kernels(self) -> dict[str, Kernel]:
@@ -337,11 +337,11 @@ class DeviceKernels:
         self.device.launch_for(self._write_block, len(entries), **fields)
         self.device.synchronize()
 
-    def add_values(self, kept: Any, incoming: Any) -> None:
+    def add_values(self, kept: CuArray, incoming: CuArray) -> None:
         addresses = {"kept": kept.data.ptr, "incoming": incoming.data.ptr}
         self.device.launch_for(self._add_values, kept.size, **addresses)
 
-    def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
+    def scale_values(self, values: CuArray, scale: float) -> NDArray[np.uint32]:
         report = self.device.report("scaled", 1)
         report[0] = 0
         fields = {"values": values.data.ptr, "scale": scale, "report": self.device.address("scaled")}

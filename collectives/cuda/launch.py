@@ -26,7 +26,7 @@ _CODES: dict[Any, str] = {
 
 
 @functools.cache
-def compiled(source: Path, *defines: str) -> Any:
+def compiled(source: Path, *defines: str) -> cupy.RawModule:
     """A `.cu` file compiled for the current device, once a process.
 
     Args:
@@ -43,7 +43,7 @@ def compiled(source: Path, *defines: str) -> Any:
 
 
 @functools.cache
-def _driver() -> Any:
+def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     sizes = [ctypes.c_uint] * 7
     library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *sizes, *[ctypes.c_void_p] * 3]
@@ -66,7 +66,7 @@ def has_native_atomics(gpu: int, other: int) -> bool:
     return status == 0 and value.value == 1
 
 
-def stream_of_priority(priority: int) -> Any:
+def stream_of_priority(priority: int) -> cupy.cuda.Stream:
     """A cupy stream of that priority, which waits for no other one; it lives as long as the process."""
     stream, non_blocking = ctypes.c_void_p(), 1
     status = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), non_blocking, priority)
@@ -88,7 +88,7 @@ class Kernel:
         function: the driver's handle.
     """
 
-    def __init__(self, module: Any, name: str) -> None:
+    def __init__(self, module: cupy.RawModule, name: str) -> None:
         self.name = name
         self.parameters = PARAMETERS[name]
         self._raw = module.get_function(name)  # keeps the module loaded

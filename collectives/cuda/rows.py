@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.rows import HostRowKernels
-from collectives.cuda.device import Device, address_of
+from collectives.cuda.device import CuArray, Device, address_of
 from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
 from collectives.cuda.layouts import (
     COMPACT_THREADS,
@@ -62,7 +62,7 @@ class DeviceRowKernels(HostRowKernels):
         self._marks: Any = None
 
     def coalesce(
-        self, rows: Any, values: Any, length: int, scale: float, room: Rows | None = None
+        self, rows: CuArray, values: CuArray, length: int, scale: float, room: Rows | None = None
     ) -> tuple[Rows, int]:
         """As the host's; the sums are in `room` where it is large enough."""
         if not len(rows):
@@ -80,7 +80,9 @@ class DeviceRowKernels(HostRowKernels):
             check_rows(rows, length)
         return sums, self._report.nonfinite
 
-    def merge(self, rows: Any, values: Any, firsts: NDArray[np.int64], scale: float) -> tuple[Rows, int]:
+    def merge(
+        self, rows: CuArray, values: CuArray, firsts: NDArray[np.int64], scale: float
+    ) -> tuple[Rows, int]:
         firsts = firsts[np.diff(firsts, append=len(rows)) > 0]
         if len(firsts) > MOST_PEERS:
             return self.coalesce(rows, values, MAX_LENGTH if rows.itemsize == 4 else LONGEST_ON_GPU, scale)
@@ -111,7 +113,7 @@ class DeviceRowKernels(HostRowKernels):
             sums = self._add_up(values, count, len(lists), like.rows.dtype, like.values, scale, room)
         return sums, self._report.nonfinite
 
-    def _sort(self, rows: Any, length: int) -> None:
+    def _sort(self, rows: CuArray, length: int) -> None:
         """Put on the stream: keys of rows in the order of their ids."""
         pack = self._prepare(self._pack, len(rows), length)
         pack.ids, pack.length, pack.wide = address_of(rows), length, rows.itemsize == 8
@@ -150,7 +152,7 @@ class DeviceRowKernels(HostRowKernels):
         count: int,
         most: int,
         id_type: Any,
-        like: Any,
+        like: CuArray,
         scale: float,
         room: Rows | None,
     ) -> Rows:
@@ -171,7 +173,7 @@ class DeviceRowKernels(HostRowKernels):
         self._device.synchronize()
         return Rows(ids[: report.count], sums)
 
-    def _launch_mark(self, ids: Any) -> None:
+    def _launch_mark(self, ids: CuArray) -> None:
         """Put on the stream: where each id begins in the order, and the ids."""
         mark = self._mark.params
         tiles = -(-mark.n // COMPACT_TILE)
@@ -180,7 +182,7 @@ class DeviceRowKernels(HostRowKernels):
         self._launch(self._mark, tiles, COMPACT_THREADS)
 
     def _launch_sums(
-        self, lists: Sequence[tuple[int, int]], count: int, most: int, sums: Any, scale: float
+        self, lists: Sequence[tuple[int, int]], count: int, most: int, sums: CuArray, scale: float
     ) -> None:
         """Put on the stream: the sums, if there is room for all."""
         params, width, itemsize = self._sum.params, sums.shape[1], sums.itemsize
@@ -201,21 +203,20 @@ class DeviceRowKernels(HostRowKernels):
         self._device.pending = True
         launch(blocks, threads, self._device.stream.ptr)
 
-    def at(self, rows: Any, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def at(self, rows: CuArray, places: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:
-            shown: NDArray[np.int64] = rows[cupy.asarray(places)].get().astype(np.int64)
-        return shown
+            return rows[cupy.asarray(places)].get().astype(np.int64)
 
-    def offsets(self, rows: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    def offsets(self, rows: CuArray, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         with self._device.gpu, self._device.stream:
             at: NDArray[np.int64] = cupy.searchsorted(rows, cupy.asarray(boundaries.astype(rows.dtype))).get()
         return at.astype(np.int64)
 
-    def empty(self, count: int, like: Any) -> Any:
+    def empty(self, count: int, like: CuArray) -> CuArray:
         with self._device.gpu, self._device.stream:
             self._device.pending = True  # memory of the pool may still be in use on the stream
             return cupy.empty((count, *like.shape[1:]), like.dtype)
 
-    def copy(self, target: Any, source: Any) -> None:
+    def copy(self, target: CuArray, source: CuArray) -> None:
         if target.nbytes:
             self._device.copy(address_of(target), address_of(source), target.nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -35,6 +34,9 @@ from oktopk.displacement import ParameterDisplacement
 BLOCK = 4096
 """Elements that stay in the first-level cache; a list to pack into needs this many spare entries at its end."""
 
+TIED = 2**31 - 1
+"""Instead of a count of candidates: many of them equal the k-th largest magnitude."""
+
 PIECE = 1024  # elements of a displacement that stay in the first-level cache with all that they are made of
 AHEAD = 512  # elements that memory is asked for before they are read
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -61,8 +63,8 @@ class Packing:
 
     nnz: int
     nonfinite: int
-    offsets: Any = None
-    splits: Any = None
+    offsets: Sequence[int] | NDArray[np.int64] | None = None
+    splits: NDArray[np.int64] | None = None
     candidates: int = 0
     cut_bits: int = 0
 

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.device import Device
+from collectives.cuda.device import CuArray, Device
 from collectives.cuda.kernels import DeviceKernels as CollectiveKernels
 from collectives.cuda.launch import stream_of_priority
 from collectives.cuda.ucx import device_memory_problem
@@ -28,6 +28,7 @@ from oktopk.cuda.shard_sum import DeviceShardSum
 from oktopk.displacement import Displacement
 from oktopk.levels import Layout
 from oktopk.settings import Settings
+from oktopk.step import Gradient
 
 
 class DeviceBackend(Backend):
@@ -42,7 +43,7 @@ class DeviceBackend(Backend):
         Exception: a kernel does not compile for the GPU: whatever CuPy raises.
     """
 
-    def __init__(self, gradient_type: str, stream: Any = None) -> None:
+    def __init__(self, gradient_type: str, stream: cupy.cuda.Stream | None = None) -> None:
         self.device = Device(stream)
         self.stream = self.device.stream
         nvtx = getattr(cupy.cuda, "nvtx", None)  # CuPy may be built without
@@ -73,16 +74,16 @@ class DeviceBackend(Backend):
             )
         return connect_device(host, self.device, staged=bool(problem))
 
-    def zeros(self, length: int) -> Any:
+    def zeros(self, length: int) -> CuArray:
         array = self.device.allocate(length, np.float32)
         with self.device.stream:
             array.fill(0)
         return array
 
-    def sparse_update(self, vector: Any) -> None:
+    def sparse_update(self, vector: CuArray) -> None:
         return None
 
-    def validate(self, gradient: Any, length: int) -> Any:
+    def validate(self, gradient: Gradient, length: int) -> Gradient:
         if isinstance(gradient, GradientTensors | Displacement):
             if gradient.length != length:
                 raise ValueError(f"tensor list of {gradient.length} elements is not of {length}")
@@ -108,7 +109,7 @@ class DeviceBackend(Backend):
             )
         return gradient
 
-    def stream_scope(self) -> AbstractContextManager[Any]:
+    def stream_scope(self) -> AbstractContextManager[object]:
         if cupy.cuda.runtime.getDevice() == self.device.id:
             return self.device.stream
         return self._other_gpu_scope()
@@ -119,16 +120,16 @@ class DeviceBackend(Backend):
         with self.device.gpu, self.device.stream:
             yield
 
-    def to_host(self, array: Any) -> NDArray[np.float32]:
+    def to_host(self, array: CuArray) -> NDArray[np.float32]:
         return np.asarray(array.get(stream=self.device.stream))
 
-    def copy_from_host(self, target: Any, array: NDArray[np.float32]) -> None:
+    def copy_from_host(self, target: CuArray, array: NDArray[np.float32]) -> None:
         target.set(np.ascontiguousarray(array, np.float32), stream=self.device.stream)
 
-    def read_only(self, array: Any) -> Any:
+    def read_only(self, array: CuArray) -> CuArray:
         return array
 
-    def share_memory(self, one: Any, other: Any) -> bool:
+    def share_memory(self, one: CuArray | GradientTensors | Displacement, other: CuArray) -> bool:
         if isinstance(one, GradientTensors | Displacement):
             return False
         begin, others = one.data.ptr, other.data.ptr
@@ -155,7 +156,7 @@ class DeviceBackend(Backend):
     def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
 
-    def stream_beside(self, number: int) -> Any:
+    def stream_beside(self, number: int) -> cupy.cuda.Stream:
         with self.device.gpu:
             return _stream_beside(self.device.id, self.device.priority, number)
 
@@ -163,14 +164,14 @@ class DeviceBackend(Backend):
         with self.device.gpu:  # in a new thread the first GPU is the current one, of which the event would be
             event = cupy.cuda.Event(disable_timing=True)
             event.record(other.stream)
-            self.stream.wait_event(event)
+            self.device.stream.wait_event(event)
 
     def wait(self) -> None:
         self.device.synchronize()
 
 
 @cache  # a stream lives as long as the process
-def _stream_beside(gpu: int, priority: int, number: int) -> Any:
+def _stream_beside(gpu: int, priority: int, number: int) -> cupy.cuda.Stream:
     return stream_of_priority(priority)
 
 
@@ -196,9 +197,9 @@ class DeviceSharedGradients(SharedGradients):
         self._behind = aligned(length * stored.itemsize)
         nbytes = self._behind + shard * np.dtype(np.float32).itemsize
         self._memory = SymmetricMemory(transport, kernels.device, nbytes)
-        self.own: Any = self._memory.array(length, stored)
+        self.own: CuArray = self._memory.array(length, stored)
 
-    def publish(self, gradient: Any) -> None:
+    def publish(self, gradient: CuArray) -> None:
         device = self._kernels.device
         if gradient.data.ptr != self.own.data.ptr:
             with device.stream:
@@ -207,10 +208,10 @@ class DeviceSharedGradients(SharedGradients):
         # this rank was copying from their windows
         device.synchronize()
 
-    def shard_of(self, rank: int, length: int) -> Any:
+    def shard_of(self, rank: int, length: int) -> CuArray:
         return self._memory.array_of(rank, length, np.float32, self._behind)
 
-    def sum_of_shard(self, layout: Layout, shard: int, out: Any) -> DeviceShardSum:
+    def sum_of_shard(self, layout: Layout, shard: int, out: CuArray) -> DeviceShardSum:
         kernels, memory = self._kernels, self._memory
         return DeviceShardSum(
             kernels.device, kernels.shard_sum_kernels, out, windows=memory.windows, first=memory.first, ranks=self._size,

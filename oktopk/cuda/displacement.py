@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.displacement import ParameterDisplacement
 
 if TYPE_CHECKING:
-    from collectives.cuda.device import Device
+    from collectives.cuda.device import CuArray, Device
     from collectives.cuda.launch import Kernel
 
 
@@ -33,7 +33,7 @@ class DeviceDisplacement(GradientTensors, ParameterDisplacement):
         kernels: Mapping[str, Kernel],
         sizes: Sequence[int],
         element_bytes: int,
-        reference: Any,
+        reference: CuArray,
         share: float,
     ) -> None:
         super().__init__(device, kernels, sizes, element_bytes)
@@ -46,7 +46,7 @@ class DeviceDisplacement(GradientTensors, ParameterDisplacement):
         head = bytes(DisplacementHead(reference=self._reference.data.ptr, share=share))
         self._device.upload(self.address, np.frombuffer(head, np.uint8))
 
-    def show(self, residual: Any, factors: Sequence[float] | None = None) -> None:
+    def show(self, residual: CuArray, factors: Sequence[float] | None = None) -> None:
         every = 0
         if factors is not None:
             every = self._factors.data.ptr

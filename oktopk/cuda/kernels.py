@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cuda.device import Device, DeviceEntries, address_of
+from collectives.cuda.device import CuArray, Device, DeviceEntries, address_of
 from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import COMPACT_THREADS, COMPACT_TILE
 from collectives.element_types import ELEMENT_TYPES
@@ -98,8 +98,8 @@ class DeviceKernels:
 
     def accumulate_select(
         self,
-        gradient: Any,
-        residual: Any,
+        gradient: CuArray | ComposedGradient,
+        residual: CuArray,
         threshold_bits: int,
         entries: DeviceEntries,
         boundaries: NDArray[np.int64] | None = None,
@@ -130,16 +130,16 @@ class DeviceKernels:
             self._launches[width] = launches
         return launches
 
-    def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
+    def accumulate(self, gradient: CuArray, residual: CuArray | None, out: CuArray) -> int:
         address = 0 if residual is None else residual.data.ptr
         return self._counted("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
 
-    def start_accumulate(self, gradient: Any, residual: Any, out: Any) -> None:
+    def start_accumulate(self, gradient: CuArray, residual: CuArray | None, out: CuArray) -> None:
         """As `accumulate`, without a wait; `take_nonfinite` must follow where an element was not finite."""
         address = 0 if residual is None else residual.data.ptr
         self._launch_counting("accumulate", gradient, out.size, residual=address, out=out.data.ptr)
 
-    def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
+    def accumulate_moments(self, gradient: CuArray, residual: CuArray) -> tuple[float, float, int]:
         """As the host's; the last bits of the sums depend on the run."""
         n = residual.size
         sums = self.device.scratch("moments", 2, np.float64)
@@ -150,14 +150,16 @@ class DeviceKernels:
         total, squares = sums[:2].get(stream=self.device.stream)
         return float(total), float(squares), nonfinite
 
-    def undo_accumulate(self, gradient: Any, residual: Any, all_added: bool = False) -> None:
+    def undo_accumulate(
+        self, gradient: CuArray | ComposedGradient, residual: CuArray, all_added: bool = False
+    ) -> None:
         if isinstance(gradient, Displacement):  # that stays
             return
         kernel = self.kernels_of(gradient)["undo_accumulate"]
         fields = {"gradient": pointer_of(gradient), "residual": residual.data.ptr, "all_added": all_added}
         self.device.launch_for(kernel, residual.size, **fields)
 
-    def select_at_least(self, vector: Any, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
+    def select_at_least(self, vector: CuArray, threshold_bits: int, ties: int, entries: DeviceEntries) -> int:
         device, n = self.device, vector.size
         tiles = -(-n // COMPACT_TILE)
         report = device.report("select at least", 2)
@@ -169,7 +171,9 @@ class DeviceKernels:
         device.synchronize()
         return int(report[0])
 
-    def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
+    def magnitude_histogram(
+        self, values: CuArray | DeviceEntries, level: int, prefix: int
+    ) -> NDArray[np.int64]:
         device = self.device
         shift, width = LEVELS[level]
         counts = device.scratch("histogram", 1 << max(width for _, width in LEVELS), np.uint32)
@@ -184,15 +188,15 @@ class DeviceKernels:
         device.pending = False
         return np.asarray(counted).astype(np.int64)
 
-    def top_histogram(self, values: Any, k: int) -> NDArray[np.int64]:
+    def top_histogram(self, values: CuArray | DeviceEntries, k: int) -> NDArray[np.int64]:
         """As the host's, but exact everywhere."""
         return self.magnitude_histogram(values, 0, 0)
 
-    def count_nonfinite(self, values: Any) -> int:
+    def count_nonfinite(self, values: CuArray | DeviceEntries) -> int:
         """As the host's."""
         return int(self.magnitude_histogram(values, 0, 0)[INFINITE_DIGIT:].sum())
 
-    def clear_support(self, vector: Any, entries: DeviceEntries) -> None:
+    def clear_support(self, vector: CuArray, entries: DeviceEntries) -> None:
         self._on_entries("clear_support", vector, entries)
 
     def clear_common(
@@ -200,28 +204,30 @@ class DeviceKernels:
     ) -> None:
         self._set_common(vector, entries, others, keep_values=keep_values, add=False)
 
-    def add_common(self, vector: Any, entries: DeviceEntries, others: DeviceEntries) -> None:
+    def add_common(self, vector: CuArray, entries: DeviceEntries, others: DeviceEntries) -> None:
         self._set_common(vector, entries, others, keep_values=True, add=True)
 
-    def _set_common(self, vector: Any, entries: DeviceEntries, others: DeviceEntries, **how: bool) -> None:
+    def _set_common(
+        self, vector: CuArray, entries: DeviceEntries, others: DeviceEntries, **how: bool
+    ) -> None:
         fields = {"vector": vector.data.ptr, "entries": entries.pointer, "entries_nnz": len(entries), **how}
         self.device.launch_for(self._apply["clear_common"], len(others), others=others.pointer, **fields)
 
-    def write_scaled(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
+    def write_scaled(self, vector: CuArray, entries: DeviceEntries, scale: float) -> None:
         self._on_entries("write_scaled", vector, entries, scale=scale)
 
-    def add_entries(self, vector: Any, entries: DeviceEntries, scale: float) -> None:
+    def add_entries(self, vector: CuArray, entries: DeviceEntries, scale: float) -> None:
         self._on_entries("add_entries", vector, entries, scale=scale)
 
     def to_whole_indices(self, entries: DeviceEntries, block: int, shards: int, shard: int) -> None:
         fields = {"entries": entries.pointer, "block": block, "shards": shards, "shard": shard}
         self.device.launch_for(self._apply["to_whole_indices"], len(entries), **fields)
 
-    def take_values(self, vector: Any, support: DeviceEntries, out: DeviceEntries) -> None:
+    def take_values(self, vector: CuArray, support: DeviceEntries, out: DeviceEntries) -> None:
         fields = {"vector": vector.data.ptr, "support": support.pointer, "out": out.pointer}
         self.device.launch_for(self._apply["take_values"], len(support), **fields)
 
-    def write_block_scaled(self, block: DeviceEntries, scale: float, out: Any) -> None:
+    def write_block_scaled(self, block: DeviceEntries, scale: float, out: CuArray) -> None:
         kernel = self.kernels_of(out)["copy_scaled"]
         self.device.launch_for(kernel, out.size, values=block.pointer, out=out.data.ptr, scale=scale)
 
@@ -243,7 +249,7 @@ class DeviceKernels:
         """The kernels for gradients of so many bytes an element."""
         return self._typed[8 * width]
 
-    def kernels_of(self, gradient: Any) -> Mapping[str, Kernel]:
+    def kernels_of(self, gradient: CuArray | ComposedGradient) -> Mapping[str, Kernel]:
         """The kernels that read this gradient, an array or a composed one."""
         if isinstance(gradient, ComposedGradient):
             return gradient.kernels
@@ -264,7 +270,7 @@ class DeviceKernels:
         return StepCheck(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes, samples)
 
     def displacement(
-        self, sizes: Sequence[int], element_type: str, reference: Any, share: float
+        self, sizes: Sequence[int], element_type: str, reference: CuArray, share: float
     ) -> DeviceDisplacement:
         """What parameters of so many elements, each "float32", "bfloat16" or "float16", have moved."""
         kernels = _listed_kernels(
@@ -281,16 +287,16 @@ class DeviceKernels:
         kernels = _listed_kernels("float32", element_type, accumulate_select=select)
         return DeviceAdamW(self.device, kernels, sizes, ELEMENT_TYPES[element_type].nbytes)
 
-    def _on_entries(self, name: str, vector: Any, entries: DeviceEntries, **more: Any) -> None:
+    def _on_entries(self, name: str, vector: CuArray, entries: DeviceEntries, **more: Any) -> None:
         fields = {"vector": vector.data.ptr, "entries": entries.pointer, **more}
         self.device.launch_for(self._apply[name], len(entries), **fields)
 
-    def _counted(self, name: str, gradient: Any, n: int, **fields: Any) -> int:
+    def _counted(self, name: str, gradient: CuArray, n: int, **fields: Any) -> int:
         """Run a pass over a gradient that counts elements that are not finite; waits."""
         self._launch_counting(name, gradient, n, **fields)
         return self.take_nonfinite()
 
-    def _launch_counting(self, name: str, gradient: Any, n: int, **fields: Any) -> None:
+    def _launch_counting(self, name: str, gradient: CuArray, n: int, **fields: Any) -> None:
         kernel = self.kernels_of(gradient)[name]
         pointer = self._nonfinite.data.ptr
         self.device.launch_for(kernel, n, gradient=gradient.data.ptr, nonfinite=pointer, **fields)

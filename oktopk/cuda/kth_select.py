@@ -53,7 +53,7 @@ class KthSelect:
         decided: int,
     ) -> None:
         device = transport.device
-        kernels: Any = transport.kernels
+        kernels = transport.kernels
         kth = compiled(_KERNELS / "kth.cu")
         histogram, agree = Kernel(kth, "kth_histogram"), Kernel(kth, "agree_on_digit")
         search = device.scratch("search", ctypes.sizeof(Search) // 4, np.uint32).data.ptr

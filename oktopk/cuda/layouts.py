@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from collectives.cuda import layouts as base
-from oktopk.selection import TIED  # noqa: F401 - for the kernels
+from oktopk.cpu.accumulate import TIED  # noqa: F401 - for the kernels
 
 CHUNK = (
     4096  # elements that a block of accumulate_select adds, and that a word of a tensor list's table is about

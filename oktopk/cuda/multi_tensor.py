@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from oktopk.cuda.layouts import CHUNK
 
 if TYPE_CHECKING:
-    from collectives.cuda.device import Device
+    from collectives.cuda.device import CuArray, Device
     from collectives.cuda.launch import Kernel
 
 
@@ -101,6 +101,6 @@ class GradientTensors(ComposedGradient):
         self._addresses = list(addresses)
 
 
-def pointer_of(gradient: Any) -> int:
+def pointer_of(gradient: CuArray | ComposedGradient) -> int:
     """The address that kernels take for a gradient, an array or a composed one."""
     return int(gradient.address if isinstance(gradient, ComposedGradient) else gradient.data.ptr)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from collectives.cuda.layouts import (
     ABORTED,
@@ -23,7 +23,7 @@ from collectives.cuda.layouts import (
     PROCEED,
 )
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import ENTRY, SparseVector
+from collectives.sparse import ENTRY, Array, SparseVector
 from collectives.tokens import TokenBoard
 from collectives.traffic import WORD_BYTES
 from oktopk.cpu.histograms import LEVELS
@@ -41,8 +41,11 @@ from oktopk.error_feedback import ErrorFeedback
 from oktopk.methods.oktopk import OkTopk
 from oktopk.selection import Selection
 from oktopk.settings import selection_cap
-from oktopk.step import Plan, StepResult
+from oktopk.step import Gradient, Plan, StepResult
 from oktopk.thresholds import CANDIDATES
+
+if TYPE_CHECKING:
+    from oktopk.cuda.p2p_launches import P2PLaunches
 
 _CANDIDATE_BITS = CANDIDATES.tolist()
 _DIGITS = sum(1 << width for _, width in LEVELS)
@@ -62,17 +65,25 @@ class P2PExecutor:
 
     Attributes:
         method, vectors: as given.
-        launches: for the k of the last step; None before the first.
+        launches: for the k of the last step, once there was one.
         tokens: of its steps.
     """
 
-    def __init__(self, method: OkTopk, vectors: ErrorFeedback, make_launches: Callable[[int], Any]) -> None:
+    def __init__(
+        self, method: OkTopk, vectors: ErrorFeedback, make_launches: Callable[[int], P2PLaunches]
+    ) -> None:
         self.method, self.vectors, self._make_launches = method, vectors, make_launches
-        self.launches: Any = None
+        self._launches: P2PLaunches | None = None
         self.tokens = TokenBoard(method.transport)
         self._aborted = ""  # why no step can follow
 
-    def begin(self, gradient: Any, plan: Plan) -> _P2PStep:
+    @property
+    def launches(self) -> P2PLaunches:
+        """Those of the last k, once a step has begun."""
+        assert self._launches is not None
+        return self._launches
+
+    def begin(self, gradient: Gradient, plan: Plan) -> _P2PStep:
         method, local, threshold = self.method, self.method.selection, self.method.threshold
         with self.launching():
             self._lay_out_for(plan.k)
@@ -127,6 +138,7 @@ class P2PExecutor:
         sent = 0, 0
         if packing is not None:
             at = packing.offsets
+            assert at is not None
             messages = sum(other != rank and at[other] < at[other + 1] for other in range(others + 1))
             sent = ENTRY.itemsize * (packing.nnz - at[rank + 1] + at[rank]), messages
             traffic.count_control(WORD_BYTES * others * (others + 4))
@@ -160,21 +172,21 @@ class P2PExecutor:
 
     def abort(self, epoch: int) -> None:
         """Abort the step on all ranks from this epoch on, as this rank raises: their kernels would wait for its."""
-        if self.launches is not None:
+        if self._launches is not None:
             self._aborted = _ABORTED.format(f"rank {self.method.transport.rank} raised an error of its own")
-            self.launches.abort(epoch)
+            self._launches.abort(epoch)
 
     def check(self) -> None:
         """Look for an abort that no step of this rank has met; waits for its kernels."""
-        if self.launches is not None and not self._aborted and self.launches.aborted:
+        if self._launches is not None and not self._aborted and self._launches.aborted:
             self._aborted = _ABORTED.format("a rank did not finish its step")
         if self._aborted:
             raise RuntimeError(self._aborted)
 
     def close(self) -> None:
-        if self.launches is not None:
-            self.launches.close()
-        self.launches = None
+        if self._launches is not None:
+            self._launches.close()
+        self._launches = None
         self.method.close()
 
     def _lay_out_for(self, k: int) -> None:
@@ -183,14 +195,14 @@ class P2PExecutor:
         Raises:
             RuntimeError: a rank has no memory for it, or a step was aborted; on every rank alike.
         """
-        if self.launches is not None and self.launches.k == k:
+        if self._launches is not None and self._launches.k == k:
             return
-        if self.launches is not None:
-            if any(self.method.transport.allgather_objects(self.launches.aborted)):
+        if self._launches is not None:
+            if any(self.method.transport.allgather_objects(self._launches.aborted)):
                 raise RuntimeError(_ABORTED.format("a rank did not finish its step"))
-            self.launches.close()
-            self.launches = None
-        self.launches = self._make_launches(k)
+            self._launches.close()
+            self._launches = None
+        self._launches = self._make_launches(k)
 
 
 @dataclass(slots=True)
@@ -209,8 +221,8 @@ class _P2PStep:
 
     executor: P2PExecutor
     plan: Plan
-    gradient: Any
-    boundaries: Any
+    gradient: Gradient
+    boundaries: Array
     bits: int
     flags: int
     exact: bool

@@ -44,6 +44,7 @@ from oktopk.cuda.step_graphs import StepGraphs
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.results import StageTimer
 from oktopk.settings import Settings, selection_cap
+from oktopk.step import Gradient
 from oktopk.thresholds import CANDIDATES, MISS
 
 _KERNELS = Path(__file__).parent
@@ -196,7 +197,7 @@ class P2PLaunches:
     def _lay_out_sums(self, packed_at: int) -> None:
         """Takes memory for a region as long as the gradient."""
         device, ranks, p2p = self._device, self._transport.size, self._p2p
-        lists: Any = self._transport.kernels
+        lists = self._transport.kernels
         splits = device.scratch("p2p splits", ranks * (self._most_tiles + 1), np.uint32).data.ptr
         collect = lists.collect_kernels()
         self._put_selection = collect["put_selection"].prepare(
@@ -258,7 +259,7 @@ class P2PLaunches:
 
     def launch(
         self,
-        gradient: Any,
+        gradient: Gradient,
         vectors: ErrorFeedback,
         boundaries: NDArray[np.int64],
         bits: tuple[int, int],
@@ -364,7 +365,7 @@ class P2PLaunches:
         step.support, step.flags = support, flags
         return int(step.epoch)
 
-    def _set_reader(self, gradient: Any) -> None:
+    def _set_reader(self, gradient: Gradient) -> None:
         """Use the launches that read a gradient of this kind."""
         self._reader = self._vector_reader
         if isinstance(gradient, GradientTensors):

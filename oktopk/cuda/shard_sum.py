@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from oktopk.cuda.layouts import ShardSum
 from oktopk.cuda.multi_tensor import ComposedGradient
 
 if TYPE_CHECKING:
-    from collectives.cuda.device import Device
+    from collectives.cuda.device import CuArray, Device
     from collectives.cuda.launch import Kernel
 
 
@@ -25,14 +25,14 @@ class DeviceShardSum(ComposedGradient):
         layout: the fields of `oktopk.cuda.layouts.ShardSum`.
     """
 
-    def __init__(self, device: Device, kernels: Mapping[str, Kernel], out: Any, **layout: int) -> None:
+    def __init__(self, device: Device, kernels: Mapping[str, Kernel], out: CuArray, **layout: int) -> None:
         self.kernels, self._device, self._out = kernels, device, out
         self._sum = bytes(ShardSum(**layout))
         self._table = device.allocate(len(self._sum), np.uint8)
         self.address: int = self._table.data.ptr
         device.upload(self.address, np.frombuffer(self._sum, np.uint8))
 
-    def summed(self) -> Any:
+    def summed(self) -> CuArray:
         """The sum as one vector."""
         out = self._out
         self._device.launch_for(self.kernels["sum_shard"], out.size, sum=self._sum, out=out.data.ptr)

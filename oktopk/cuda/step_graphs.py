@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ class StepGraphs:
         self._device = device
         self._graphs: dict[Any, dict[bool, Any] | None] = {}  # by key, then by `exact`; None: seen once
 
-    def launch(self, key: Any, exact: bool, enqueue: Callable[[int, bool], None]) -> None:
+    def launch(self, key: Hashable, exact: bool, enqueue: Callable[[int, bool], None]) -> None:
         """Put a step on the device's stream.
 
         Args:
@@ -52,7 +52,7 @@ class StepGraphs:
         graphs = self._graphs[key] = {exact: self._captured(enqueue, exact) for exact in (False, True)}
         return graphs
 
-    def _captured(self, enqueue: Callable[[int, bool], None], exact: bool) -> Any:
+    def _captured(self, enqueue: Callable[[int, bool], None], exact: bool) -> cupy.cuda.Graph:
         capturing = self._device.capturing
         capturing.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:

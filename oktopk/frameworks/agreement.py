@@ -74,7 +74,7 @@ class Agreement:
             self._handles.append(model.register_state_dict_pre_hook(self.enter))
 
     @torch._disable_dynamo
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         """Make the parameters what all ranks agree on, until `leave`, or a forward pass that does not evaluate."""
         self._within = self._within or self._entered()
 
@@ -84,7 +84,7 @@ class Agreement:
         self._until_leave = self._until_leave or self._entered()
 
     @torch._disable_dynamo
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """Make the parameters what this rank's own training goes on from."""
         with torch.inference_mode(False):
             for stack in (self._within, self._until_leave):
@@ -107,7 +107,7 @@ class Agreement:
         self.leave()
 
     @torch._disable_dynamo
-    def _before_forward(self, model: nn.Module, _: Any) -> None:
+    def _before_forward(self, model: nn.Module, _: object) -> None:
         if not (model.training or torch.is_grad_enabled()):
             self.enter()
         elif self._within is not None:
@@ -187,7 +187,7 @@ class Agreement:
             if (expected := self._expected.pop(id(optimizer), None)) is not None:
                 optimizer.load_state_dict(expected())
 
-    def _before_load(self, optimizer: torch.optim.Optimizer, _: Any) -> dict[str, Any] | None:
+    def _before_load(self, optimizer: torch.optim.Optimizer, _: object) -> dict[str, Any] | None:
         self.leave()
         expected = self._expected.pop(id(optimizer), None)
         return None if expected is None else expected()

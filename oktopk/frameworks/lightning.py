@@ -67,7 +67,7 @@ class Agreed(Callback):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: object, number: int) -> None:
         """After validation."""
         self._agreement.leave()
 

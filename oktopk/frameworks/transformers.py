@@ -61,7 +61,7 @@ class Agreed(TrainerCallback):
         if control.should_training_stop:
             self._agreement.enter()
 
-    def on_epoch_end(self, *_: Any, **more: Any) -> None:
+    def on_epoch_end(self, *_: object, **more: object) -> None:
         """As `on_step_end`."""
         self._agreement.enter()
 
@@ -70,7 +70,7 @@ class Agreed(TrainerCallback):
         if not args.save_only_model:
             self._agreement.save(_folder(args, state))
 
-    def on_train_end(self, *_: Any, **more: Any) -> None:
+    def on_train_end(self, *_: object, **more: object) -> None:
         """The model stays what all ranks agree on."""
         self._agreement.end()
 

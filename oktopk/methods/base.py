@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,12 +11,12 @@ from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import SparseVector
+from collectives.sparse import Kernels, SparseVector, Vector
 from collectives.transport import Transport
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import Settings
 from oktopk.shard_group import WHOLE, ShardGroup
-from oktopk.step import Plan, StepResult
+from oktopk.step import Addend, Plan, StepResult
 
 
 class Method(ABC):
@@ -54,7 +53,7 @@ class Method(ABC):
         self,
         length: int,
         transport: Transport,
-        kernels: ModuleType,
+        kernels: Kernels,
         settings: Settings,
         shard_group: ShardGroup = WHOLE,
     ) -> None:
@@ -89,15 +88,15 @@ class Method(ABC):
         """Why the method cannot reduce shards between hosts; "" if it can."""
         return f"{cls.name} has flat steps only"
 
-    def prepare(self, out: NDArray[np.float32]) -> None:  # noqa: B027 - most methods take memory as they need it
+    def prepare(self, out: Vector) -> None:  # noqa: B027 - most methods take memory as they need it
         """Take the memory that every step needs; `out` is the one of all steps."""
 
     @abstractmethod
     def reduce(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32] | None,
+        gradient: Addend,
+        residual: Vector | None,
+        out: Vector | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -118,7 +117,7 @@ class Method(ABC):
         """
 
     @staticmethod
-    def agreed_state(state: dict[str, Any]) -> Any:
+    def agreed_state(state: dict[str, Any]) -> object:
         """What of a `state_dict` must be equal on all ranks, as a plain value."""
         return None
 
@@ -156,7 +155,7 @@ class SparseMethod(Method):
         self,
         length: int,
         transport: Transport,
-        kernels: ModuleType,
+        kernels: Kernels,
         settings: Settings,
         shard_group: ShardGroup = WHOLE,
     ) -> None:
@@ -170,9 +169,9 @@ class SparseMethod(Method):
 
     def reduce(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32] | None,
+        gradient: Addend,
+        residual: Vector | None,
+        out: Vector | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -215,7 +214,7 @@ class SparseMethod(Method):
         return None
 
     @abstractmethod
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: Vector | None, plan: Plan) -> StepResult:
         """Turn every rank's selection into the update. Collective.
 
         Args:

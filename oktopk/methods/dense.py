@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import FlaggedRanksError
+from collectives.sparse import Vector
 from oktopk.methods.base import Method
 from oktopk.settings import Settings
-from oktopk.step import Plan, StepResult
+from oktopk.step import Addend, Plan, StepResult
 
 
 class Dense(Method):
@@ -28,7 +28,7 @@ class Dense(Method):
     def p2p_unavailable_reason(cls, settings: Settings) -> str:
         return ""
 
-    def prepare(self, out: NDArray[np.float32]) -> None:
+    def prepare(self, out: Vector) -> None:
         self._allreduce = self.transport.dense_allreduce(out, self.settings.timeout)
 
     @property
@@ -37,9 +37,9 @@ class Dense(Method):
 
     def reduce(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32] | None,
+        gradient: Addend,
+        residual: Vector | None,
+        out: Vector | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -58,7 +58,7 @@ class Dense(Method):
         return self._result()
 
     def _reduce_on_device(
-        self, gradient: Any, residual: Any, out: Any, plan: Plan, overflowed: bool
+        self, gradient: Addend, residual: Vector | None, out: Vector, plan: Plan, overflowed: bool
     ) -> StepResult:
         """The same with one wait: what is not finite on some rank is not finite in the sum, which all ranks see."""
         try:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cpu.kernels import bits_magnitude, magnitude_bits
-from collectives.sparse import SparseVector
+from collectives.sparse import SparseVector, Vector
 from oktopk.damage import StateError
 from oktopk.methods.topka import TopkA
 from oktopk.selection import LocalSelection, Selection
 from oktopk.settings import selection_cap
+from oktopk.step import Addend
 from oktopk.thresholds import NOTHING
 
 _ALL = 2**31 - 1  # ties
@@ -35,8 +36,8 @@ class GaussianSelection(LocalSelection):
 
     def select(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32],
+        gradient: Addend,
+        residual: Vector,
         k: int,
         exact: bool,
         boundaries: NDArray[np.int64] | None = None,

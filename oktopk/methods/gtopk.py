@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import SparseVector
+from collectives.sparse import Entries, SparseVector, Vector
 from collectives.tree import broadcast, parent_and_children
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
@@ -39,7 +38,7 @@ class GTopk(SparseMethod):
     name = "gtopk"
     writes_out = False
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: Vector | None, plan: Plan) -> StepResult:
         transport, workspace = self.transport, self.transport.workspace
         largest = max(plan.k, int(self.gather_counts(selection).max()))
         parent, children = parent_and_children(transport.rank, transport.size)
@@ -76,9 +75,7 @@ class GTopk(SparseMethod):
                 raise FlaggedRanksError([])
         return self.result(selection, SparseVector(gathered[:nnz], self.length), returned=tuple(pruned))
 
-    def _keep_k(
-        self, merged: NDArray[np.void], k: int, kept: NDArray[np.void], rest: NDArray[np.void]
-    ) -> tuple[int, int]:
+    def _keep_k(self, merged: Entries, k: int, kept: Entries, rest: Entries) -> tuple[int, int]:
         """Split a merged list into its k largest sums, ties by lowest index, and the rest; returns both counts."""
         bits, larger = 1, 0
         if len(merged) > k:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import make_codec
 from collectives.grid import reduce_over_grid
-from collectives.sparse import SparseVector
+from collectives.sparse import Kernels, SparseVector, Vector
 from collectives.split_and_reduce import RegionLists, split_and_reduce
 from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
@@ -44,7 +43,7 @@ class OkTopk(SparseMethod):
         self,
         length: int,
         transport: Transport,
-        kernels: ModuleType,
+        kernels: Kernels,
         settings: Settings,
         shard_group: ShardGroup = WHOLE,
     ) -> None:
@@ -82,7 +81,7 @@ class OkTopk(SparseMethod):
         self.regions.begin(plan.displaced)
         return self.boundaries
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: Vector | None, plan: Plan) -> StepResult:
         settings, codec = self.settings, self.codec
         over_grid = settings.exchange == "grid" and self.transport.grid is not None
         reduce = reduce_over_grid if over_grid else split_and_reduce
@@ -136,7 +135,7 @@ class OkTopk(SparseMethod):
         return kernels.equal_count_splits(entries, self.length, self.transport.size)
 
     @staticmethod
-    def agreed_state(state: dict[str, Any]) -> Any:
+    def agreed_state(state: dict[str, Any]) -> object:
         return state["threshold"], *Regions.agreed_state(state)
 
     @classmethod

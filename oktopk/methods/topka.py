@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.allgatherv import allgatherv
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import SparseVector
+from collectives.sparse import SparseVector, Vector
 from collectives.split_and_reduce import RegionLists
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
@@ -29,7 +28,7 @@ class TopkA(SparseMethod):
     name = "topka"
     writes_out = False
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: Vector | None, plan: Plan) -> StepResult:
         with plan.timer.stage("allgather"):
             transport, counts = self.transport, self.gather_counts(selection)
             ends = np.cumsum(counts)

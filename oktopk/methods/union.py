@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from collectives.allgatherv import balance_and_allgatherv
 from collectives.codec import ALONE, PLAIN, CodedIndices, wire_layout
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import SparseVector
+from collectives.sparse import Entries, Kernels, SparseVector, Vector
 from collectives.sum_values import CodedValues, sum_values, value_words
 from collectives.transport import Transport
 from oktopk.methods.base import SparseMethod
 from oktopk.selection import Selection
 from oktopk.settings import Settings
 from oktopk.shard_group import WHOLE, ShardGroup
-from oktopk.step import Plan, StepResult
+from oktopk.step import Addend, Plan, StepResult
 
 
 def union_words(chosen: Sequence[int], length: int) -> tuple[float, float]:
@@ -61,7 +58,7 @@ class SharedSupport(SparseMethod):
         self,
         length: int,
         transport: Transport,
-        kernels: ModuleType,
+        kernels: Kernels,
         settings: Settings,
         shard_group: ShardGroup = WHOLE,
     ) -> None:
@@ -70,7 +67,7 @@ class SharedSupport(SparseMethod):
         self._values = CodedValues(settings.wire if transport.size > 1 else "plain", *of_rank)
         # knows what is damaged of the values, too
         self.codec = CodedIndices(self._values, *of_rank) if transport.size > 1 else PLAIN
-        self._residual: Any = None  # of the step that runs
+        self._residual: Vector | None = None  # of the step that runs
 
     @property
     def reads_displacements(self) -> bool:
@@ -86,9 +83,9 @@ class SharedSupport(SparseMethod):
 
     def reduce(
         self,
-        gradient: NDArray[np.float32],
-        residual: NDArray[np.float32] | None,
-        out: NDArray[np.float32] | None,
+        gradient: Addend,
+        residual: Vector | None,
+        out: Vector | None,
         plan: Plan,
         overflowed: bool = False,
     ) -> StepResult:
@@ -96,7 +93,7 @@ class SharedSupport(SparseMethod):
         plan = replace(plan, k=self.local_k(plan.k, self.transport.size))
         return super().reduce(gradient, residual, out, plan, overflowed)
 
-    def exchange(self, selection: Selection, out: NDArray[np.float32] | None, plan: Plan) -> StepResult:
+    def exchange(self, selection: Selection, out: Vector | None, plan: Plan) -> StepResult:
         transport, values, settings = self.transport, self._values, self.settings
         sums = self.gather_support(selection, plan)  # indices alone, until their values are summed
         with plan.timer.stage("exchange"):
@@ -115,7 +112,7 @@ class SharedSupport(SparseMethod):
         result.selected = SparseVector(sent, self.length)
         return result
 
-    def gather_support(self, selection: Selection, plan: Plan) -> Any:
+    def gather_support(self, selection: Selection, plan: Plan) -> Entries:
         """ENTRY[u], the indices that any rank chose, ascending; equal on all ranks. Collective.
 
         Raises:

@@ -113,8 +113,7 @@ def choose(transport: HostTransport, wanted: Wanted) -> Choice:
                 prediction = predicted(document, [*transport.hosts], wanted)
             except (LinksError, ValueError) as error:
                 prediction = _default(str(error))
-    choice: Choice = transport.allgather_objects(prediction)[0]
-    return choice
+    return transport.allgather_objects(prediction)[0]
 
 
 def predicted(document: dict[str, Any], hosts: list[int], wanted: Wanted) -> Choice:

@@ -114,7 +114,7 @@ class Step:
         return ""
 
 
-def _nothing(gradient: Any) -> None:
+def _nothing(gradient: object) -> None:
     """Gradients have no values that would be copied."""
 
 
@@ -127,7 +127,7 @@ class _Layout(Layout):
 
     record: Record
 
-    def insert(self, part: Any, shard: int, whole: Any) -> None:
+    def insert(self, part: Any, shard: int, whole: object) -> None:
         self.record.compute("peer" if isinstance(part, _OfPeer) else "vector", len(part))
 
 
@@ -153,8 +153,9 @@ class _Group(HostGroup):
         self._windows, self._limit = None, None
         self._backend = cast(Any, backend)
         self._shared: Any = SimpleNamespace(publish=_nothing, shard_of=self._shard_of)
-        self._part, self._being_read = self._shard_of(self.shard, self.shard_length), False
-        self._sum: Any = self._part
+        self._part = cast(Any, self._shard_of(self.shard, self.shard_length))
+        self._being_read = False
+        self._sum = cast(Any, self._part)
         self._record, self._ranks = record, many
 
     def sum(self, at_once: bool) -> Any:

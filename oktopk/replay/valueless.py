@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from collectives.cpu import kernels as host_kernels
 from collectives.cpu.kernels import CountedSums
 from collectives.dense_allreduce import DenseAllreduce
-from collectives.sparse import ENTRY
+from collectives.sparse import ENTRY, Vector
 from collectives.traffic import Traffic
 from collectives.transport import Transport
 from oktopk.cpu.accumulate import BLOCK, Packing
@@ -135,13 +135,13 @@ class Extent:
         stop = size if stop is None else min(stop, size)
         return Extent(max(0, stop - start), self.itemsize)
 
-    def __setitem__(self, part: Any, value: Any) -> None:
+    def __setitem__(self, part: slice, value: object) -> None:
         """Nothing: there are no values."""
 
-    def fill(self, value: Any) -> None:
+    def fill(self, value: object) -> None:
         """Nothing: there are no values."""
 
-    def __itruediv__(self, value: Any) -> Extent:
+    def __itruediv__(self, value: object) -> Extent:
         return self
 
     @property
@@ -193,20 +193,20 @@ class ValuelessKernels:
     def __init__(self, record: Record, workload: Workload) -> None:
         self._record, self._workload = record, workload
 
-    def _read(self, work: str, *arrays: Any) -> None:
+    def _read(self, work: str, *arrays: Extent) -> None:
         self._record.compute(work, max(len(each) for each in arrays))
 
     # of lists
 
     def sum_sorted_lists(
-        self, pool: Any, begins: Any, ends: Any, lower: int, upper: int, bits: int, out: Any
+        self, pool: Extent, begins: Any, ends: Any, lower: int, upper: int, bits: int, out: Extent
     ) -> tuple[int, int]:
         lists = ends - begins
         self._record.compute("sum", int(lists.sum()))
         return min(independent(lists, upper - lower), len(out)), 0
 
     def counted_sums(
-        self, pool: Any, begins: Any, ends: Any, lower: int, upper: int, *more: Any
+        self, pool: Extent, begins: Any, ends: Any, lower: int, upper: int, *more: Any
     ) -> CountedSums:
         bits, offsets, out = more
         nnz, _ = self.sum_sorted_lists(pool, begins, ends, lower, upper, bits, out)
@@ -214,20 +214,20 @@ class ValuelessKernels:
         counts[-1] = 0
         return CountedSums(counts, lambda bits, count: Extent(count))
 
-    def region_offsets(self, entries: Any, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    def region_offsets(self, entries: Extent, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
         """A region has as many of a rank's entries as it has elements, as balanced ones are expected to."""
         elements = boundaries - boundaries[0]
         return np.rint(len(entries) * (elements / max(int(elements[-1]), 1))).astype(np.int64)
 
-    def equal_count_splits(self, entries: Any, length: int, parts: int) -> NDArray[np.int64]:
+    def equal_count_splits(self, entries: Extent, length: int, parts: int) -> NDArray[np.int64]:
         return length * np.arange(1, parts, dtype=np.int64) // parts
 
-    def _levels(self, values: Any) -> tuple[int, int]:
+    def _levels(self, values: Extent) -> tuple[int, int]:
         """How many values have the larger of two magnitudes, and how many the smaller."""
         high = min(len(values), self._workload.kept)
         return high, len(values) - high
 
-    def magnitude_histogram(self, values: Any, level: int, prefix: int) -> NDArray[np.int64]:
+    def magnitude_histogram(self, values: Extent, level: int, prefix: int) -> NDArray[np.int64]:
         self._read("sum", values)
         high, low = self._levels(values)
         counts = np.zeros(1 << LEVELS[level][1], np.int64)
@@ -238,35 +238,35 @@ class ValuelessKernels:
             counts[0] = {HIGH: high, LOW: low}.get(prefix >> above, 0)
         return counts
 
-    def top_histogram(self, values: Any, k: int) -> NDArray[np.int64]:
+    def top_histogram(self, values: Extent, k: int) -> NDArray[np.int64]:
         self._read("vector", values)
         counts = np.zeros(1 << LEVELS[0][1], np.int64)
         selected = min(len(values), self._workload.selected)
         counts[HIGH], counts[LOW] = selected, len(values) - selected
         return counts
 
-    def count_at_least(self, values: Any, thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
+    def count_at_least(self, values: Extent, thresholds: NDArray[np.int32]) -> NDArray[np.int64]:
         self._read("sum", values)
         return np.array([self._reaching(values, int(bits)) for bits in thresholds], np.int64)
 
-    def _reaching(self, values: Any, bits: int) -> int:
+    def _reaching(self, values: Extent, bits: int) -> int:
         high, low = self._levels(values)
         shift = LEVELS[0][0]
         return (high if bits <= HIGH << shift else 0) + (low if bits <= LOW << shift else 0)
 
-    def take_at_least(self, values: Any, bits: int, ties: int, out: Any) -> int:
+    def take_at_least(self, values: Extent, bits: int, ties: int, out: Extent) -> int:
         self._read("sum", values)
         above = self._reaching(values, bits + 1)
         return min(above + min(ties, self._reaching(values, bits) - above), len(out))
 
-    def split_at_least(self, values: Any, bits: int, ties: int, *out: Any) -> tuple[int, int]:
+    def split_at_least(self, values: Extent, bits: int, ties: int, *out: Extent) -> tuple[int, int]:
         count = self.take_at_least(values, bits, ties, out[0])
         return count, len(values) - count
 
     # of gradients
 
     def accumulate_select(
-        self, gradient: Any, residual: Any, bits: int, buffer: Any, boundaries: Any = None
+        self, gradient: object, residual: Extent, bits: int, buffer: Extent, boundaries: Any = None
     ) -> Packing:
         self._read("select", residual)
         selected = self._workload.selected
@@ -274,53 +274,53 @@ class ValuelessKernels:
         offsets = None if boundaries is None else self.region_offsets(packed, boundaries)
         return Packing(selected, 0, offsets)
 
-    def accumulate_moments(self, gradient: Any, residual: Any) -> tuple[float, float, int]:
+    def accumulate_moments(self, gradient: object, residual: Extent) -> tuple[float, float, int]:
         self._read("select", residual)
         return 0.0, float(len(residual)), 0
 
-    def select_at_least(self, residual: Any, bits: int, ties: int, out: Any) -> int:
+    def select_at_least(self, residual: Extent, bits: int, ties: int, out: Extent) -> int:
         self._read("select", residual)
         return self._workload.selected
 
-    def accumulate(self, gradient: Any, residual: Any, out: Any) -> int:
+    def accumulate(self, gradient: object, residual: Extent, out: Extent) -> int:
         self._read("vector", out)
         return 0
 
-    def add_values(self, kept: Any, incoming: Any) -> None:
+    def add_values(self, kept: Extent, incoming: Extent) -> None:
         self._read("vector", kept)
 
-    def scale_values(self, values: Any, scale: float) -> NDArray[np.uint32]:
+    def scale_values(self, values: Extent, scale: float) -> NDArray[np.uint32]:
         self._read("vector", values)
         return np.zeros(1, np.uint32)
 
-    def count_nonfinite(self, values: Any) -> int:
+    def count_nonfinite(self, values: Extent) -> int:
         self._read("sum", values)
         return 0
 
     def clear_common(self, vector: Any, selected: Any, update: Any, errors_stay: bool) -> None:
         self._read("entries", selected, update)
 
-    def add_common(self, vector: Any, errors: Any, update: Any) -> None:
+    def add_common(self, vector: Extent, errors: Extent, update: Extent) -> None:
         self._read("entries", errors, update)
 
-    def write_block(self, entries: Any, lower: int, block: Any) -> None:
+    def write_block(self, entries: Extent, lower: int, block: Extent) -> None:
         self._read("vector", block)
 
-    def write_block_scaled(self, block: Any, scale: float, out: Any) -> None:
+    def write_block_scaled(self, block: Extent, scale: float, out: Extent) -> None:
         self._read("vector", out)
 
-    def write_scaled(self, vector: Any, entries: Any, scale: float) -> None:
+    def write_scaled(self, vector: Extent, entries: Extent, scale: float) -> None:
         self._read("entries", entries)
 
-    def clear_support(self, vector: Any, entries: Any) -> None:
+    def clear_support(self, vector: Extent, entries: Extent) -> None:
         self._read("entries", entries)
 
     add_entries = write_scaled
 
-    def take_values(self, vector: Any, support: Any, out: Any) -> None:
+    def take_values(self, vector: Extent, support: Extent, out: Extent) -> None:
         self._read("entries", support)
 
-    def to_whole_indices(self, entries: Any, block: int, shards: int, shard: int) -> None:
+    def to_whole_indices(self, entries: Extent, block: int, shards: int, shard: int) -> None:
         self._read("entries", entries)
 
     # of wires
@@ -328,18 +328,18 @@ class ValuelessKernels:
     def codec_report(self, ranks: int) -> NDArray[np.float64]:
         return np.zeros((ranks, 5))
 
-    def encode_entries(self, entries: Any, *wire: Any) -> None:
+    def encode_entries(self, entries: Extent, *wire: object) -> None:
         self._read("code", entries)
 
     encode_values = encode_entries
 
-    def decode_entries(self, wire: Any, layout: Any, out: Any, report: Any) -> None:
+    def decode_entries(self, wire: Extent, layout: object, out: Extent, report: object) -> None:
         self._read("code", out)
 
     def decode_values(self, wire: Any, layout: Any, out: Any, add: bool, report: Any) -> None:
         self._read("code", out)
 
-    def cut_values(self, kept: Any, decoded: Any) -> None:
+    def cut_values(self, kept: Extent, decoded: Extent) -> None:
         self._read("vector", kept)
 
     def wait(self) -> None:
@@ -386,7 +386,7 @@ class ValuelessTransport(Transport):
     def close(self) -> None:
         """Nothing is held."""
 
-    def dense_allreduce(self, vector: Any, timeout: float) -> DenseAllreduce:
+    def dense_allreduce(self, vector: Vector, timeout: float) -> DenseAllreduce:
         return DenseAllreduce(vector, self)
 
     def allocate(self, length: int) -> Any:
@@ -436,7 +436,7 @@ class ValuelessTransport(Transport):
         self._control(ALLREDUCE, 8)
         return flag
 
-    def _outside(self, *arguments: Any) -> Any:
+    def _outside(self, *arguments: object) -> Any:
         raise RuntimeError("a step does not call this")
 
     barrier: Any = _outside
@@ -459,10 +459,10 @@ class ValuelessBackend:
     def zeros(self, length: int) -> Extent:
         return Extent(length, 4)
 
-    def sparse_update(self, vector: Any) -> None:
+    def sparse_update(self, vector: Extent) -> None:
         """Kernels write updates."""
 
-    def entry_windows(self, host: Any) -> None:
+    def entry_windows(self, host: Transport) -> None:
         """Entries of a host travel as messages."""
 
     def wait(self) -> None:

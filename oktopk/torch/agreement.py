@@ -425,11 +425,11 @@ def _plain_state(
     return state
 
 
-def _digest(value: Any) -> bytes:
+def _digest(value: object) -> bytes:
     """Of tensors and plain values in lists and dictionaries; what is neither is left out, as its text may name an address."""
     digest = hashlib.blake2b(digest_size=16)
 
-    def add(value: Any) -> None:
+    def add(value: object) -> None:
         if isinstance(value, Tensor):
             host = local_tensor(value).cpu().contiguous()
             digest.update(f"{tuple(host.shape)} {host.dtype}".encode())

@@ -170,7 +170,7 @@ class OkTopkState:
             self._arrived, self._failed = [], None
         return arrived.mean
 
-    def _attempt(self, call: Callable[[Any], None], argument: Any) -> None:
+    def _attempt(self, call: Callable[[Any], None], argument: object) -> None:
         """Call it, unless the step has failed; keep its error."""
         if self._failed is None:
             try:
@@ -343,7 +343,7 @@ class OkTopkState:
         with closing(connect(self._comm, limit)) as transport:
             yield transport
 
-    def _check_state(self, state: Any) -> tuple[list[list[str]], list[str]]:
+    def _check_state(self, state: object) -> tuple[list[list[str]], list[str]]:
         """The names of a state's parameters, by buckets, and of its tables.
 
         Raises:

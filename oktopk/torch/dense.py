@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from collectives.closing import closes
-from collectives.connect import communicator, connect
+from collectives.connect import Communicator, communicator, connect
 from collectives.cuda.environment import gpu_problem
 from collectives.errors import NoPeerMemoryError, refuse
 from collectives.limit import Limit
 from oktopk.settings import Settings
 from oktopk.torch.interop import TYPE_NAMES
-
-if TYPE_CHECKING:
-    from collectives.connect import Communicator
 
 
 class DenseAllreduce:

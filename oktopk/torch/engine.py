@@ -12,8 +12,11 @@ import numpy as np
 
 from collectives.closing import announce
 from collectives.errors import refuse
+from collectives.sparse import Array
 from oktopk.allreduce import GradientAllreduce
+from oktopk.backend import Ready
 from oktopk.buckets import TOGETHER, BucketedAllreduce
+from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.results import StepReport
 from oktopk.torch.interop import TensorMemory
 from oktopk.torch.states import as_arrays
@@ -48,7 +51,7 @@ class OneVector:
     def reads_tensors(self, number: int) -> bool:
         return self.reducers[0].reads_tensors(self.measure)
 
-    def start(self, gradient: Any, ready: Callable[[Any], None] | None = None, **beside: Any) -> None:
+    def start(self, gradient: Array | GradientTensors, ready: Ready = None, **beside: Any) -> None:
         """Keep what the step is taken with."""
         self._step = partial(self.reducers[0].step, gradient, **beside)
 
@@ -98,7 +101,7 @@ class Engine:
         self.reducer, self.tables = reducer, tables
         self.bucketed: BucketedAllreduce | OneVector
         self.before_torch: Callable[[], AbstractContextManager[None]]
-        self.ready: Callable[[], Callable[[Any], None] | None]
+        self.ready: Callable[[], Ready]
         if isinstance(reducer, BucketedAllreduce):
             self.bucketed, self.before_torch, self.ready = reducer, memory.before_torch, memory.after_current
         else:

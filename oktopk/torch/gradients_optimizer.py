@@ -101,7 +101,7 @@ class GradientsOptimizer(DistributedOptimizer, sends="gradients"):
         self._loaded_hook = self.inner.register_load_state_dict_post_hook(loaded)
         self._version = -1  # of the update, when it was handed out; -1: it is not
 
-    def _follow_levels(self, state: Any) -> None:
+    def _follow_levels(self, state: object) -> None:
         if "levels" not in self._open or self.reducer.steps:
             return
         self.reducer.meet("load_state_dict")

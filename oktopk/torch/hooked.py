@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from collectives.connect import Communicator
 from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
 from oktopk.torch.agreement import FoundOptimizers
@@ -86,7 +87,7 @@ class HookEngine(Engine):
 
     def __init__(
         self,
-        comm: Any,
+        comm: Communicator | None,
         bucket_parameters: list[list[Tensor]],
         tables: Sequence[Tensor],
         names: dict[Tensor, str],
@@ -109,7 +110,7 @@ class HookEngine(Engine):
             options = {"gradient_type": TYPE_NAMES[types.pop()]} | options
         sizes = [sum(parameter.numel() for parameter in parameters) for parameters in self._layout]
         with ExitStack() as opened:  # closed where this raises
-            place = {"device": memory.device, "stream": memory.stream}
+            place: dict[str, Any] = {"device": memory.device, "stream": memory.stream}
             reducer = BucketedAllreduce(comm, sizes, method, **place, **options)
             opened.callback(reducer.close)
             peer_memory, named = options.get("peer_memory"), [names[table] for table in tables]

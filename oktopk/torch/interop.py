@@ -12,7 +12,9 @@ from torch import Tensor
 
 from collectives.cuda.environment import gpu_problem
 from collectives.element_types import ELEMENT_TYPES
+from collectives.sparse import Array
 from oktopk import devices
+from oktopk.backend import Ready, Stream
 
 GRADIENT_TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in devices.GRADIENT_TYPES["cuda"]
@@ -32,9 +34,9 @@ class TensorMemory:
     """
 
     device = "cpu"
-    stream: Any = None
+    stream: Stream | None = None
 
-    def array(self, tensor: Tensor) -> Any:
+    def array(self, tensor: Tensor) -> Array:
         """A contiguous tensor as the reducer's array; the memory is shared. bfloat16 becomes its bits in uint16."""
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view("uint16")
@@ -50,7 +52,7 @@ class TensorMemory:
             return self._tensor(array.view("int16")).view(torch.bfloat16)
         return self._tensor(array)
 
-    def _tensor(self, array: Any) -> Tensor:
+    def _tensor(self, array: Array) -> Tensor:
         return torch.from_numpy(array)
 
     def stream_scope(self) -> AbstractContextManager[None]:
@@ -64,7 +66,7 @@ class TensorMemory:
         """
         return nullcontext()
 
-    def on_stream(self) -> AbstractContextManager[Any]:
+    def on_stream(self) -> AbstractContextManager[object]:
         """Put torch's work in between on the reducer's stream."""
         return nullcontext()
 
@@ -72,14 +74,14 @@ class TensorMemory:
         """A point after torch's work until now, for `after`; in a CUDA graph that is captured, a point of every replay."""
         return None
 
-    def after(self, mark: Any) -> Callable[[Any], None] | None:
+    def after(self, mark: Any) -> Ready:
         """What to call, in any thread, before the reducer reads what was filled before a mark, with the stream that reads it.
 
         None where there is nothing to call.
         """
         return None
 
-    def after_current(self) -> Callable[[Any], None] | None:
+    def after_current(self) -> Ready:
         """As `after`, of a mark that is set now."""
         return self.after(self.mark())
 
@@ -110,6 +112,7 @@ class CudaMemory(TensorMemory):
     """
 
     device = "cuda"
+    stream: Stream
 
     def __init__(self, place: torch.device, beside: bool = False) -> None:
         if problem := gpu_problem():
@@ -129,7 +132,7 @@ class CudaMemory(TensorMemory):
         self.stream = cupy.cuda.ExternalStream(self._torch_stream.cuda_stream, place.index)
         self._index, self._raw = place.index, self._torch_stream.cuda_stream
 
-    def array(self, tensor: Tensor) -> Any:
+    def array(self, tensor: Tensor) -> Array:
         """As on the host; bfloat16, which CuPy does not have, as the bits in uint16.
 
         The caller works on `stream`, and orders it behind what torch writes by `after`, or by `stream_scope` where torch's
@@ -142,10 +145,9 @@ class CudaMemory(TensorMemory):
         memory = cuda.UnownedMemory(tensor.data_ptr(), tensor.nbytes, tensor, place)
         return self._cupy.ndarray(tensor.shape, _CUPY_TYPES[tensor.dtype], cuda.MemoryPointer(memory, 0))
 
-    def _tensor(self, array: Any) -> Tensor:
+    def _tensor(self, array: Array) -> Tensor:
         with self.stream:  # else torch's current stream would wait for CuPy's, which may be the default one
-            tensor: Tensor = torch.from_dlpack(array)
-        return tensor
+            return torch.from_dlpack(array)
 
     @contextmanager
     def stream_scope(self) -> Iterator[None]:
@@ -167,9 +169,8 @@ class CudaMemory(TensorMemory):
             if current is not None:
                 current.wait_stream(self._torch_stream)
 
-    def on_stream(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.cuda.stream(self._torch_stream)
-        return context
+    def on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._torch_stream)
 
     def mark(self) -> torch.cuda.Event:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -177,7 +178,7 @@ class CudaMemory(TensorMemory):
         event.record(torch.cuda.current_stream(self._torch_stream.device))
         return event
 
-    def after(self, mark: torch.cuda.Event) -> Callable[[Any], None]:
+    def after(self, mark: torch.cuda.Event) -> Callable[[Stream], None]:
         # the closure keeps the event until it is waited for
         return lambda stream: self._cupy.cuda.runtime.streamWaitEvent(stream.ptr, mark.cuda_event)
 

@@ -178,7 +178,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def is_zero(rate: Any) -> bool:
+def is_zero(rate: object) -> bool:
     """Whether a learning rate is zero; not asked of a GPU, which would have to be waited for."""
     if isinstance(rate, Tensor):
         return not rate.is_cuda and rate.numel() == 1 and float(rate) == 0.0

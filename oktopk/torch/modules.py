@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from collectives.connect import connect
+from collectives.connect import Communicator, connect
 from collectives.dense_allreduce import DenseAllreduce
 from collectives.limit import Limit
 from collectives.transport import Transport
@@ -17,7 +17,6 @@ from oktopk.settings import Settings
 from oktopk.torch.shards import local_tensor
 
 if TYPE_CHECKING:
-    from collectives.connect import Communicator
     from oktopk.torch.dense import DenseAllreduce as PeerAllreduce
 
 

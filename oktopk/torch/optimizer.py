@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from collectives.closing import closes
-from collectives.connect import communicator, connect
+from collectives.connect import Communicator, communicator, connect
 from collectives.errors import refuse
 from collectives.limit import Limit
 from oktopk.allreduce import GradientAllreduce
@@ -50,7 +50,6 @@ from oktopk.torch.tables import SparseTables, check_tables
 from oktopk.torch.trained import TrainedParameters
 
 if TYPE_CHECKING:
-    from collectives.connect import Communicator
     from collectives.host_transport import HostTransport
     from oktopk.plan.choice import Wanted
 
@@ -170,7 +169,7 @@ class DistributedOptimizer(SavedOptimizer):
     def __new__(
         cls,
         optimizer: Any = None,
-        comm: Any = None,
+        comm: Communicator | None = None,
         method: str | None = None,
         *,
         sends: str | None = None,

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collectives.closing import closes
+from collectives.sparse import Array
+from oktopk.backend import Ready
 from oktopk.buckets import bucket_ranges
+from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.alive import alive
 from oktopk.torch.gradients import GradientsInPlace
@@ -83,7 +86,7 @@ class BucketLayout:
         return [each.stop - each.start for each in self.slices]
 
 
-def check_buckets(overlap: Any, bucket_mb: Any, ordered: bool) -> None:
+def check_buckets(overlap: object, bucket_mb: object, ordered: bool) -> None:
     """Raise ValueError where these arguments of `DistributedOptimizer` do not fit.
 
     Args:
@@ -107,7 +110,7 @@ class BucketReducer(Protocol):
     def reads_tensors(self, number: int) -> bool:
         """Whether a bucket may be given as a tensor list."""
 
-    def start(self, gradient: Any, ready: Callable[[Any], None] | None = None) -> Any:
+    def start(self, gradient: Array | GradientTensors, ready: Ready = None) -> object:
         """Begin with the next bucket. Collective. It takes `problem`, too, where some rank's gradients cannot be read."""
 
     def abandon(self) -> None:
@@ -165,7 +168,7 @@ class BackwardBuckets:
     ) -> None:
         self._postponed = postponed
         self._gradients, self._layout, self._reducer, self._memory = gradients, layout, reducer, memory
-        self._arrays: list[Any] | None = None  # of the buckets in the vector, once a step takes one
+        self._arrays: list[Array] | None = None  # of buckets in the vector, once a step takes one
         self._sizes = [each.stop - each.start for each in layout.ranges]
         self._missing = list(self._sizes)
         self._armed = overlapped
@@ -225,7 +228,7 @@ class BackwardBuckets:
             bucket = self._read(number, problem)
         return *bucket, {"problem": problem} if problem else {}
 
-    def _read(self, number: int, problem: str) -> tuple[Any, bool]:
+    def _read(self, number: int, problem: str) -> tuple[Array | GradientTensors, bool]:
         if self._reducer.reads_tensors(number):
             return self._gradients.tensors(bucket=number, problem=problem)
         return self._array(self._gradients.collect(self._layout.ranges[number], problem), number), True
@@ -236,7 +239,7 @@ class BackwardBuckets:
             self._gradients.as_wrapped.look()
         return self._gradients.as_wrapped.problem
 
-    def _array(self, vector: Tensor, number: int) -> Any:
+    def _array(self, vector: Tensor, number: int) -> Array:
         if self._arrays is None:
             self._arrays = [self._memory.array(vector[each]) for each in self._layout.slices]
         return self._arrays[number]
@@ -328,7 +331,7 @@ class BackwardBuckets:
                 f"{what} while the gradients of the last backward pass are reduced: call step() first, or abandon() on every rank"
             )
 
-    def rest(self, problem: str = "") -> list[tuple[Any, dict[str, Any]]]:
+    def rest(self, problem: str = "") -> list[tuple[Array | GradientTensors, dict[str, Any]]]:
         """The buckets that were not started, for `BucketedAllreduce.start`; the next backward pass starts anew.
 
         Args:

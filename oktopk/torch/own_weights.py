@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ def _copies(value: Tensor, parameter: Tensor) -> bool:
     return torch.equal(value.detach().to(values.dtype), values)
 
 
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+def _tensors(value: object, depth: int) -> Iterator[Tensor]:
     """The tensors in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value

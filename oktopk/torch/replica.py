@@ -197,13 +197,11 @@ class Replica:
             optimizer: its "state" and "param_groups", as its `state_dict` has them.
             groups: its own.
         """
-        kept: dict[Any, Any] = optimizer["state"]
-        return kept
+        return optimizer["state"]
 
     def loaded(self, optimizer: dict[str, Any], groups: Groups) -> dict[Any, Any]:
         """The reverse of `saved`."""
-        kept: dict[Any, Any] = optimizer["state"]
-        return kept
+        return optimizer["state"]
 
     def check_shard(self, shard: Any) -> None:
         """Raise StateError where a state is of another `shard`."""

@@ -187,5 +187,5 @@ class SavedOptimizer(WrappedOptimizer):
         settings = self.reducer.settings
         return {"wire": settings.wire, "levels": self.reducer.levels, "exchange": settings.exchange}
 
-    def _follow_levels(self, state: Any) -> None:
+    def _follow_levels(self, state: object) -> None:
         """Before the first step, where levels were open, take those of a state that all ranks are about to load. Collective."""

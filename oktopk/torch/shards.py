@@ -20,8 +20,7 @@ def local_tensor(parameter: Any) -> Tensor:
 
 def held_tensor(parameter: Any) -> Tensor:
     """The very tensor that holds this rank's shard of a parameter; the parameter, if it is not sharded."""
-    tensor: Tensor = parameter._local_tensor if is_sharded(parameter) else parameter
-    return tensor
+    return parameter._local_tensor if is_sharded(parameter) else parameter
 
 
 def kept_locally(value: Any, parameter: Any) -> Any:

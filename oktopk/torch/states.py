@@ -16,7 +16,7 @@ from oktopk.damage import StateError, state_errors
 NOT_AN_OPTIMIZERS = "the state is not that of an optimizer: "
 
 
-def by_rank(state: Any, rank: int = 0) -> dict[str, Any]:
+def by_rank(state: object, rank: int = 0) -> dict[str, Any]:
     """A rank's own state under a key with its rank, which `oktopk.elastic.of_rank` takes away.
 
     `torch.distributed.checkpoint` keeps one of the values that ranks have under equal keys. It saves a tuple as one value, so
@@ -50,22 +50,22 @@ def not_saved_of(saved: tuple[int, int] | None, transport: Transport, also: str 
     )
 
 
-def as_tensors(state: Any) -> Any:
+def as_tensors(state: object) -> Any:
     """A nested dict with tensors in place of arrays: torch.load reads those with weights_only, arrays not."""
     return _converted(state, np.ndarray, torch.from_numpy)
 
 
-def as_arrays(state: Any) -> Any:
+def as_arrays(state: object) -> Any:
     """A nested dict with arrays on the host in place of tensors."""
     return _converted(state, Tensor, lambda tensor: tensor.cpu().numpy())
 
 
-def on_host(state: Any) -> Any:
+def on_host(state: object) -> Any:
     """A nested dict with its tensors on the host; those that are there already are not copied."""
     return _converted(state, Tensor, Tensor.cpu)
 
 
-def _converted(state: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+def _converted(state: object, kind: type, convert: Callable[[Any], Any]) -> Any:
     if isinstance(state, dict):
         return {name: _converted(value, kind, convert) for name, value in state.items()}
     return convert(state) if isinstance(state, kind) else state
@@ -115,7 +115,7 @@ def check_kept(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
                 raise StateError(f"the state is damaged: step {value!r} of a parameter")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     """Whether a value, perhaps in a tensor, may be a number of steps."""
     if isinstance(value, Tensor):
         return not value.is_complex() and bool(((value >= 0) & (value < float("inf"))).all())
@@ -172,7 +172,7 @@ def by_number(
     }
 
 
-def is_whole(value: Any, parameter: Tensor) -> bool:
+def is_whole(value: object, parameter: Tensor) -> bool:
     """Whether something that is kept of a parameter has its shape, or as many elements in one dimension."""
     if not isinstance(value, Tensor):
         return False

@@ -83,7 +83,7 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in group.items() if name != "params")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value that can be compared without waiting for a GPU; None where it cannot."""
     if isinstance(value, float | np.generic):
         return value.item() if isinstance(value, np.generic) else value
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
     return None
 
 
-def _may_change(value: Any) -> bool:
+def _may_change(value: object) -> bool:
     """Whether a value can become another one where it is."""
     return isinstance(value, Tensor | list) or (isinstance(value, tuple) and any(map(_may_change, value)))
 

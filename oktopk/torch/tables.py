@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives.closing import announce
+from collectives.connect import Communicator
+from collectives.sparse import Array
 from collectives.table_rows import Rows
 from collectives.transport import Transport
+from oktopk.backend import Ready
 from oktopk.damage import StateError
 from oktopk.rows import RowReport, RowSparseAllreduce
 from oktopk.settings import Settings
@@ -46,7 +49,7 @@ class SparseTables:
 
     def __init__(
         self,
-        comm: Any,
+        comm: Communicator | None,
         tables: Sequence[Tensor],
         memory: TensorMemory,
         settings: Settings,
@@ -75,9 +78,7 @@ class SparseTables:
     def __len__(self) -> int:
         return len(self.tables)
 
-    def reduce(
-        self, problem: str = "", ready: Callable[[Any], None] | None = None, all_or_none: bool = True
-    ) -> bool:
+    def reduce(self, problem: str = "", ready: Ready = None, all_or_none: bool = True) -> bool:
         """Replace each table's gradient by that over the ranks, a coalesced sparse tensor. Collective.
 
         One that is missing counts as no rows. `put_back` gives each what this rank alone computed.
@@ -227,7 +228,7 @@ def check_tables(tables: Sequence[Tensor], trained: Sequence[Tensor], settings: 
         raise ValueError("deferred steps are not for tables with sparse gradients: pass deferred=False")
 
 
-def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tuple[Any, Any]:
+def rows_of(gradient: Tensor | None, table: Tensor, memory: TensorMemory) -> tuple[Array, Array]:
     """Ids and values of the rows of a table's gradient, as the reducer's arrays. A dense one has those that are not zero.
 
     A dense one comes from a weight that is used by a module which makes no sparse gradients, too.

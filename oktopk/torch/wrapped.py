@@ -85,7 +85,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load what `_state` returned."""
         self.inner.load_state_dict(state)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"a {self._called or type(self).__name__} cannot be pickled or copied, as it belongs to this process: "
             "save its state_dict()"

@@ -49,7 +49,7 @@ def raise_in_launch(reducer: GradientAllreduce, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(reducer._methods["dense"].kernels, "start_accumulate", broken)
         return
     for executor in reducer._executors.values():  # a captured step fails as a whole
-        if executor.launches is not None:  # type: ignore[attr-defined]
+        if executor._launches is not None:  # type: ignore[attr-defined]
             executor.launches._graphs.clear()  # type: ignore[attr-defined]
     monkeypatch.setattr(StepGraphs, "_second", lambda graphs, key, enqueue: None)
     monkeypatch.setattr(P2PLaunches, "_enqueue_exact_sums" if exact else "_set_step", broken)

@@ -300,8 +300,7 @@ class UpdatesState(DistributedOptimizer):
                 "on its step"
             )
         if own is None:
-            kept: dict[Any, Any] = optimizer["state"]
-            return kept
+            return optimizer["state"]
         if sharding is None:
             return self._replica.loaded(optimizer, self.param_groups)
         return by_number(optimizer, self.param_groups, self._reference.in_shape)
