@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,19 @@ class Transport(AgreeingRanks):
         return PersistentRound(exchange, self)
 
     # control, counted
+
+    @contextmanager
+    def carrying(self, token: int | None) -> Iterator[None]:
+        """Within, the first operation that can takes a word along, and `tokens` has the ranks' words.
+
+        Args:
+            token: as the attribute.
+        """
+        self.token, self.tokens = token, None
+        try:
+            yield
+        finally:
+            self.token = None
 
     @abstractmethod
     def alltoall_control(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -83,9 +83,8 @@ class HostExecutor:
             with plan.timer.stage("host_sum"):
                 # a displacement is in the residual already, and stays there; only a selection can sum while it reads
                 summed = group.sum(at_once=not method.sparse) if displacement is None else displacement.vector
-            method.transport.token, method.transport.tokens = token, None
-            result = self._reduce(summed, plan, flag)
-            method.transport.token = None  # not of what follows, where it was not taken along
+            with method.transport.carrying(token):
+                result = self._reduce(summed, plan, flag)
             if result is not None and token is not None:
                 token = combined(method.transport.tokens or ())
             group.publish_entries(None if result is None else result.update)

@@ -79,7 +79,7 @@ class HostGroup:
         Args:
             gradient: [n], as `Backend.validate` returns it; None: what they read stays as it is.
             flag: of this rank.
-            token: as `Transport.token`, of `host`.
+            token: as `Transport.carrying`, of `host`.
 
         Returns:
             Whether any rank of the host raised its flag. By then every rank has ended the copies of the step before, too, so that
@@ -91,8 +91,8 @@ class HostGroup:
             self._shared.publish(gradient)
         # it is also the barrier after which the gradients may be read, and shards be overwritten
         self._being_read = False
-        self.host.token = token
-        return bool(self.host.allgather_control(np.array([flag], np.int64)).any())
+        with self.host.carrying(token):
+            return bool(self.host.allgather_control(np.array([flag], np.int64)).any())
 
     def sum(self, at_once: bool) -> Any:
         """The sum of this rank's shard of the host's published gradients, in rank order; valid until they change.
@@ -148,8 +148,8 @@ class HostGroup:
         `end_reading`. A limit that `expect_all` set holds for both, too.
         """
         self._limit_next()
-        self.host.token = token
-        return self.host.allgather_control(np.array(outcome, np.int64))
+        with self.host.carrying(token):
+            return self.host.allgather_control(np.array(outcome, np.int64))
 
     def end_reading(self) -> None:
         """Wait until every rank has taken back what it added of the host's gradients, which may change then. Collective."""

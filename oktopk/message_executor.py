@@ -44,8 +44,8 @@ class MessageExecutor:
         try:
             # one flag for both: a gradient that is not finite, and a problem, whose sentence follows where the flag is up
             flag = is_flagged(gradient) or bool(plan.problem)
-            transport.token, transport.tokens = (plan.token if by_message else None), None
-            result = method.reduce(gradient, residual, out, plan, flag)
+            with transport.carrying(plan.token if by_message else None):
+                result = method.reduce(gradient, residual, out, plan, flag)
             if out is None and result.update is None:
                 raise TypeError(f"{method.name} returned no update, and its writes_out is False")
             result.tokens = transport.tokens if by_message else self._tokens.read()
@@ -66,8 +66,6 @@ class MessageExecutor:
                 vectors.support = None
             vectors.clear_update()
             raise
-        finally:
-            transport.token = None  # not of what follows, where this has raised
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
         return CompletedStep(result)
