@@ -13,7 +13,7 @@ from collectives.closing import closes
 from collectives.host_transport import HostTransport
 from collectives.launchers import check_launcher
 from collectives.limit import MOST_BYTES, GivenUp, Limit, Note, missing_ranks, wait_within
-from collectives.sparse import ENTRY
+from collectives.sparse import ENTRY, Array
 from collectives.transport import PersistentRound, Round
 
 _PAYLOAD, _GAVE_UP, _CALLED, _ANY, _CLOSED = 0, 1, 2, 3, 4  # tags
@@ -132,16 +132,16 @@ class MpiTransport(HostTransport):
         if not self.gave_up and (self._closing is None or self._closing()):
             self.comm.Free()
 
-    def send(self, array: NDArray[Any], dest: int, even_if_empty: bool = False) -> list[Any]:
+    def send(self, array: Array, dest: int, even_if_empty: bool = False) -> list[Any]:
         if not array.size and not even_if_empty:
             return []
         self._count(array.nbytes, dest)
         return [self.comm.Isend(self._mpi_buffer(array), dest, _PAYLOAD)]
 
-    def receive(self, array: NDArray[Any], source: int) -> list[MPI.Request]:
+    def receive(self, array: Array, source: int) -> list[MPI.Request]:
         return [self.comm.Irecv(self._mpi_buffer(array), source, _PAYLOAD)] if array.size else []
 
-    def receive_counted(self, array: NDArray[Any], source: int) -> int:
+    def receive_counted(self, array: Array, source: int) -> int:
         status = MPI.Status()
         self.comm.Recv(self._mpi_buffer(array), source, _PAYLOAD, status)
         return status.Get_count(MPI.BYTE) // array.itemsize
@@ -210,7 +210,7 @@ class MpiTransport(HostTransport):
         comm.Free()
         return part
 
-    def _mpi_buffer(self, array: NDArray[Any]) -> Any:
+    def _mpi_buffer(self, array: Array) -> Any:
         """The array as MPI takes it. MPI has no type for a COO entry, which travels as one 64-bit integer."""
         return array.view(np.int64) if array.dtype == ENTRY else array
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.codec import PLAIN, Codec
-from collectives.cpu.kernels import CountedSums
 from collectives.errors import FlaggedRanksError
 from collectives.sparse import ENTRY, Entries, SparseVector, slices
 from collectives.transport import Round, Transport
+
+if TYPE_CHECKING:
+    from collectives.cpu.kernels import CountedSums
 
 
 @dataclass(frozen=True)

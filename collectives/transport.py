@@ -193,7 +193,7 @@ class Transport(AgreeingRanks):
 
     @contextmanager
     def carrying(self, token: int | None) -> Iterator[None]:
-        """Within, the first operation that can takes a word along, and `tokens` has the ranks' words.
+        """Within, the first control operation that can takes a word along; `tokens` then has every rank's.
 
         Args:
             token: as the attribute.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from oktopk.cuda.shard_sum import DeviceShardSum
     from oktopk.step import Gradient
 
-Stream: TypeAlias = "cupy.cuda.Stream"
+Stream: TypeAlias = "cupy.cuda.Stream | cupy.cuda.ExternalStream"
 
 Ready: TypeAlias = "Callable[[Stream], None] | None"
 """Called before arrays are read that another stream filled, with the stream that reads them."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse import Vector
+from collectives.sparse import Array, Vector
 from oktopk.step import Spans
 
 BLOCK = 1 << 16
@@ -74,7 +74,7 @@ class Layout:
         return elements + (elements // self.block * (self.shards - 1) + shard) * self.block
 
     def extract(self, whole: Any, shard: int, part: Any = None) -> Any:
-        """A copy of a shard of float32[n], in `part` if any; all of NumPy, of CuPy or of torch."""
+        """A copy of a shard of a vector of n elements, in `part`, or in float32; all of NumPy, of CuPy or of torch."""
         if part is None:
             part = np.empty(self.shard_length(shard), np.float32)
         for of_part, of_whole in self._pieces(shard, part, whole):
@@ -86,15 +86,15 @@ class Layout:
         for of_part, of_whole in self._pieces(shard, part, whole):
             of_whole[:] = of_part
 
-    def _pieces(self, shard: int, part: Vector, whole: Vector) -> Iterator[tuple[Vector, Vector]]:
+    def _pieces(self, shard: int, part: Array, whole: Array) -> Iterator[tuple[Array, Array]]:
         """Views of equal shapes that together are a shard: as it lies by itself, and in the vector."""
         blocks, rest = self._places(shard, whole)
         first = len(part) - len(rest)
         yield part[:first].reshape(blocks.shape), blocks
         yield part[first:], rest
 
-    def _places(self, shard: int, whole: Vector) -> tuple[Vector, Vector]:
-        """Views of float32[n] that together are a shard: [cycles, block], and what lies behind the last whole cycle."""
+    def _places(self, shard: int, whole: Array) -> tuple[Array, Array]:
+        """Views of a vector [n] that together are a shard: [cycles, block], and what lies behind the last whole cycle."""
         cycles = self.length // (self.block * self.shards)
         first = cycles * self.block * self.shards
         start = min(first + shard * self.block, self.length)

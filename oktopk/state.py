@@ -174,11 +174,15 @@ class Resumable(Steps):
 
         Args:
             vector: float32[n] on the device, finite.
+
+        Raises:
+            RuntimeError: steps of the method leave nothing behind, so that there is no residual.
         """
         self.complete()
         with self.backend.stream_scope():
             self._vectors.put_back()
-            assert self._vectors.residual is not None
+            if self._vectors.residual is None:
+                raise RuntimeError(f"{self.method} has no residual: it sends the whole gradient")
             self._vectors.residual += vector
             self._vectors.pending = True
 

@@ -151,7 +151,7 @@ class Steps:
             beside = problem, absent, token, displaced
             with self._expecting(f"step {self.steps}{' with measure=True' if measure else ''}", self.advice):
                 earlier = None
-                if isinstance(accepted, Displacement):
+                if displaced and isinstance(accepted, Displacement):
                     method = self._method_at(self.steps)[0]
                     earlier = self._earlier(accepted) if measure and method.sparse else None
                     readable = method.reads_displacements and not measure
@@ -237,6 +237,7 @@ class Steps:
                     sampler = Sampler(self.length, self.backend, self.transport)
                 self._sampler = sampler
             added, residual = self._placement.measured(gradient, self._vectors)
+            assert earlier is None or residual is not None  # a displacement is in it
             entered = added if earlier is None or residual is None else residual - earlier
             self._sampler.before(added, residual, entered)
         report = self._begin(gradient, beside, may_defer=False)

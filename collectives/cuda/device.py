@@ -26,6 +26,7 @@ _RUNNING = 600  # cudaErrorNotReady
 _NO_REPORT: tuple[Any, NDArray[np.uint32]] = None, np.empty(0, np.uint32)
 
 CuArray: TypeAlias = "cupy.ndarray"
+Stream: TypeAlias = "cupy.cuda.Stream | cupy.cuda.ExternalStream"
 
 
 class DeviceEntries:
@@ -92,7 +93,7 @@ class Device:
         gpu: as a context, within which it is the current one.
     """
 
-    def __init__(self, stream: cupy.cuda.Stream | None = None) -> None:
+    def __init__(self, stream: Stream | None = None) -> None:
         self.gpu = cupy.cuda.Device(cupy.cuda.Device().id)
         self.id = self.gpu.id
         self.stream = stream or cupy.cuda.get_current_stream()

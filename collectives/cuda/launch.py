@@ -66,7 +66,7 @@ def has_native_atomics(gpu: int, other: int) -> bool:
     return status == 0 and value.value == 1
 
 
-def stream_of_priority(priority: int) -> cupy.cuda.Stream:
+def stream_of_priority(priority: int) -> cupy.cuda.ExternalStream:
     """A cupy stream of that priority, which waits for no other one; it lives as long as the process."""
     stream, non_blocking = ctypes.c_void_p(), 1
     status = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), non_blocking, priority)

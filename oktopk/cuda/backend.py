@@ -20,7 +20,7 @@ from collectives.element_types import ELEMENT_TYPES
 from collectives.entry_windows import DeviceEntryWindows
 from collectives.symmetric_memory import SymmetricMemory, aligned, symmetric_memory_problem
 from collectives.transport import Transport
-from oktopk.backend import Backend, SharedGradients
+from oktopk.backend import Backend, SharedGradients, Stream
 from oktopk.cuda.kernels import DeviceKernels
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.cuda.p2p_launches import P2PLaunches, compile_p2p_kernels
@@ -43,7 +43,7 @@ class DeviceBackend(Backend):
         Exception: a kernel does not compile for the GPU: whatever CuPy raises.
     """
 
-    def __init__(self, gradient_type: str, stream: cupy.cuda.Stream | None = None) -> None:
+    def __init__(self, gradient_type: str, stream: Stream | None = None) -> None:
         self.device = Device(stream)
         self.stream = self.device.stream
         nvtx = getattr(cupy.cuda, "nvtx", None)  # CuPy may be built without
@@ -156,7 +156,7 @@ class DeviceBackend(Backend):
     def entry_windows(self, transport: Transport) -> DeviceEntryWindows | None:
         return DeviceEntryWindows(transport, self.device) if transport.size > 1 else None
 
-    def stream_beside(self, number: int) -> cupy.cuda.Stream:
+    def stream_beside(self, number: int) -> Stream:
         with self.device.gpu:
             return _stream_beside(self.device.id, self.device.priority, number)
 
@@ -171,7 +171,7 @@ class DeviceBackend(Backend):
 
 
 @cache  # a stream lives as long as the process
-def _stream_beside(gpu: int, priority: int, number: int) -> cupy.cuda.Stream:
+def _stream_beside(gpu: int, priority: int, number: int) -> Stream:
     return stream_of_priority(priority)
 
 

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collectives.cuda.layouts import (
     ABORTED,
     BAD_REGIONS,
@@ -23,7 +26,7 @@ from collectives.cuda.layouts import (
     PROCEED,
 )
 from collectives.errors import FlaggedRanksError
-from collectives.sparse import ENTRY, Array, SparseVector
+from collectives.sparse import ENTRY, SparseVector
 from collectives.tokens import TokenBoard
 from collectives.traffic import WORD_BYTES
 from oktopk.cpu.histograms import LEVELS
@@ -222,7 +225,7 @@ class _P2PStep:
     executor: P2PExecutor
     plan: Plan
     gradient: Gradient
-    boundaries: Array
+    boundaries: NDArray[np.int64]
     bits: int
     flags: int
     exact: bool

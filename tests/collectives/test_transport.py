@@ -47,6 +47,18 @@ def test_ranks_of_one_host_listen_to_no_other_host(comm: MPI.Intracomm) -> None:
     opened.close()
 
 
+def test_a_word_is_taken_along_once_and_ends_with_its_block(comm: MPI.Intracomm) -> None:
+    transport, row = MpiTransport(comm), np.zeros(1, np.int64)
+    with pytest.raises(ValueError, match="reshape"), transport.carrying(5):
+        row.reshape(2)
+    assert transport.allgather_control(row).shape == (comm.size, 1) and transport.tokens is None
+    with transport.carrying(5 + comm.rank):
+        for _ in range(2):
+            assert not transport.allgather_control(row).any()
+    assert transport.tokens == tuple(range(5, 5 + comm.size))
+    transport.close()
+
+
 def connected(kind: str, request: pytest.FixtureRequest, comm: MPI.Intracomm) -> HostTransport:
     if kind == "MPI":
         return MpiTransport(comm)

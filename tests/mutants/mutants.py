@@ -319,8 +319,8 @@ MUTANTS = (
     Mutant(
         "writes-unsaved",
         "oktopk/torch/updates/state.py",
-        "            self._take_written()\n        with self._lent():\n            state =",
-        "            pass\n        with self._lent():\n            state =",
+        "            self._take_written()\n        with self._lent(), self._memory.stream_scope():\n            state =",
+        "            pass\n        with self._lent(), self._memory.stream_scope():\n            state =",
         "a state lacks what was written into parameters since the last step",
         f"{_ON_THREE} tests/oktopk/test_kinds_of_replicas.py",
     ),

@@ -154,7 +154,7 @@ def test_a_replay_is_read_where_it_has_written_though_gradients_were_cleared() -
         gradients.zero()
         assert not any(parameter.grad is not None for parameter in parameters)
         buckets.replayed(recorded)
-        rest: object = buckets.rest()
+        rest: object = buckets.rest()  # of the reducer that stands in, which gives back what it got
         assert reducer.given == [lists[0]] and rest == [(lists[1], {})]
         addresses = [each.data_ptr() for each in written if each is not None]
         assert [list(each.addresses) for each in lists] == [addresses[1:], addresses[:1]]

@@ -429,6 +429,7 @@ def gone_on(replicas: str, every: int, how: str, **settings: Any) -> Any:
         gone_on("ranks", 1, "agreed, saved within"),
         gone_on("ranks", 2, "agreed, loaded within one that is running", local_share=0.5),
         gone_on("hosts of 3", 3, "own"),
+        gone_on("hosts of 2", 1, "own, after a write"),
         gone_on("hosts of 2", 3, "agreed"),
         gone_on("hosts of 2", 1, "agreed, loaded within"),
         gone_on("hosts of 2", 1, "torch's distributed checkpoint"),

@@ -228,7 +228,7 @@ def test_a_host_sends_what_one_rank_would(comm: MPI.Intracomm) -> None:
 def test_what_adamw_sends_to_other_hosts_beside_updates_is_bounded(
     comm: MPI.Intracomm, per_host: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six words to each rank with the same shard; in one exchange of ten a sample and moments."""
+    """Three int64 to each rank with the same shard; in one exchange of ten a sample and moments."""
     monkeypatch.setattr(updates, "SHARED_BY", 1)  # so that second moments are averaged
     for width in (30, 900):
         torch.manual_seed(5)

@@ -190,7 +190,7 @@ class UpdatesState(DistributedOptimizer):
     def _state(self) -> dict[str, Any]:
         if self._kept is None:  # before the reducer's residual is saved, of which it takes a part
             self._take_written()
-        with self._lent():
+        with self._lent(), self._memory.stream_scope():
             state = super()._state()
         state["state"] = on_host(state["state"])
         optimizer = {name: state[name] for name in ("state", "param_groups")}
