@@ -30,8 +30,9 @@ class ReplicaResidual:
     @property
     def vector(self) -> Tensor:
         """float32[n]."""
-        assert self._carried is not None
-        return self._carried
+        own = self._carried
+        assert own is not None
+        return own
 
     @property
     def array(self) -> Any:

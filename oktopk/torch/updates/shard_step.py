@@ -146,7 +146,8 @@ class ShardStep:
                 torch._foreach_copy_(targets, sources)
             own = self._reference.of_shard(self._gradients).to(self._vector.dtype)
             shown = self._reference.shown_shard()
-            # what the parameters hold, and so what was written where nothing watches; through the buffer, as float32 has them all
+            # what the parameters hold, and so what was written where nothing watches; the buffer is
+            # float32, which holds each of their values exactly
             self._reference.copy_to(self._views)
             self._replica.buffer_changed()
             self._vector.copy_(self._reference.of_shard(self._gradients))
