@@ -7,7 +7,7 @@ the sums above a global threshold are applied to the reference. Decay acts on th
     DATA=DIR STEPS=1000 P=4 python sim.py SPEC ...          SPEC = name/key=value/...; one JSON line a run on standard output
 
 name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW),
-  powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32.
+  powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32, zeroone/vk=16 (0/1 Adam; h: the most steps between exchanges).
 keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
@@ -116,6 +116,7 @@ def start_weights(seed):
 shapes = {name: p.shape for name, p in GPT().named_parameters()}
 sizes = [shape.numel() for shape in shapes.values()]
 n = sum(sizes)
+LENGTHS = torch.tensor(sizes, device=dev)
 decays = torch.zeros(n, device=dev)
 views = torch.empty(P, n, device=dev)  # the workers' own weights
 gs = torch.zeros(P, n, device=dev)  # and gradients
@@ -368,7 +369,58 @@ def demo(delta, lr, decay, keep, total):
         total[part] = back.sum(0)
 
 
-KEYS = "lr b1 b2 seed d h olr mu wire lv lg ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps"
+def one_bit(x):
+    """Signs, times the mean magnitude of each worker's tensor."""
+    out = torch.empty_like(x)
+    for row, signs in zip(x, out, strict=True):
+        means = [
+            norm / size
+            for norm, size in zip(torch._foreach_norm(list(row.split(sizes)), 1), sizes, strict=True)
+        ]
+        scales = torch.stack(means).repeat_interleave(LENGTHS, output_size=n)
+        torch.where(row < 0, -scales, scales, out=signs)
+    return out
+
+
+class ZeroOne:
+    """0/1 Adam (Lu et al., 2022): steps between exchanges with v that all workers share, exchanges of momentum in one bit.
+
+    v is renewed by the mean gradient, in float32, at intervals that double after every `each` renewals. Beyond the paper: each
+    tensor has a scale of its own, moments are corrected as Adam's, and what decays is the shared weights.
+    """
+
+    def __init__(self, each):
+        self.moved, self.error, self.back = (torch.zeros(rows, n, device=dev) for rows in (P, P, 1))
+        self.each, self.renewed, self.next, self.since, self.rates = each, 0, 0, 0, 0.0
+
+    def step(self, s, g, m, v, unsent, ref, lr, interval, b1, b2):
+        """A step of all workers; returns the bytes sent, of a dense exchange 1."""
+        sent = 0.0
+        if s == self.next:
+            v[0].lerp_(g.mean(0).square(), 1 - b2)
+            self.renewed, sent = self.renewed + 1, 1.0
+            self.next = s + 2 ** (self.renewed // self.each)
+        m.lerp_(g, 1 - b1)
+        rate, size = lr / (1 - b1 ** (s + 1)), (v[:1] / (1 - b2**self.renewed)).sqrt_() + 1e-8
+        unsent.add_(m, alpha=rate)
+        self.moved.addcdiv_(m, size, value=rate)
+        self.rates, self.since = self.rates + rate, self.since + 1
+        if self.since >= interval:
+            unsent.add_(self.error)
+            bits = one_bit(unsent)
+            torch.sub(unsent, bits, out=self.error)
+            self.back.add_(bits.mean(0))
+            mean = one_bit(self.back)
+            self.back.sub_(mean)
+            m.copy_(mean / self.rates)
+            ref.sub_((mean / size)[0])
+            self.rates, self.since, sent = 0.0, 0, sent + 1 / 32
+            self.moved.zero_()
+            unsent.zero_()
+        return sent
+
+
+KEYS = "lr b1 b2 seed d h olr mu wire lv lg ls stop mask rd fg part blk chunk w wm wh dr dw v vs rs rg rank decay keep steps vk"
 MASKED = {"float32": 2.25, "int4": 0.52}  # 8 bits an index, once; a value twice
 BYTES = {"plain": 4, "float32": 2.5, "bfloat16": 1.5, "int8": 1.05, "int4": 0.8}
 places = {}
@@ -420,6 +472,7 @@ def run(spec):
     vs, turn = int(f("vs", 0)), 0
     sums = torch.zeros(2, len(sizes), device=dev)
     rs, rg = int(f("rs", 0)), int(f("rg", 0))
+    zero_one = ZeroOne(int(f("vk", 16))) if name == "zeroone" else None
     begins = np.cumsum([0, *sizes])[:-1].tolist()
     out, sent_bytes, t0, since, losses = [], 0.0, time.time(), 0, torch.zeros((), device=dev)
     for s in range(steps):
@@ -441,6 +494,8 @@ def run(spec):
                     views.add_(car, alpha=1 - lv)
                 else:
                     torch.sub(ref, unsent, alpha=lv, out=views)
+            elif zero_one is not None:
+                torch.sub(ref, zero_one.moved, out=views)
             else:
                 views.copy_(ref.expand(P, n))
         xs.copy_(train_t[idx[s][:, :, None] + ar])
@@ -458,6 +513,10 @@ def run(spec):
             demo(v, lr, f("decay", 0.999), int(f("keep", 32)), unsent[0])
             ref.mul_(1 - lr * decays).sub_(lr * unsent[0].sign())
             sent_bytes += P * f("keep", 32) / 4096 * 28 / 32  # of a ring, 32 (P - 1) / P bits an element
+        elif zero_one is not None:  # exchanges are twice as far apart each time that the rate has halved
+            interval = 1 if s < 0.05 * steps else min(h, 2 ** int(math.log2(lr0 / lr)))
+            ref.mul_(1 - lr * decays)
+            sent_bytes += zero_one.step(s, gs * clip(gs), m, v, unsent, ref, lr, interval, b1, b2)
         elif name != "updates" or (starting and wm == "g"):
             if name == "powersgd":
                 mean = torch.empty(1, n, device=dev)
