@@ -82,12 +82,6 @@ class SparseVector:
         """A vector with nothing stored."""
         return cls(np.empty(0, ENTRY), length)
 
-    def to_dense(self) -> NDArray[np.float32]:
-        """float32[length], zero where nothing is stored."""
-        dense = np.zeros(self.length, np.float32)
-        dense[self.indices] = self.values
-        return dense
-
 
 def check_length(length: int) -> None:
     """Refuse a vector that int32 indices cannot address.

@@ -169,23 +169,6 @@ class Resumable(Steps):
                 vectors.pending = True  # on all ranks: states have residuals on all, or on none
             vectors.drop_update()
 
-    def add_to_residual(self, vector: Vector) -> None:
-        """Add what is still to be sent to the residual, in flat steps. Every rank must call. No traffic.
-
-        Args:
-            vector: float32[n] on the device, finite.
-
-        Raises:
-            RuntimeError: steps of the method leave nothing behind, so that there is no residual.
-        """
-        self.complete()
-        with self.backend.stream_scope():
-            self._vectors.put_back()
-            if self._vectors.residual is None:
-                raise RuntimeError(f"{self.method} has no residual: it sends the whole gradient")
-            self._vectors.residual += vector
-            self._vectors.pending = True
-
 
 @state_errors()
 def check_state(state: object, loader: Resumable) -> None:

@@ -244,6 +244,12 @@ def on_ways(other: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("way", "method"), cases, indirect=["way"])
 
 
+def add_to_residual(reducer: GradientAllreduce, vector: NDArray[np.float32]) -> None:
+    state = reducer.state_dict()
+    state["residual"] = state["residual"] + vector
+    reducer.load_state_dict(state)
+
+
 @on_ways("gaussiank")
 @pytest.mark.host_cuda(ranks=1)
 def test_displacements_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: Way, method: str) -> None:
@@ -278,7 +284,7 @@ def test_displacements_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: 
         assert expected.step(vector, **told).skipped == report.skipped == fails, step
         if fails:
             gradient[7] *= not (what == "nan" and last)
-            expected.add_to_residual(gradient)
+            add_to_residual(expected, gradient)
         else:
             found.subtract_update(held)
             reference -= expected.update
@@ -336,7 +342,7 @@ def test_adamws_steps_give_the_bits_of_their_vectors(comm: MPI.Intracomm, way: W
         vector[: 8 * bool(bad)] = np.nan
         assert expected.step(vector, **told).skipped == report.skipped == (what == "nan"), step
         if what == "nan":
-            expected.add_to_residual(before)
+            add_to_residual(expected, before)
         assert np.array_equal(get(found.residual), expected.residual), step
         assert np.array_equal(get(found.update), expected.update), step
         for mine, theirs in zip(on_device, moments, strict=True):
