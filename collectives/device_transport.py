@@ -56,7 +56,15 @@ class DeviceTransport(HostTransport):
     def open_p2p(self, wanted: bool | None) -> str:
         if wanted is False:
             return "peer memory is not wanted"
-        problem = symmetric_memory_problem(self, shared_gpus=bool(wanted))
+        key = "peer memory", bool(wanted)
+        if key not in self.shared:
+            self.shared[key] = self._p2p_problem(shared_gpus=bool(wanted))
+        self.p2p = not self.shared[key]
+        return str(self.shared[key])
+
+    def _p2p_problem(self, shared_gpus: bool) -> str:
+        """Why the ranks cannot read each other's memory; "" if they can. Collective."""
+        problem = symmetric_memory_problem(self, shared_gpus=shared_gpus)
         if not problem:
             try:  # only an attempt shows it: containers and hidden GPUs have no CUDA IPC
                 SymmetricMemory(self, self.device, 0).close()
@@ -64,5 +72,4 @@ class DeviceTransport(HostTransport):
                 problem = str(error)
         # closing the trial may fail on one rank alone
         problems = [text for text in self.allgather_objects(problem) if text]
-        self.p2p = not problems
         return problems[0] if problems else ""

@@ -99,7 +99,7 @@ class Transport(AgreeingRanks):
         """Free what the library holds. Collective."""
 
     def open_p2p(self, wanted: bool | None) -> str:
-        """Check whether the ranks can use peer memory, and set `p2p`. Collective.
+        """Check whether the ranks can use peer memory, and set `p2p`. Collective; transports of one connection try it once.
 
         Args:
             wanted: True: also where it is slow; None: where it is fast; False: nowhere.

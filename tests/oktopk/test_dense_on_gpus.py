@@ -38,13 +38,39 @@ def test_buckets_share_one_window_and_the_last_one_closes_it(comm: MPI.Intracomm
     buckets = BucketedAllreduce(comm, LENGTHS, "dense", device="cuda")
     check_steps(comm, buckets)
     shared = buckets.transport.shared
-    assert [each.users for each in shared.values()] == [len(LENGTHS)]
+
+    def users() -> list[int]:
+        return [each.users for (what, *_), each in shared.items() if what == "dense"]
+
+    assert users() == [len(LENGTHS)]
     assert not any(reducer.p2p_unavailable_reason for reducer in buckets.reducers)
     buckets.reducers[0].reset()  # gives its part back; the others go on
-    assert [each.users for each in shared.values()] == [len(LENGTHS) - 1]
+    assert users() == [len(LENGTHS) - 1]
     check_steps(comm, buckets)
     buckets.close()
-    assert not shared
+    assert not users()
+
+
+def test_buckets_of_one_connection_try_peer_memory_once(
+    comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_gpus(comm.size)
+    use("cuda", comm)
+    from collectives import device_transport
+
+    tried, window = [], device_transport.SymmetricMemory
+
+    def counted(*arguments: Any) -> Any:
+        tried.append(arguments)
+        return window(*arguments)
+
+    monkeypatch.setattr(device_transport, "SymmetricMemory", counted)
+    buckets = BucketedAllreduce(comm, LENGTHS, device="cuda", density=0.01)
+    assert [reducer.p2p_unavailable_reason for reducer in buckets.reducers] == [""] * len(LENGTHS)
+    assert len(tried) == 1
+    buckets.close()
+    GradientAllreduce(comm, LENGTHS[0], device="cuda", density=0.01).close()
+    assert len(tried) == 2  # of another connection
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room here"), OSError("no driver here")])
