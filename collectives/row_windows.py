@@ -8,11 +8,9 @@ from numpy.typing import DTypeLike, NDArray
 from collectives.cuda.device import CuArray, Device, address_of
 from collectives.cuda.rows import DeviceRowKernels
 from collectives.sparse import Array
-from collectives.symmetric_memory import GrowingMemory, SymmetricMemory
+from collectives.symmetric_memory import GrowingMemory, SymmetricMemory, aligned
 from collectives.table_rows import Rows
 from collectives.transport import Transport
-
-_ALIGNMENT = 256
 
 
 class DeviceRowWindows:
@@ -140,7 +138,7 @@ class DeviceRowWindows:
     def _slot_at(self, at: int) -> Rows:
         """A slot of this rank's own window, so many bytes from its start."""
         row_type, element_type = self._types
-        values_at = at + _aligned(self.capacity * self._id_bytes)
+        values_at = at + aligned(self.capacity * self._id_bytes)
         return Rows(
             self._memory.array(self.capacity, row_type, at),
             self._memory.array((self.capacity, self._width), element_type, values_at),
@@ -152,18 +150,14 @@ class DeviceRowWindows:
         return self._windows.memory
 
     def _slot_bytes(self, capacity: int) -> int:
-        return _aligned(capacity * self._id_bytes) + _aligned(capacity * self._row_bytes)
+        return aligned(capacity * self._id_bytes) + aligned(capacity * self._row_bytes)
 
     def _addresses(self, rank: int) -> tuple[int, int]:
         """Of a rank's ids and of their values, in the slot whose turn it is; not before a rank had a row."""
         ids = self._memory.bases[rank] + self._memory.first + self._slot * self._slot_bytes(self.capacity)
-        return ids, ids + _aligned(self.capacity * self._id_bytes)
+        return ids, ids + aligned(self.capacity * self._id_bytes)
 
     def close(self) -> None:
         """Free the windows. Collective."""
         self._windows.close()
         self.capacity, self.nbytes, self._slots = 0, 0, []
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
