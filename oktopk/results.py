@@ -7,6 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collectives.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,15 @@ class StepReport:
     def bytes_by_step(self) -> float:
         """Payload bytes this rank sent, those for tables too, over the steps of the optimizer that they were for."""
         return (self.bytes + self.row_bytes) / self.every
+
+    def add_traffic(self, sent: Traffic) -> None:
+        """Add what this rank has sent for the step."""
+        self.words += sent.words
+        self.messages += sent.messages
+        self.bytes += sent.bytes
+        self.bytes_between += sent.bytes_between
+        self.control_words += sent.control_words
+        self.control_messages += sent.control_messages
 
     def bytes_per_token(self, tokens: int) -> float:
         """`bytes_by_step` over the tokens, or samples, that this rank reads in one of these steps."""

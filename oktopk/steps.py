@@ -378,8 +378,5 @@ class Steps:
         report.local_nnz, report.global_nnz = result.local_nnz, result.global_nnz
         report.local_threshold, report.global_threshold = result.local_threshold, result.global_threshold
         report.rounding = result.rounding
-        traffic = self.take_traffic()
-        report.words, report.messages = traffic.words, traffic.messages
-        report.bytes, report.bytes_between = traffic.bytes, traffic.bytes_between
-        report.control_words, report.control_messages = traffic.control_words, traffic.control_messages
+        report.add_traffic(self.take_traffic())
         report.complete = True

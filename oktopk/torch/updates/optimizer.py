@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from collectives.errors import MissingRanksError
-from collectives.traffic import Traffic
 from oktopk.allreduce import NonFiniteGradientError
 from oktopk.displacement import Displacement
-from oktopk.results import StepReport
 from oktopk.settings import DENSE_ABOVE
 from oktopk.torch.adamw import SelectingStep, takes_steps
 from oktopk.torch.agreement import groups_of, reduced_over_hosts, reduced_twice_warning
@@ -506,8 +504,8 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
             if self._moments is not None:
                 with self._replica.together(what):
                     self._moments.average(self._ratio.measured, stepped)
-            _count(report, self.reducer.take_traffic())
-        _count(report, self._replica.take_traffic())
+            report.add_traffic(self.reducer.take_traffic())
+        report.add_traffic(self._replica.take_traffic())
 
     def _end_window(self, factors: Sequence[float] | None = None, compared: bool = True) -> None:
         """Make the parameters what follows from reference and residual, and begin a new window.
@@ -520,9 +518,3 @@ class UpdatesOptimizer(UpdatesState, sends="updates"):
         self._reference.set_share(self._share.now)
         self._reference.show(factors)
         self._window.end(compared=compared)
-
-
-def _count(report: StepReport, sent: Traffic) -> None:
-    """Add what was sent beside a step to its report."""
-    for name in ("words", "messages", "bytes", "bytes_between", "control_words", "control_messages"):
-        setattr(report, name, getattr(report, name) + getattr(sent, name))
