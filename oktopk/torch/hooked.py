@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,14 +14,20 @@ from torch.futures import Future
 from collectives.connect import Communicator
 from oktopk.buckets import BucketedAllreduce
 from oktopk.results import StepReport
-from oktopk.torch.agreement import FoundOptimizers
+from oktopk.torch.agreement import FoundOptimizers, rescaled_warning
 from oktopk.torch.as_wrapped import AsWrapped
 from oktopk.torch.engine import Engine
 from oktopk.torch.gradients import is_dense, missing_spans
+from oktopk.torch.hooked_model import Layout
 from oktopk.torch.interop import GRADIENT_TYPES, TYPE_NAMES, TensorMemory
 from oktopk.torch.overlap import when_accumulated
 from oktopk.torch.step_agreement import StepAgreement
 from oktopk.torch.tables import SparseTables
+
+USE_ALL = (
+    "where ranks do not use every parameter in every step, pass find_unused_parameters=True to "
+    "DistributedDataParallel"
+)
 
 
 class DdpBucket:
@@ -58,6 +65,60 @@ class DdpBucket:
         return _pieces(self.parameters, self.buffer)
 
 
+class BackwardPass:
+    """A backward pass of DDP's, from the first bucket that it hands over to the last one.
+
+    DDP cannot go on after a hook that has raised: an error is kept until the last bucket has come, and all futures have it.
+
+    Attributes:
+        buckets: those that have come; emptied at its end. A pass that was left still has some.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[DdpBucket] = []
+        self._error: Exception | None = None
+
+    def attempt(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call it, unless the step has failed; keep its error."""
+        if self._error is None:
+            try:
+                call(*arguments)
+            except Exception as error:
+                self._error = error
+
+    def take(self, bucket: DdpBucket, engine: HookEngine | None) -> None:
+        """Take the next bucket, which is reduced where it is known by what. Collective."""
+        self.buckets.append(bucket)
+        if engine is not None:
+            self.attempt(engine.add, bucket)
+
+    def layout(self) -> Layout:
+        """As DDP has laid it out."""
+        dense = [bucket.parameters for bucket in self.buckets if not bucket.buffer.is_sparse]
+        tables = [bucket.parameters[0] for bucket in self.buckets if bucket.buffer.is_sparse]
+        return Layout(dense, tables)
+
+    def check_ended(self, engine: HookEngine | None) -> None:
+        """Raise RuntimeError where it was left, or raised while some buckets were reduced."""
+        started = 0 if engine is None else engine.reducer.started
+        if started and not self.buckets:
+            raise RuntimeError(
+                f"the last backward pass raised while {started} bucket(s) were reduced: take the next one, which undoes them, or "
+                "load a state"
+            )
+        if self.buckets:  # other ranks may be waiting for them
+            raise RuntimeError(
+                f"the last backward pass reduced {started} bucket(s) and left the others out, as a parameter was not used in it, "
+                f"or it raised: load a state of before it; {USE_ALL}"
+            )
+
+    def end(self) -> None:
+        """Give DDP the error, where there is one, in place of each mean; forget the buckets."""
+        for bucket in self.buckets if self._error is not None else ():
+            bucket.end(bucket.buffer, self._error)
+        self.buckets, self._error = [], None
+
+
 class HookEngine(Engine):
     """Reduces gradients as a DDP hands them over, and tables behind them.
 
@@ -66,15 +127,14 @@ class HookEngine(Engine):
 
     Args:
         comm, method, options: as `BucketedAllreduce`. Collective.
-        bucket_parameters: a list for each of the reducer's buckets, in the order in which they
-            start; none: the reducer has an element of its own.
-        tables: the parameters with sparse gradients, each alone in a bucket of DDP's.
+        layout: of the reducer, which has one element of its own where this has no bucket; DDP has each
+            table alone in a bucket.
         names: of all parameters.
         memory: of all.
         orders: strides that DDP has been seen to keep to, of parameters; filled here.
 
     Attributes:
-        bucket_parameters: as given.
+        layout: as given.
         parameters: of buckets and tables.
         optimizers: those that are found to have any parameter of `names`.
         came: DDP has begun to hand over buckets in the backward pass that runs, or ran last.
@@ -88,8 +148,7 @@ class HookEngine(Engine):
     def __init__(
         self,
         comm: Communicator | None,
-        bucket_parameters: list[list[Tensor]],
-        tables: Sequence[Tensor],
+        layout: Layout,
         names: dict[Tensor, str],
         memory: TensorMemory,
         *,
@@ -97,32 +156,30 @@ class HookEngine(Engine):
         orders: dict[Tensor, tuple[int, ...]],
         **options: Any,
     ) -> None:
-        self.bucket_parameters, self._names, self._memory = bucket_parameters, names, memory
-        self._own: list[Tensor] = (
-            []
-            if bucket_parameters
-            else [nn.Parameter(torch.zeros(1, dtype=torch.float32, device=tables[0].device))]
-        )
-        self._layout = bucket_parameters or [self._own]
-        every = [parameter for parameters in self._layout for parameter in parameters]
+        self.layout, self._names, self._memory = layout, names, memory
+        self._own: list[Tensor] = []
+        if not layout.buckets:
+            self._own.append(nn.Parameter(torch.zeros(1, device=layout.tables[0].device)))
+        reduced = layout if layout.buckets else Layout([self._own], [])
+        self._buckets, every = reduced.buckets, reduced.dense
         types = {parameter.dtype for parameter in every}
         if len(types) == 1 and memory.device != "cpu":
             options = {"gradient_type": TYPE_NAMES[types.pop()]} | options
-        sizes = [sum(parameter.numel() for parameter in parameters) for parameters in self._layout]
         with ExitStack() as opened:  # closed where this raises
             place: dict[str, Any] = {"device": memory.device, "stream": memory.stream}
-            reducer = BucketedAllreduce(comm, sizes, method, **place, **options)
+            reducer = BucketedAllreduce(comm, reduced.lengths, method, **place, **options)
             opened.callback(reducer.close)
-            peer_memory, named = options.get("peer_memory"), [names[table] for table in tables]
-            sparse = SparseTables(comm, tables, memory, reducer.settings, peer_memory, named)
+            peer_memory, named = options.get("peer_memory"), [names[each] for each in layout.tables]
+            sparse = SparseTables(comm, layout.tables, memory, reducer.settings, peer_memory, named)
             super().__init__(reducer, sparse, memory)
             opened.pop_all()
-        self.parameters = dict.fromkeys([*(every if bucket_parameters else ()), *tables])
+        self.parameters = dict.fromkeys([*layout.dense, *layout.tables])
         self._dtype = GRADIENT_TYPES[options.get("gradient_type", "float32")]
         updates = list(map(memory.tensor, reducer.updates))
-        self._wholes = {_key(each): update for each, update in zip(self._layout, updates, strict=True)}
+        self._wholes: dict[tuple[int, ...], Tensor] = {}
         self._updates: dict[Tensor, Tensor] = {}
-        for parameters, update in zip(self._layout, updates, strict=True):
+        for parameters, update in zip(self._buckets, updates, strict=True):
+            self._wholes[_key(parameters)] = update
             self._updates |= _pieces(parameters, update)
         # the reducer's bucket -> its gradient, where that is not a buffer of DDP's
         self._copies: dict[int, Tensor] = {}
@@ -139,6 +196,22 @@ class HookEngine(Engine):
         self._as_wrapped = AsWrapped(trained)
         self._hooks = when_accumulated(trained, self._accumulated)
 
+    def warn(self, goes_on: bool) -> None:
+        """Warn of what loses residuals or parts ranks.
+
+        Args:
+            goes_on: a state was loaded before.
+        """
+        optimizers, selects = self.optimizers.look(), self.reducer.method != "dense"
+        if any(optimizer.state for optimizer in optimizers) and selects and not goes_on:
+            warnings.warn(
+                "the optimizer has a state, as of a training that goes on, and OkTopkState has none: residuals start empty. Save "
+                "OkTopkState.state_dict() on every rank, and load it before the first backward pass",
+                stacklevel=2,
+            )
+        if warning := rescaled_warning(self._names):
+            warnings.warn(warning, stacklevel=2)
+
     def add(self, bucket: DdpBucket) -> None:
         """Take a bucket of DDP's, and start the reducer's next one if that is the same. Collective."""
         if bucket.buffer.is_sparse:
@@ -147,8 +220,8 @@ class HookEngine(Engine):
         with self.passed_on():
             self._check_order(bucket)
         with self.passed_on():
-            ours = number < len(self._layout) and bucket.buffer.dtype == self._dtype
-            if ours and _key(bucket.parameters) == _key(self._layout[number]):
+            ours = number < len(self._buckets) and bucket.buffer.dtype == self._dtype
+            if ours and _key(bucket.parameters) == _key(self._buckets[number]):
                 self._copies.pop(number, None)
                 self._start(number, bucket.buffer)
 
@@ -161,10 +234,10 @@ class HookEngine(Engine):
             self._problem = self._problem or str(error) or type(error).__name__
 
     def _start(self, number: int, gradient: Tensor) -> None:
-        parameters, used, token = self._layout[number], self._used, None
+        parameters, used, token = self._buckets[number], self._used, None
         present = [p.grad is not None if used is None else p in used for p in parameters]
         absent = missing_spans([parameter.numel() for parameter in parameters], present)
-        if number == len(self._layout) - 1:
+        if number == len(self._buckets) - 1:
             self.optimizers.look()
             self._agreement.state = self.optimizers.state()
             token = self._token = self._agreement.tell()
@@ -180,7 +253,7 @@ class HookEngine(Engine):
         Raises:
             NonFiniteGradientError, ValueError, RuntimeError: as `Engine.finish` and `Engine.hear`; nothing is applied.
         """
-        rest = range(self.reducer.started, len(self._layout))
+        rest = range(self.reducer.started, len(self._buckets))
         if rest:
             came = {parameter: parameter for parameter in self._own}
             for each in arrived:
@@ -207,7 +280,7 @@ class HookEngine(Engine):
     @torch.no_grad()
     def _copied(self, number: int, came: dict[Tensor, Tensor]) -> Tensor:
         """The gradient of a bucket from the pieces that came; zeros where there is a problem, as pieces may be missing."""
-        parameters = self._layout[number]
+        parameters = self._buckets[number]
         if number not in self._copies:
             length, device = sum(parameter.numel() for parameter in parameters), parameters[0].device
             self._copies[number] = torch.empty(length, dtype=self._dtype, device=device)
@@ -225,6 +298,25 @@ class HookEngine(Engine):
         if whole is None:
             whole = torch.cat([self._updates[parameter] for parameter in bucket.parameters])
         return whole.to(bucket.buffer.dtype)
+
+    def check_parameters(self, running: BackwardPass, check_one: Callable[[], object]) -> None:
+        """Raise ValueError where DDP does not hand over the gradients that the reducer has.
+
+        Args:
+            check_one: raises it where two DDPs share this.
+        """
+        came = dict.fromkeys(each for bucket in running.buckets for each in bucket.parameters)
+        if added := [parameter for parameter in came if parameter not in self.parameters]:
+            check_one()
+            raise ValueError(
+                f"DDP reduces a parameter of shape {tuple(added[0].shape)} that it had not in earlier steps: after the model "
+                "has changed, make a new DDP and a new OkTopkState"
+            )
+        if missing := [parameter for parameter in self.parameters if parameter not in came]:
+            raise ValueError(
+                f"DDP does not reduce the parameter {self._names[missing[0]]!r} any more, which it did before or when the state "
+                "was taken: make a new OkTopkState for a model whose parameters have changed"
+            )
 
     def _check_order(self, bucket: DdpBucket) -> None:
         """Raise ValueError where DDP gives gradients in another order than it takes them back.
@@ -246,8 +338,10 @@ class HookEngine(Engine):
                 )
             self._orders[parameter] = strides
 
-    def leave(self) -> None:
-        """Undo a step of which DDP has not handed over all buckets. Every rank must call."""
+    def leave(self, left: BackwardPass) -> None:
+        """Undo a pass, if DDP has not handed over all its buckets. Every rank must call then."""
+        if not (left.buckets or self.reducer.started):
+            return
         self._problem, self._running = "", False
         self._used = None  # gradients of that pass are kept, or not
         with self.before_torch():
