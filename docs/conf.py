@@ -42,7 +42,7 @@ napoleon_numpy_docstring = False
 OTHERS = r"(np|numpy|MPI|mpi4py|torch|cupy|nn|concurrent|collections\.abc)\..*|Any|NDArray|Tensor|ModuleType|Future"
 TYPES = "Communicator|Array|Vector|Entries|Kernels|Stream|Ready"
 # what BackwardBuckets and sums of rows are made of, which no reader makes; and another name of DenseAllreduce
-INNER = "DeviceRowWindows|GradientsInPlace|BucketLayout|BucketReducer|TensorMemory|PeerAllreduce"
+INNER = "DeviceRowWindows|GradientsInPlace|BucketLayout|OneVector|TensorMemory|PeerAllreduce"
 nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{TYPES}|{INNER}")]
 BEFORE: dict[str, list[str]] = {}
 """Name -> docstring, before napoleon."""

@@ -127,7 +127,7 @@ class HookEngine(Engine):
 
     Args:
         comm, method, options: as `BucketedAllreduce`. Collective.
-        layout: of the reducer, which has one element of its own where this has no bucket; DDP has each
+        layout: of the reducer, with one element of its own where this has no bucket. DDP has each
             table alone in a bucket.
         names: of all parameters.
         memory: of all.

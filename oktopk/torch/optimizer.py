@@ -37,10 +37,7 @@ from oktopk.torch.engine import Engine
 from oktopk.torch.interop import TYPE_NAMES, TensorMemory, memory_of
 from oktopk.torch.local_step import may_only_set_up
 from oktopk.torch.modules import broadcast_tensors
-from oktopk.torch.overlap import (
-    BackwardBuckets,
-    check_buckets,
-)
+from oktopk.torch.overlap import BackwardBuckets, check_buckets
 from oktopk.torch.replica import Replica
 from oktopk.torch.saved_optimizer import SavedOptimizer
 from oktopk.torch.sharded_replica import ShardedReplica
@@ -151,9 +148,8 @@ class DistributedOptimizer(SavedOptimizer):
     """The last step: what was selected, sent and timed; None before the first one."""
 
     _called = "DistributedOptimizer"
-    _kinds: ClassVar[
-        dict[str, type[DistributedOptimizer]]
-    ] = {}  # by what they send; `oktopk.torch.kinds` has all
+    # by what they send; `oktopk.torch.kinds` has all
+    _kinds: ClassVar[dict[str, type[DistributedOptimizer]]] = {}
     _sends = ""  # what the class sends; "" for this one, whose objects are of another
     _update: Tensor  # of the reducer
     _applied: Tensor  # of gradients the update in the parameters' type; of updates `_update` itself
@@ -183,9 +179,8 @@ class DistributedOptimizer(SavedOptimizer):
                 )
             return super().__new__(cls)
         sends = sends or default_sends(optimizer, method, keywords.get("density"))
-        return super().__new__(
-            cls._kinds.get(sends, cls._kinds["gradients"])
-        )  # which refuses what is unknown
+        # what is unknown "gradients" refuses
+        return super().__new__(cls._kinds.get(sends, cls._kinds["gradients"]))
 
     def __init__(
         self,
@@ -470,9 +465,8 @@ class DistributedOptimizer(SavedOptimizer):
             scaler.unscale_(self)
         inf_flags: dict[Any, Tensor] = scaler._found_inf_per_device(self)
         if not inf_flags:
-            inf_flags[self._applied.device] = torch.zeros(
-                (), dtype=torch.float32, device=self._applied.device
-            )
+            device = self._applied.device
+            inf_flags[device] = torch.zeros((), dtype=torch.float32, device=device)
         return inf_flags
 
     def complete(self) -> None:

@@ -7,18 +7,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collectives.closing import closes
 from collectives.sparse import Array
-from oktopk.backend import Ready
-from oktopk.buckets import bucket_ranges
+from oktopk.buckets import BucketedAllreduce, bucket_ranges
 from oktopk.cuda.multi_tensor import GradientTensors
 from oktopk.settings import DEFAULT_BUCKET_MB
 from oktopk.torch.alive import alive
+from oktopk.torch.engine import OneVector
 from oktopk.torch.gradients import GradientsInPlace
 from oktopk.torch.interop import TensorMemory
 
@@ -100,23 +100,6 @@ def check_buckets(overlap: object, bucket_mb: object, ordered: bool) -> None:
         raise ValueError("order is for buckets: pass overlap=True, or a bucket_mb")
 
 
-class BucketReducer(Protocol):
-    """What reduces buckets in their order, as `oktopk.buckets.BucketedAllreduce`."""
-
-    @property
-    def started(self) -> int:
-        """Buckets of this step that were started."""
-
-    def reads_tensors(self, number: int) -> bool:
-        """Whether a bucket may be given as a tensor list."""
-
-    def start(self, gradient: Array | GradientTensors, ready: Ready = None) -> object:
-        """Begin with the next bucket. Collective. It takes `problem`, too, where some rank's gradients cannot be read."""
-
-    def abandon(self) -> None:
-        """Undo what was started."""
-
-
 @dataclass(slots=True)
 class Recorded:
     """A backward pass that was recorded, see `BackwardBuckets.recording`.
@@ -161,7 +144,7 @@ class BackwardBuckets:
         parameters: Sequence[Tensor],
         gradients: GradientsInPlace,
         layout: BucketLayout,
-        reducer: BucketReducer,
+        reducer: BucketedAllreduce | OneVector,
         memory: TensorMemory,
         overlapped: bool,
         postponed: Callable[[], bool] = lambda: False,
