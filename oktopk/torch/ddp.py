@@ -169,15 +169,12 @@ class OkTopkState:
 
     def _end_step(self, device: torch.device) -> None:
         """Wait for what is reduced, and give it to DDP. Collective."""
-        engine = self._engine
+        buckets, engine = self._pass.buckets, self._engine
         if engine is None:  # now all of DDP's buckets are known
             engine = self._set_up(device)
-            for bucket in self._pass.buckets:
+            for bucket in buckets:
                 engine.add(bucket)
-        else:
-            with engine.passed_on():
-                engine.check_parameters(self._pass, partial(ddp_of, self))
-        self._report = engine.end(self._pass.buckets)
+        self._report = engine.end(buckets, partial(ddp_of, self))
 
     def _leave_step(self) -> None:
         """Undo what a backward pass has begun that did not end, if the last one did not. Every rank must call then."""

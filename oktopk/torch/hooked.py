@@ -217,16 +217,16 @@ class HookEngine(Engine):
         if bucket.buffer.is_sparse:
             return
         number = self.reducer.started
-        with self.passed_on():
+        with self._passed_on():
             self._check_order(bucket)
-        with self.passed_on():
+        with self._passed_on():
             ours = number < len(self._buckets) and bucket.buffer.dtype == self._dtype
             if ours and _key(bucket.parameters) == _key(self._buckets[number]):
                 self._copies.pop(number, None)
                 self._start(number, bucket.buffer)
 
     @contextmanager
-    def passed_on(self) -> Iterator[None]:
+    def _passed_on(self) -> Iterator[None]:
         """Let an error of the `with` block, on this rank, be the problem of the step, which every rank raises in `end`."""
         try:
             yield
@@ -244,15 +244,18 @@ class HookEngine(Engine):
         array = self._memory.array(gradient)
         self.reducer.start(array, self.ready(), absent=absent, problem=self._problem, token=token)
 
-    def end(self, arrived: Sequence[DdpBucket]) -> StepReport:
+    def end(self, arrived: Sequence[DdpBucket], check_one: Callable[[], object]) -> StepReport:
         """Start the other buckets, wait for all, and give DDP the means. Collective.
 
         Args:
             arrived: all of DDP's, which were added.
+            check_one: raises ValueError where two DDPs hand over buckets.
 
         Raises:
             NonFiniteGradientError, ValueError, RuntimeError: as `Engine.finish` and `Engine.hear`; nothing is applied.
         """
+        with self._passed_on():
+            self._check_came(arrived, check_one)
         rest = range(self.reducer.started, len(self._buckets))
         if rest:
             came = {parameter: parameter for parameter in self._own}
@@ -285,7 +288,7 @@ class HookEngine(Engine):
             length, device = sum(parameter.numel() for parameter in parameters), parameters[0].device
             self._copies[number] = torch.empty(length, dtype=self._dtype, device=device)
         if not self._problem:
-            with self.passed_on():
+            with self._passed_on():
                 return torch.cat([came[parameter] for parameter in parameters], out=self._copies[number])
         return self._copies[number].zero_()
 
@@ -299,13 +302,9 @@ class HookEngine(Engine):
             whole = torch.cat([self._updates[parameter] for parameter in bucket.parameters])
         return whole.to(bucket.buffer.dtype)
 
-    def check_parameters(self, running: BackwardPass, check_one: Callable[[], object]) -> None:
-        """Raise ValueError where DDP does not hand over the gradients that the reducer has.
-
-        Args:
-            check_one: raises it where two DDPs share this.
-        """
-        came = dict.fromkeys(each for bucket in running.buckets for each in bucket.parameters)
+    def _check_came(self, arrived: Sequence[DdpBucket], check_one: Callable[[], object]) -> None:
+        """Raise ValueError where DDP does not hand over the gradients that the reducer has."""
+        came = dict.fromkeys(parameter for bucket in arrived for parameter in bucket.parameters)
         if added := [parameter for parameter in came if parameter not in self.parameters]:
             check_one()
             raise ValueError(
