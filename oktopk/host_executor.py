@@ -53,12 +53,8 @@ class HostExecutor:
     def begin(self, gradient: Gradient, plan: Plan) -> CompletedStep:
         try:
             return self._begin(gradient, plan)
-        except FlaggedRanksError:  # the update is zero
-            raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
-            if not self._method.sparse:  # parts of the new one may be there
-                self._vectors.support = None
-            self._vectors.clear_update()
+            self._vectors.drop_update()
             raise
 
     def _begin(self, gradient: Gradient, plan: Plan) -> CompletedStep:
@@ -93,7 +89,6 @@ class HostExecutor:
         if outcomes[:, 0].any():
             if result is not None and method.sparse:  # only another shard found something
                 method.kernels.undo_accumulate(summed, vectors.residual, True)
-            vectors.drop_update()
             group.end_reading()
             raise self._flagged(gradient, plan)
         own_update, update = None, None
@@ -182,9 +177,8 @@ class HostExecutor:
         if isinstance(gradient, ShardDisplacement):
             nonfinite = int(gradient.nonfinite)
         else:
-            update = self._vectors.update  # scratch
-            nonfinite = self._method.kernels.accumulate(gradient, None, update)
-            update.fill(0)
+            scratch = self._vectors.update
+            nonfinite = self._method.kernels.accumulate(gradient, None, scratch)
         problem, self._damage = plan.problem or self._damage, ""
         bad, problems = self._transport.allgather_control(
             np.array([nonfinite > 0, bool(problem)], np.int64)

@@ -58,13 +58,8 @@ class MessageExecutor:
                 except ValueError as problem:
                     raise problem from None  # the flag only carried it
             raise
-        except ValueError:  # what was gathered did not decode
-            vectors.drop_update()
-            raise
         except BaseException:  # nothing was applied: the last update must not be applied a second time
-            if not method.sparse:  # parts of the new one may be there
-                vectors.support = None
-            vectors.clear_update()
+            vectors.drop_update()
             raise
         with plan.timer.stage("apply"):
             vectors.apply(result, plan.scale)
