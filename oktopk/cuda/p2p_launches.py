@@ -7,9 +7,8 @@ They cut a selection over the cap down to the top k. What they cannot end stops 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives.cuda.kernels import tile_shift
-from collectives.cuda.launch import Kernel, PreparedLaunch, compiled
+from collectives.cuda.launch import Kernel, compiled
 from collectives.cuda.layouts import (
     COMPACT_THREADS,
     COMPACT_TILE,
@@ -39,7 +38,7 @@ from oktopk.cuda.kth_select import KthSelect
 from oktopk.cuda.layouts import APPLY_ENTRIES
 from oktopk.cuda.mailbox import Mailbox
 from oktopk.cuda.multi_tensor import GradientTensors, pointer_of
-from oktopk.cuda.select import SelectLaunches, selection_header
+from oktopk.cuda.select import selection_header
 from oktopk.cuda.step_graphs import StepGraphs
 from oktopk.error_feedback import ErrorFeedback
 from oktopk.results import StageTimer
@@ -59,21 +58,6 @@ def compile_p2p_kernels() -> None:
     """Compile what steps over symmetric memory alone use, while a failure can still be sent to the other ranks."""
     for file, kernel in (("decide.cu", "decide"), ("kth.cu", "kth_histogram")):
         compiled(_KERNELS / file).get_function(kernel)
-
-
-@dataclass(slots=True)
-class _Reader:
-    """The launches that read a gradient of one kind.
-
-    Attributes:
-        kernels: of that kind.
-        select: select from it.
-        undo: takes it out of the residual again, where a step stopped for elements that are not finite; None for one that stays.
-    """
-
-    kernels: Mapping[str, Kernel]
-    select: SelectLaunches
-    undo: PreparedLaunch | None
 
 
 class P2PLaunches:
@@ -173,9 +157,12 @@ class P2PLaunches:
         # few: nearly always they have nothing to do
         self._undo_blocks = device.processors
         width = kernels.gradient_bytes
-        self._select = kernels.select_launches(width, self._length, self._packed)
-        self._reader = self._vector_reader = self._make_reader(kernels.kernels_for(width))
-        self._tensor_reader: _Reader | None = None
+        select = kernels.select_launches(width, self._length, self._packed)
+        self._reader = self._vector_reader = select.for_p2p(
+            kernels.kernels_for(width)["undo_accumulate"],
+            p2p=self._p2p, boundaries=self._boundaries.data.ptr, regions=ranks, header=self._header,
+            mailbox=self.selected.address, k=k, cap=cap, needs_no_trim=self._needs_no_trim,
+        )  # fmt: skip
         self._kth = KthSelect(
             self._transport, self._p2p, k, settings.balance_trigger,
             header=self._header, packed=self._packed, sums=self._sums, kept=self._kept,
@@ -230,17 +217,6 @@ class P2PLaunches:
             p2p=p2p, sums=self._sums.pointer, kept=self._kept.pointer, capacity=self._kept.size, state=lists.sums_state,
             scan=device.scan("p2p keep", self._keep_blocks),
         )  # fmt: skip
-
-    def _make_reader(self, kernels: Mapping[str, Kernel]) -> _Reader:
-        select = self._select.for_kernels(kernels).for_p2p(
-            p2p=self._p2p, boundaries=self._boundaries.data.ptr, regions=self._transport.size, header=self._header,
-            mailbox=self.selected.address, k=self.k, cap=selection_cap(self.k), needs_no_trim=self._needs_no_trim,
-        )  # fmt: skip
-        kernel = kernels.get("undo_accumulate")
-        undo = None
-        if kernel is not None:
-            undo = kernel.prepare(n=self._length, decision=self._p2p.decision)
-        return _Reader(kernels, select, undo)
 
     @property
     def aborted(self) -> bool:
@@ -300,7 +276,9 @@ class P2PLaunches:
         epoch = self._set_step(*bits, to_clear, flags | self._odd)
         deferred, residual, update = bool(flags & DEFERRED), vectors.residual, vectors.update
         self._vectors = addresses = pointer_of(gradient), pointer_of(residual), pointer_of(update)
-        self._set_reader(gradient)
+        self._reader = self._vector_reader
+        if isinstance(gradient, GradientTensors):
+            self._reader = self._reader.for_kernels(gradient.kernels)
         self._timed = timed and selected is None
         if selected is not None:
             self._upload_step(stream.ptr)
@@ -310,7 +288,7 @@ class P2PLaunches:
         elif timed:
             self._enqueue_whole(addresses, stream.ptr, exact, deferred)
         else:
-            key = *addresses, self._reader.select.select.kernel.function, deferred
+            key = *addresses, self._reader.select.kernel.function, deferred
             self._graphs.launch(
                 key, exact, lambda at, exact: self._enqueue_whole(addresses, at, exact, deferred)
             )
@@ -365,14 +343,6 @@ class P2PLaunches:
         step.support, step.flags = support, flags
         return int(step.epoch)
 
-    def _set_reader(self, gradient: Gradient) -> None:
-        """Use the launches that read a gradient of this kind."""
-        self._reader = self._vector_reader
-        if isinstance(gradient, GradientTensors):
-            if self._tensor_reader is None or self._tensor_reader.kernels is not gradient.kernels:
-                self._tensor_reader = self._make_reader(gradient.kernels)
-            self._reader = self._tensor_reader
-
     def _set_regions(self, boundaries: NDArray[np.int64]) -> None:
         rank, step = self._transport.rank, self._step
         self._regions = boundaries
@@ -395,7 +365,7 @@ class P2PLaunches:
         """A step from the gradient on; can be captured. The arguments are those of `_enqueue`."""
         self._upload_step(stream)
         self._mark(0, stream)
-        self._reader.select.enqueue(vectors[0], vectors[1], stream)
+        self._reader.enqueue(vectors[0], vectors[1], stream)
         self._kth.trim(stream)
         self._mark(1, stream)
         self._enqueue(vectors, stream, exact, deferred)
@@ -404,7 +374,7 @@ class P2PLaunches:
         """What follows the selection; can be captured. Beside each launch is its kernel; p2p.cuh has the signals.
 
         Args:
-            vectors: addresses of the gradient (for `_set_reader`'s kind), residual and update.
+            vectors: addresses of the gradient (of `_reader`'s kind), residual and update.
             exact: compute the exact global threshold.
             deferred: take the gradient out of the residual again where some rank's was not finite.
         """

@@ -1,4 +1,4 @@
-"""The two launches of accumulate-select-pack, laid out once for vectors and a list of given sizes."""
+"""The launches that read a gradient, laid out once for vectors and a list of given sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from collectives.cuda.device import Device, DeviceEntries
-from collectives.cuda.launch import Kernel
+from collectives.cuda.launch import Kernel, PreparedLaunch
 from oktopk.cuda.layouts import CHUNK, MOST_GROUP
 
 _RESIDENT = 8  # blocks of compact_selection that a multiprocessor runs at once
@@ -29,9 +29,14 @@ class SelectLaunches:
         nonfinite: address of the counter of elements that are not finite, 0 between launches.
         n: elements of the vectors.
         entries: what is selected goes there.
+
+    Attributes:
+        undo: through peer memory, takes a gradient out of the residual again where a step stopped
+            for elements that are not finite; None for one that stays.
     """
 
     THREADS = 256
+    undo: PreparedLaunch | None = None
 
     def __init__(
         self, device: Device, kernels: Mapping[str, Kernel], nonfinite: int, n: int, entries: DeviceEntries
@@ -73,18 +78,23 @@ class SelectLaunches:
         if other is None or other.select.kernel is not kernel:
             other = copy(self)
             other.select, other._other = self.select.copy(kernel), None
+            if self.undo is not None:
+                undo = kernels.get("undo_accumulate")
+                other.undo = None if undo is None else self.undo.copy(undo)
             self._other = other
         return other
 
-    def for_p2p(self, **fields: Any) -> SelectLaunches:
+    def for_p2p(self, undo: Kernel, **fields: Any) -> SelectLaunches:
         """The same launches for a step through peer memory.
 
         Args:
+            undo: undo_accumulate.
             fields: of compact_selection, `p2p` among them.
         """
-        other = copy(self)
-        other.select = self.select.copy(step=fields["p2p"].step)
+        other, p2p = copy(self), fields["p2p"]
+        other.select, other._other = self.select.copy(step=p2p.step), None
         other.compact = self.compact.copy(**fields)
+        other.undo = undo.prepare(n=self.sizes[0], decision=p2p.decision)
         return other
 
     def enqueue(self, gradient: int, residual: int, stream: int) -> None:
