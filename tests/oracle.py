@@ -68,6 +68,32 @@ def ok_topk(gradients: Vector, residuals: Vector, k: int) -> Step:
     return Step(accumulated, selected, masked(total, applied), applied, left)
 
 
+def candidate(
+    counts: NDArray[np.int64], k: int, tolerance: float, miss: float, all_kept: bool, deferred: bool
+) -> tuple[int, bool]:
+    """Which candidate threshold a step between exact ones keeps by, and whether none fits.
+
+    Args:
+        counts: sums that reach each candidate, from the lowest one on; the middle one is expected.
+        k: entries to apply.
+        tolerance, miss: shares of k by which the expected, and the nearest candidate may be off.
+        all_kept: the lowest candidate takes every nonzero sum, at most k.
+        deferred: the step may not compute the exact threshold.
+    """
+    off = np.abs(counts.astype(np.float64) - k)
+    expected, nearest = len(counts) // 2, int(np.argmin(off))  # the lowest of equals
+    if off[expected] <= tolerance * k:
+        return expected, False
+    if off[nearest] <= miss * k or all_kept:
+        return nearest, False
+    if not deferred:
+        return nearest, True
+    # the lowest from there on that keeps at most 5k/4; given up where that keeps less than k/2
+    fitting = [at for at in range(nearest, len(counts)) if counts[at] <= 5 * k / 4]
+    lowest = fitting[0] if fitting else len(counts) - 1
+    return lowest, not k / 2 <= counts[lowest] <= 5 * k / 4
+
+
 def dense(gradients: Vector, residuals: Vector, k: int) -> Step:
     """The exact sum, whatever k; nothing stays behind."""
     accumulated = gradients + residuals

@@ -17,7 +17,15 @@ from collectives.split_and_reduce import RegionLists
 from collectives.traffic import Traffic
 from oktopk.cpu import kernels as host_kernels
 from oktopk.cpu.histograms import LEVELS, magnitude_histogram
-from oktopk.thresholds import GlobalThreshold, kth_magnitude
+from oktopk.thresholds import (
+    CANDIDATES,
+    MISS,
+    GlobalThreshold,
+    candidate_bits,
+    choose_candidate,
+    kth_magnitude,
+)
+from tests import oracle
 
 RANKS = 8  # as many as a test may have; fewer take the first of what was drawn
 WIDTH = 1000  # elements of every region
@@ -42,6 +50,32 @@ def test_the_kth_magnitude_is_that_of_a_sort(values: list[float], k: int, ranks:
         assert bits_magnitude(bits) == nonzero[k - 1]
         assert larger == sum(value > nonzero[k - 1] for value in nonzero)
         assert equal == nonzero.count(nonzero[k - 1])
+
+
+@st.composite
+def counts_of_candidates(draw: st.DrawFn) -> tuple[NDArray[np.int64], int]:
+    """Descending counts of all candidates, on few levels at the edges of the rule; and k."""
+    k = draw(st.integers(1, 50) | st.sampled_from([100, 200]))
+    shares = 0.6 * k, 0.7 * k, 0.94 * k, 0.96 * k, k, 1.04 * k, 1.06 * k, 1.4 * k, 3 * k
+    edges = 0, k // 2 - 1, k // 2, k // 2 + 1, 5 * k // 4, 5 * k // 4 + 1, *map(int, shares)
+    level = st.sampled_from([max(0, edge) for edge in edges])
+    levels = draw(st.lists(level, min_size=1, max_size=4))
+    place = st.integers(30, 36) | st.integers(0, len(CANDIDATES))
+    begins = sorted(draw(st.lists(place, min_size=len(levels) - 1, max_size=len(levels) - 1)))
+    return np.repeat(sorted(levels, reverse=True), np.diff([0, *begins, len(CANDIDATES)])), k
+
+
+@settings(max_examples=1000)
+@given(counts_of_candidates(), st.sampled_from([1, 1 << 20, 0x3F800000]), st.booleans())
+def test_a_step_keeps_by_the_candidate_of_the_oracle(
+    drawn: tuple[NDArray[np.int64], int], expected: int, deferred: bool
+) -> None:
+    counts, k = drawn
+    all_kept = candidate_bits(expected, 0) == 1 and counts[0] <= k
+    choice = choose_candidate(counts, expected, k, 0.01, may_go_exact_now=not deferred)
+    wanted = oracle.candidate(counts, k, 0.01, MISS, all_kept, deferred)
+    assert (choice.candidate, choice.needs_exact) == wanted
+    assert choice.nearest == np.argmin(np.abs(counts - k))
 
 
 def region(values: list[float] | NDArray[Any], transport: MpiTransport) -> RegionLists:
