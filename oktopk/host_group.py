@@ -116,7 +116,7 @@ class HostGroup:
         """Fill float32[n] with the shards of all ranks of the host. Collective.
 
         A GPU may still copy on return, from the memory of the other ranks: they close the group, or wait for this one, before
-        their processes end. CUDA promises nothing else; an H200 keeps memory that is mapped, see docs/results/gpu.md.
+        their processes end. CUDA calls anything else undefined; what one H200 did is in docs/results/gpu.md.
 
         Args:
             own: float32[shard], or what `sum` gave; empty for a rank that holds no shard.

@@ -87,7 +87,7 @@ class BackwardPass:
                 self._error = error
 
     def take(self, bucket: DdpBucket, engine: HookEngine | None) -> None:
-        """Take the next bucket, which is reduced where it is known by what. Collective."""
+        """Take the next bucket; where there is an engine, it begins to reduce it. Collective."""
         self.buckets.append(bucket)
         if engine is not None:
             self.attempt(engine.add, bucket)
@@ -99,7 +99,7 @@ class BackwardPass:
         return Layout(dense, tables)
 
     def check_ended(self, engine: HookEngine | None) -> None:
-        """Raise RuntimeError where it was left, or raised while some buckets were reduced."""
+        """Raise RuntimeError where this pass was left, or raised while some buckets were reduced."""
         started = 0 if engine is None else engine.reducer.started
         if started and not self.buckets:
             raise RuntimeError(

@@ -88,7 +88,7 @@ class HookedModel:
         return cls(names, comm, dense_steps)
 
     def layout_of(self, state: dict[str, Any]) -> Layout:
-        """That which a state of the hook has, by the names of parameters.
+        """The layout of a state of the hook, which names parameters.
 
         Raises:
             StateError: the model has no parameter of a name.

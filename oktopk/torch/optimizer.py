@@ -179,7 +179,7 @@ class DistributedOptimizer(SavedOptimizer):
                 )
             return super().__new__(cls)
         sends = sends or default_sends(optimizer, method, keywords.get("density"))
-        # what is unknown "gradients" refuses
+        # the class for gradients refuses another `sends`
         return super().__new__(cls._kinds.get(sends, cls._kinds["gradients"]))
 
     def __init__(

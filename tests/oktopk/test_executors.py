@@ -246,6 +246,7 @@ def on_ways(other: str) -> pytest.MarkDecorator:
 
 def add_to_residual(reducer: GradientAllreduce, vector: NDArray[np.float32]) -> None:
     state = reducer.state_dict()
+    assert state["residual"] is not None  # a step has left something behind
     state["residual"] = state["residual"] + vector
     reducer.load_state_dict(state)
 

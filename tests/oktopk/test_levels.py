@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections import Counter
@@ -18,7 +19,9 @@ from collectives.allgatherv import allgatherv
 from collectives.errors import NoPeerMemoryError
 from collectives.traffic import step_limit, upper_bound
 from oktopk import GradientAllreduce, MissingRanksError, NonFiniteGradientError, levels
+from oktopk.buckets import BucketedAllreduce
 from oktopk.elastic import redistribute
+from oktopk.host_group import HostGroup
 from oktopk.levels import Layout
 from oktopk.methods.union import SharedSupport, union_words
 from oktopk.settings import selection_cap
@@ -665,3 +668,29 @@ def test_a_host_that_cannot_share_memory_is_a_sentence_or_flat(
             reducer = GradientAllreduce(comm, 100, ranks_per_host=2)
         assert reducer.levels == "flat" and "Too many open files" in reducer.flat_reason
         reducer.close()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_buckets_are_reduced_one_by_one_where_only_the_first_is_flat(
+    comm: MPI.Intracomm, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(cuda, comm)
+    groups: list[Any] = []
+
+    def without_memory_first(*arguments: Any) -> HostGroup:
+        groups.append(arguments)
+        if len(groups) == 1:
+            raise ValueError("no memory for the gradients of a host")
+        return HostGroup(*arguments)
+
+    monkeypatch.setattr("oktopk.construction.HostGroup", without_memory_first)
+    before = threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the first
+        buckets = BucketedAllreduce(
+            comm, (3000, 1000), "union", device=cuda, density=0.02, ranks_per_host=2, peer_memory=True
+        )
+    assert [reducer.levels for reducer in buckets.reducers] == ["flat", "hosts"]
+    buckets.step([put(cuda, np.ones(length, np.float32)) for length in buckets.lengths])
+    assert threading.active_count() == before + 1
+    buckets.close()

@@ -7,7 +7,8 @@ the sums above a global threshold are applied to the reference. Decay acts on th
     DATA=DIR STEPS=1000 P=4 python sim.py SPEC ...          SPEC = name/key=value/...; one JSON line a run on standard output
 
 name: dense (AdamW on the mean gradient), updates, gradients (error feedback on gradients, then AdamW),
-  powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32, zeroone/vk=16 (0/1 Adam; h: the most steps between exchanges).
+  powersgd/rank=4 (w: a dense start), demo/decay=0.999/keep=32, zeroone/vk=16/h=16 (0/1 Adam; h: the most steps between
+  exchanges, 1 by default).
 keys: lr; b1, b2: decays of the moments, b2=root for 0.95^(1/P); seed
   d: density; h: steps between exchanges; olr: outer rate; mu: outer Nesterov momentum; wire: float32, bfloat16, int8, int4
   lv: share of the residual that a worker's own model contains (0: it sees the reference after each exchange)
