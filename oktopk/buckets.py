@@ -113,8 +113,8 @@ class BucketedAllreduce:
             reducer.keep_entries(partial(_entries_of, number, self.lengths))
         # all are put on the stream, or all reduced in threads
         self.can_read_tensors = all(reducer.can_read_tensors for reducer in self.reducers)
-        # bucket i is reduced in thread i modulo their number; in one where a later bucket alone is in two levels, as the host had
-        # no memory for the gradients of the first
+        # bucket i is reduced in thread i modulo their number; all in one thread where a later bucket is in two levels and the
+        # first is not, as the host had no memory for its gradients
         threads = len(streams) if all(map(_carries_several, self.reducers)) else 1
         self._threads = [CommunicationThread("oktopk", together=TOGETHER) for _ in range(threads)]
         self._started: list[Future[StepReport]] = []

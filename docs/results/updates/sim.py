@@ -387,7 +387,7 @@ class ZeroOne:
     """0/1 Adam (Lu et al., 2022): steps between exchanges with v that all workers share, exchanges of momentum in one bit.
 
     v is renewed by the mean gradient, in float32, at intervals that double after every `each` renewals. Beyond the paper: each
-    tensor has a scale of its own, moments are corrected as Adam's, and what decays is the shared weights.
+    tensor has a scale of its own, moments are corrected as Adam's, v is renewed before a step, and the shared weights decay.
     """
 
     def __init__(self, each):
